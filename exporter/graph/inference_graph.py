@@ -93,6 +93,7 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
     value_dtype: DType
     dim: int
     defaults: np.ndarray  # [d, dim], of `value_dtype`: an absent key reads row `key mod d`
+    is_laid_out: bool = False  # the checkpoint is a published version, and has these very variables
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:

@@ -13,6 +13,9 @@ adds a table's first row to the numbers of the rows that it writes.
 What is joined, the graph proves to be asked together: lookups whose ids need no table's rows, and that the
 same signatures need. So no signature looks up, or waits for, what it did not before. A table stays by itself
 if another table's rows lead to its ids, or if something else takes its index: a function, or a branch.
+
+A version that is published lends its graph to other checkpoints: `separate_lookups` makes of it what it was
+before its lookups were joined, so that tables get other sizes, and others may be joined.
 """
 
 from __future__ import annotations
@@ -26,29 +29,45 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.errors import GraphError
 from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, JoinedPart
 from exporter.graph.nodes import (
     Endpoint,
     GraphIndex,
     all_before,
+    attr_dtype,
     attr_text,
     closure,
     const_value,
     data_inputs,
     drop_nodes,
+    endpoint,
     free_name,
     new_node,
+    put_nodes,
     tensor_behind,
 )
 from exporter.graph.signatures import SignatureEnds
+from exporter.graph.table_marks import mark, marked_tables
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.lookup import JOINED, SIZE, JoinedLookup, RowNodes, add_joined_rows
+from exporter.tables.lookup import (
+    JOINED,
+    PART,
+    SIZE,
+    TABLE,
+    JoinedLookup,
+    RowNodes,
+    add_joined_rows,
+    add_rows,
+)
 from exporter.tables.parts import PARTS
+from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 INDEX = PARTS[:-1]
 LEAST = 8  # lookups: to join fewer costs more operations than it saves
+_NAME_SOURCE = "name what it was made from by --model: a builder, a .meta file or the trainer's SavedModel"
 _SAME_SHAPE = ("Identity", "Cast", "StringToHashBucketFast", "StringToNumber")
 _CONTROL_FLOW = frozenset(
     {
@@ -63,6 +82,7 @@ class _Lookup(Struct, frozen=True, eq=False):
 
     table: GraphDynamicTable
     ids: Endpoint
+    scope: str
     row: str
     nodes: RowNodes
     own: frozenset[str]
@@ -139,7 +159,7 @@ def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | 
     shared = (name for name in own - {rows, found} for reader, _ in readers[name] if reader not in own)
     if row not in own or key not in own or "stride" not in sized.values() or any(shared):
         return None
-    return _Lookup(table, ids, row, RowNodes(rows, found), frozenset(own - {rows, found}))
+    return _Lookup(table, ids, scope, row, RowNodes(rows, found), frozenset(own - {rows, found}))
 
 
 def _asked_together(
@@ -176,7 +196,7 @@ def _join_variables(
         parts = [known[table.nodes[number]] for table in tables]
         *firsts, total = accumulate((variable.shape[0] for variable in parts), initial=0)
         joined |= {v.node: JoinedPart(node, first) for v, first in zip(parts, firsts, strict=True)}
-        attrs: dict[str, Any] = {"dtype": parts[0].dtype, "shape": (total,), JOINED: len(parts)}
+        attrs: dict[str, Any] = {"dtype": parts[0].dtype, "shape": (total,)}
         graph_def.node.append(new_node(node, "VarHandleOp", shared_name=node.encode(), **attrs))
         handles.append(node)
     return joined, handles
@@ -229,7 +249,8 @@ def _placed(
     (groups,), (slots,), (capacity,) = shapes[seeds], shapes[rows], shapes[keys]
     geometry = TableGeometry.of_shapes(groups, slots, capacity, len(lookup.table.defaults))
     firsts = joined[seeds].first, joined[rows].first, joined[keys].first
-    return JoinedLookup(lookup.ids.as_input, is_vector, geometry, *firsts)
+    ids = lookup.ids.as_input
+    return JoinedLookup(lookup.table.name, lookup.scope, ids, is_vector, geometry, *firsts)
 
 
 def _is_found_read(index: GraphIndex, lookup: _Lookup, fetched: Collection[str]) -> bool:
@@ -247,3 +268,93 @@ def _is_vector(index: GraphIndex, ids: Endpoint) -> bool:
         return shape is not None and shape.shape == (1,)
     shape_known = index.shape(tensor)
     return (node.op == "Unique" and tensor.output == 0) or (shape_known is not None and len(shape_known) == 1)
+
+
+def separate_lookups(meta_graph: Proto) -> None:
+    """Give each lookup that `join_lookups` joined its own nodes and variables again, in place.
+
+    What joined them stays, and nothing reads it. GraphError if the nodes are not as they were made.
+    """
+    graph_def = meta_graph.graph_def
+    if not any(JOINED in node.attr for node in graph_def.node):
+        return
+    index = GraphIndex.of(meta_graph)
+    lookups = [_joined(index, node) for node in index.nodes.values() if JOINED in node.attr]
+    _add_indexes(graph_def, {lookup.table for lookup in lookups})
+    tables = {table.name: table for table in marked_tables(graph_def)}
+    made, moved = protos.GraphDef(), dict[Endpoint, str]()
+    for lookup in lookups:
+        table = tables[lookup.table]
+        ids, defaults = lookup.ids.as_input, len(table.defaults)
+        nodes = add_rows(made, lookup.scope, table.name, table.nodes, ids, defaults=defaults)
+        moved |= dict.fromkeys(lookup.rows, nodes.rows) | dict.fromkeys(lookup.found, nodes.found)
+    names = {node.name for node in made.node}
+    taken = [index.nodes[name] for name in names & index.nodes.keys()]
+    if len(names) < len(made.node) or any(node.op not in ("Const", "Identity") for node in taken):
+        raise GraphError(
+            "the graph has other nodes under the names of lookups that are joined", hint=_NAME_SOURCE
+        )
+    put_nodes(graph_def.node, [node for node in graph_def.node if node.name not in names])
+    for node in graph_def.node:
+        node.attr.pop(JOINED, None)
+        for position, text in enumerate(node.input):
+            node.input[position] = moved.get(endpoint(text), text)
+    graph_def.node.extend(made.node)
+
+
+class _Joined(Struct, frozen=True):
+    """A joined lookup: its table, the scope of its own nodes, the ids, and the tensors of its results."""
+
+    table: str
+    scope: str
+    ids: Endpoint
+    rows: list[Endpoint]
+    found: list[Endpoint]
+
+
+def _joined(index: GraphIndex, count: Proto) -> _Joined:
+    """The joined lookup whose ids a node counts; GraphError if others do not follow as they were added."""
+    table, scope = attr_text(count, TABLE), attr_text(count, JOINED)
+    inputs, packs = data_inputs(count), index.consumers[count.name]
+    if len(inputs) != 1 or len(packs) != 1 or not table or not scope:
+        raise _damaged(table, scope)
+    (ids,), ((pack, number),) = inputs, packs
+    splits = [name for name, at in index.consumers[pack] if index.nodes[name].op == "SplitV" and at == 1]
+    results = {attr_dtype(index.nodes[split], "T"): [Endpoint(split, number)] for split in splits}
+    # Ids that are no vector were made one, and the results reshaped.
+    flat = index.nodes.get(ids.node) if ids.node == f"{count.name.rpartition('/')[0]}/ids_{number}" else None
+    if flat is not None:
+        ids = next(iter(data_inputs(flat)), ids)
+        results = {
+            dtype: [Endpoint(name, 0) for tensor in found for name in _readers(index, tensor)]
+            for dtype, found in results.items()
+        }
+    rows, found = results.get(DType.INT32, []), results.get(DType.BOOL, [])
+    reshapes = {index.nodes[each.node].op for each in (*rows, *found)} if flat is not None else {"Reshape"}
+    if index.nodes[pack].op != "Pack" or not rows or reshapes != {"Reshape"}:
+        raise _damaged(table, scope)
+    return _Joined(table, scope, ids, rows, found)
+
+
+def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
+    """The nodes that read a tensor."""
+    readers = dict.fromkeys(name for name, _ in index.consumers[tensor.node])
+    return [name for name in readers if tensor in data_inputs(index.nodes[name])]
+
+
+def _damaged(table: str, scope: str) -> GraphError:
+    """The error for a joined lookup whose nodes are not as they were added."""
+    return GraphError(f"the joined lookup {scope!r} in table {table!r} is damaged", hint=_NAME_SOURCE)
+
+
+def _add_indexes(graph_def: Proto, tables: Collection[str]) -> None:
+    """Add the index variables of tables, as marked nodes without sizes, unless the graph has them."""
+    marked = {(attr_text(node, TABLE), attr_text(node, PART)) for node in graph_def.node if PART in node.attr}
+    names = {node.name for node in graph_def.node}
+    for table in sorted(tables):
+        for part, dtype in zip(INDEX, (DType.INT64, DType.INT32, DType.INT64), strict=True):
+            if (table, part) not in marked:
+                name = free_name(names, f"{table}/{part}")
+                node = new_node(name, "VarHandleOp", shared_name=name.encode(), dtype=dtype, shape=(-1,))
+                mark(node, table, part)
+                graph_def.node.append(node)

@@ -399,21 +399,30 @@ def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...
         return graph
     meta_graph = deepcopy(graph.meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}
-    variables, geometries = list[GraphVariable](), {}
+    variables = list[GraphVariable]()
     for table in graph.dynamic_tables:
         sized = [replace(variable, shape=shapes[variable.key]) for variable in table.variables]
         for variable in sized:
             nodes[variable.node].attr["shape"].shape.CopyFrom(shape_proto(variable.shape))
             nodes[variable.node].attr.pop("_output_shapes", None)
         variables += sized
-        geometries[table.name] = _geometry(table, [variable.shape for variable in sized])
-    set_sizes(meta_graph.graph_def, geometries)
-    return replace(graph, meta_graph=meta_graph, variables=(*graph.variables, *variables))
+    sized_graph = replace(graph, meta_graph=meta_graph, variables=(*graph.variables, *variables))
+    set_sizes(meta_graph.graph_def, table_geometries(sized_graph))
+    return sized_graph
+
+
+def table_geometries(graph: InferenceGraph) -> dict[str, TableGeometry]:
+    """The sizes of a graph's dynamic tables, which have shapes, by their names."""
+    shapes = {variable.key: variable.shape for variable in graph.variables}
+    return {
+        table.name: _geometry(table, [shapes[variable.key] for variable in table.variables])
+        for table in graph.dynamic_tables
+    }
 
 
 def _geometry(table: GraphDynamicTable, shapes: list[tuple[int, ...]]) -> TableGeometry:
-    (groups,), (slots,), (capacity,), _ = shapes
     try:
+        (groups,), (slots,), (capacity,), _ = shapes
         return TableGeometry.of_shapes(groups, slots, capacity, len(table.defaults))
     except ValueError as error:
         raise ShapeMismatch(

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from exporter.checkpoint.recommenders_addons import table_in_graph
 from exporter.checkpoint.trainers import AUTODIST_SCOPE
-from exporter.errors import GraphError, NotServable, UsageError
+from exporter.errors import NotServable, UsageError
 from exporter.graph.called_bodies import SHAPES
 from exporter.graph.deeprec_conversion import convert_deeprec
 from exporter.graph.deeprec_ops import HANDLE
 from exporter.graph.feeds import hands_over_batches, parse_feeds
 from exporter.graph.functions import callers
 from exporter.graph.graph_files import parse_message, read_graph_file
-from exporter.graph.inference_graph import GraphDynamicTable
+from exporter.graph.joined_lookups import separate_lookups
 from exporter.graph.keys import VARIABLE_OPS, variable_keys
 from exporter.graph.lookup_tables import add_init_op, table_keys, use_resource_tables
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, closure, data_inputs
@@ -41,12 +41,9 @@ from exporter.graph.signatures import (
     set_signatures,
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
+from exporter.graph.table_marks import marked_tables
 from exporter.storage.local_paths import quoted
-from exporter.tables.lookup import DEFAULTS, JOINED, PART, TABLE
-from exporter.tables.parts import PARTS
-from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.tensor_proto import to_array
 
 _PREFIX = "TFRA>"
 _VERSION = re.compile(r"(?P<release>\d+(\.\d+)*)(-?(a|b|rc|dev|alpha|beta)\.?\d*)?(\+[\w.]+)?", re.ASCII)
@@ -107,10 +104,10 @@ def readable_version(text: str) -> str:
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
     """A source graph, made of `meta_graph` in place, with the request's signatures, else its own.
 
-    UsageError if there are none, or if the tables of a published version are joined. DeepRec's lookups and
-    reference tables become resources.
+    UsageError if there are none. DeepRec's lookups and reference tables become resources; lookups that a
+    published version joined are separate again.
     """
-    _refuse_joined(meta_graph.graph_def, label)
+    separate_lookups(meta_graph)
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)
     specs = requested_specs(request) or [*filter(None, [collection_spec(meta_graph)])]
@@ -141,15 +138,6 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
         dynamic_tables=(*converted.tables, *marked_tables(meta_graph.graph_def)),
         trust=request.trust,
     )
-
-
-def _refuse_joined(graph_def: Proto, label: str) -> None:
-    """Refuse a graph that `joined_lookups` changed: no checkpoint, its own among them, has joined tensors."""
-    if any(JOINED in node.attr for node in graph_def.node):
-        raise UsageError(
-            f"{label} is published, and its graph holds the indexes of several tables by keys as one",
-            hint="name what it was made from by --model: a builder, a .meta file or the trainer's SavedModel",
-        )
 
 
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
@@ -192,38 +180,6 @@ def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
 
 def _is_addons(node: Proto) -> bool:
     return str(node.op).startswith(_PREFIX)
-
-
-def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """The dynamic tables that `exporter.tables` marked by attributes of their variables' nodes."""
-    found: dict[str, dict[str, Proto]] = {}
-    for node in graph_def.node:
-        if PART in node.attr and node.op == "VarHandleOp":
-            found.setdefault(node.attr[TABLE].s.decode(), {})[node.attr[PART].s.decode()] = node
-    return tuple(_table(name, nodes) for name, nodes in found.items())
-
-
-def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
-    """The dynamic table of these variables' nodes, by part.
-
-    GraphError if parts or default rows are missing.
-    """
-    if set(nodes) != set(PARTS) or DEFAULTS not in nodes[PARTS[-1]].attr:
-        raise GraphError(
-            f"dynamic table {name!r} has the variables {', '.join(sorted(nodes))}",
-            cause=f"expected {', '.join(PARTS)}",
-        )
-    values = nodes[PARTS[-1]]
-    defaults = to_array(values.attr[DEFAULTS].tensor)
-    index_seeds, index_rows, keys, _ = (nodes[part].name for part in PARTS)
-    return GraphDynamicTable(
-        name,
-        (index_seeds, index_rows, keys, values.name),
-        DType.INT64,
-        DType(values.attr["dtype"].type),
-        int(defaults.shape[1]),
-        defaults,
-    )
 
 
 def input_placeholders(index: GraphIndex) -> list[Proto]:

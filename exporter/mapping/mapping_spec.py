@@ -156,7 +156,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
                 tensors=_sorted({source.key: source.tensor.name for source in ours}),
             ),
             tuple(tables),
-            tuple(map(DynamicTable.of, graph.dynamic_tables)),
+            tuple(DynamicTable.of(table) for table in graph.dynamic_tables if not table.is_laid_out),
             admission.min_freq,
             admission.max_age_steps,
             tuple(

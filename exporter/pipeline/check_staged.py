@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from exporter.graph.lookup_tables import table_geometries
 from exporter.jobs.runner import Runner
 from exporter.options import Verify
 from exporter.pipeline.staged import Staged
@@ -34,7 +35,7 @@ def check_staged(staged: Staged) -> None:
             requests=[Probe(each.signature, each.inputs) for each in planned.probes or planned.warmup],
             tolerance=request.tolerance,
             traced_rows=planned.graph.traced_rows,
-            tables=layout.geometries if layout else None,
+            tables=table_geometries(planned.graph),
         )
 
 

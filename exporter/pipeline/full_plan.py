@@ -174,7 +174,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
     unmapped: tuple[Unmapped, ...] = ()
     if request.map_tables:
-        indexes = layout.index_names if layout is not None else ()
+        indexes = {v.key for table in graph.dynamic_tables for v in table.variables[:-1]}
         chosen = choose_mapped(graph, mapping, takes_deltas=request.updates is not None, indexes=indexes)
         graph, mapping, unmapped = chosen.graph, chosen.mapping, chosen.unmapped
     hot = choose_hot(request, graph, mapping, unmapped, layout)

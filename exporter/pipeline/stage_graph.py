@@ -12,6 +12,7 @@ from exporter.bundle.warmup import WarmupRequest
 from exporter.errors import AccessRefused, TensorFlowNeeded
 from exporter.graph.joined_lookups import join_lookups
 from exporter.graph.outside import require_harmless
+from exporter.graph.table_marks import mark_tables
 from exporter.mapping.served_graph import as_served
 from exporter.pipeline.full_plan import Plan, served_at
 from exporter.pipeline.overlay_room import room_of_mapped
@@ -21,11 +22,11 @@ from exporter.publish.manifest import MappedRecord, MappedTable, UnmappedTable
 
 
 def name_plain_version(staged: Staged) -> None:
-    """Decide the warm-up of a plain version; where tables are mapped, reserve the number in their paths."""
+    """Decide a plain version's tables by keys and warm-up; for mapped tables, reserve the number in paths."""
     planned = staged.plan
     mapped = [source for source in staged.mapping.sources if source.is_mapped]
     apart = [variable.node for source in mapped for variable in source.variables]
-    staged.graph = join_lookups(staged.graph, apart)
+    staged.graph = join_lookups(mark_tables(staged.graph), apart)
     staged.warmup = _plain_warmup(planned)
     if any(source.is_mapped for source in staged.mapping.sources) and planned.version.choice == "position":
         staged.place = reserve_position(planned.request.out, planned.catalog.step)

@@ -11,10 +11,11 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, TensorRef
+from exporter.catalog import Catalog, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.embedding_variables import EmbeddingVariable, embedding_variables, find_variable
-from exporter.errors import CheckpointError, MissingTensors, ShapeMismatch, UsageError
+from exporter.delta.row_reader import RowReader
+from exporter.errors import CheckpointError, MappingError, MissingTensors, ShapeMismatch, UsageError
 from exporter.graph.inference_graph import GraphDynamicTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.graph.lookup_tables import with_table_shapes
 from exporter.increments.keyed_changes import keys_to_come
@@ -26,6 +27,8 @@ from exporter.storage.files import writing
 from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import TableLayout, lay_out
 from exporter.terminal.progress import Progress
+from exporter.wire.dtypes import DType
+from exporter.wire.int8_codes import beside_codes, to_codes
 
 DEFAULT_HEAD_ROOM = 0.25
 
@@ -44,31 +47,44 @@ def lay_out_tables(
     admission: Admission,
     head_room: float | None,
 ) -> tuple[InferenceGraph, TableLayout | None]:
-    """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if it has tables.
+    """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if tables need one.
 
-    UsageError for options about tables that it lacks, or a head room that is negative.
+    Those of a published version, taken as checkpoint, do not. UsageError for options about tables that it
+    lacks, or a head room that is negative.
     """
-    if not graph.dynamic_tables:
+    known = embedding_variables(catalog) if graph.dynamic_tables else {}
+    served = _published(graph, known, catalog, rules)
+    for table in graph.dynamic_tables:
+        if table.name in served:
+            _check_rows(table, catalog, served[table.name][-1])
+    tables = tuple(replace(table, is_laid_out=table.name in served) for table in graph.dynamic_tables)
+    graph = replace(graph, dynamic_tables=tables)
+    shapes = {
+        variable.key: ref.shape
+        for table in tables
+        for variable, ref in zip(table.variables, served.get(table.name, ()), strict=False)
+    }
+    wanted = [table for table in tables if not table.is_laid_out]
+    if not wanted:
         if not admission.is_everyone:
             raise UsageError(
-                "--min-freq and --max-age-steps choose keys of dynamic tables, and the graph has none",
+                "--min-freq and --max-age-steps choose keys of dynamic tables, and there are none to lay out",
                 hint="leave them out",
             )
         if head_room is not None:
-            raise UsageError("--table-head-room is for dynamic tables, and the graph has none")
-        return graph, None
+            raise UsageError("--table-head-room is for dynamic tables, and there are none to lay out")
+        return with_table_shapes(graph, shapes), None
     head_room = DEFAULT_HEAD_ROOM if head_room is None else head_room
     if not 0 <= head_room < math.inf:
         raise UsageError(
             f"--table-head-room {head_room}: expected how many times more keys to have room for",
             hint="--table-head-room 0.25 has room for a quarter more",
         )
-    known = embedding_variables(catalog)
     awaited = _awaited_keys(catalog)
-    plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in graph.dynamic_tables]
+    plans = [_plan(table, known, catalog, rules, head_room, awaited) for table in wanted]
     admission.require_recorded(catalog, tuple(plan.variable for plan in plans))
     layout = lay_out(catalog, plans)
-    return with_table_shapes(graph, layout.shapes), layout
+    return with_table_shapes(graph, {**layout.shapes, **shapes}), layout
 
 
 def map_laid_out(
@@ -105,13 +121,14 @@ def write_tables(
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
     """Find unmatched variables and tensors; a table stands for all tensors that it is made of."""
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
-    lost, taken = [], set[str]()
+    served = _published(graph, known, catalog, rules)
+    lost, taken = [], {ref.name for refs in served.values() for ref in refs}
     for table in graph.dynamic_tables:
         found = find_variable(known, rules.renamed(table.name) or table.name)
         if found is not None and (found.dim, found.value_dtype) == (table.dim, table.value_dtype):
             own = [found, *(each for each in known.values() if each.slot_of == found.name)]
             taken |= {name for each in own for part in each.parts for name in part.tensor_names}
-        else:
+        elif table.name not in served:
             lost.append(table)
     free = {name: ref for name, ref in catalog.tensors.items() if name not in taken}
     left = find_unmatched(graph, replace(catalog, tensors=free), rules)
@@ -136,6 +153,51 @@ def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) 
     return Leftover(wanted, tuple(rows))
 
 
+def _published(
+    graph: InferenceGraph,
+    known: Mapping[str, EmbeddingVariable],
+    catalog: Catalog,
+    rules: MappingRules,
+) -> dict[str, list[TensorRef]]:
+    """The four tensors of each table that the checkpoint, a published version, has laid out, by its name."""
+    served = dict[str, list[TensorRef]]()
+    for table in graph.dynamic_tables:
+        names = [rules.renamed(variable.key) or variable.key for variable in table.variables]
+        refs = [catalog.tensors[name] for name in names if name in catalog.tensors]
+        is_trained = find_variable(known, rules.renamed(table.name) or table.name) is not None
+        if not is_trained and len(refs) == len(names) and all(ref.content is None for ref in refs):
+            served[table.name] = refs
+    return served
+
+
+def _check_rows(table: GraphDynamicTable, catalog: Catalog, values: TensorRef) -> None:
+    """Refuse published rows that have another size than the graph's, and other rows for absent keys.
+
+    Raises ShapeMismatch or MappingError.
+    """
+    dtype, shape, count = values.dtype, values.shape, len(table.defaults)
+    if dtype is not table.value_dtype or len(shape) != 2 or shape[1] != table.dim or shape[0] < count:
+        raise _other_rows(table, dtype, shape[-1] if shape else 0, catalog)
+    wanted = beside_codes(*to_codes(table.defaults)[:2]) if dtype is DType.INT8 else table.defaults
+    rows = RowReader(values.name, catalog, values, SliceSpec.whole(shape), dtype)
+    if rows.rows(shape[0] - count, shape[0]).tobytes() != wanted.tobytes():
+        raise MappingError(
+            f"absent keys of table {table.name!r} read other rows in the graph than in {catalog.prefix}",
+            cause="the checkpoint is a published version: its rows for absent keys are served as they are",
+            hint="name the trainer's checkpoint by --ckpt-dir, or let --model be that version, too",
+        )
+
+
+def _other_rows(table: GraphDynamicTable, dtype: DType, dim: int, catalog: Catalog) -> ShapeMismatch:
+    """The error for a table whose rows have another size or dtype in the checkpoint."""
+    return ShapeMismatch(
+        f"table {table.name!r} has rows of {table.value_dtype.label}[{table.dim}] in the graph, "
+        f"{dtype.label}[{dim}] in {catalog.prefix.name}",
+        cause="the checkpoint is of another model, or the graph was built with other sizes, or published "
+        "with --cast",
+    )
+
+
 def _plan(
     table: GraphDynamicTable,
     known: Mapping[str, EmbeddingVariable],
@@ -154,11 +216,7 @@ def _plan(
             cause=f"it has {', '.join(map(repr, near))}" if near else "it has none at all",
         )
     if (found.dim, found.value_dtype) != (table.dim, table.value_dtype):
-        raise ShapeMismatch(
-            f"table {table.name!r} has rows of {table.value_dtype.label}[{table.dim}] in the graph, "
-            f"{found.value_dtype.label}[{found.dim}] in {catalog.prefix.name}",
-            cause="the checkpoint is of another model, or the graph was built with other sizes",
-        )
+        raise _other_rows(table, found.value_dtype, found.dim, catalog)
     return TablePlan.of(table.name, found, table.defaults, head_room, awaited.get(found.name, 0))
 
 

@@ -21,6 +21,7 @@ from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.mapping_rules import MappingRules
 from exporter.options import ExportFormat, ExportRequest
 from exporter.storage.layout import is_saved_model
+from exporter.tables.parts import INDEX_SEEDS, PARTS
 from exporter.wire.protos import Proto
 
 
@@ -39,7 +40,8 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
     """Return the rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
 
     AutoDist cuts variables that its user's program has whole, and looks its cuts up by ranges of rows. What a
-    SavedModel has whole lies in its own `variables/` by ranges of rows, too.
+    SavedModel has whole lies in its own `variables/` by ranges of rows, too; so do tables by keys, which
+    its graph may hold joined.
     """
     sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
     meta, saved_model = meta_beside(catalog.prefix), saved_model_around(catalog.prefix)
@@ -50,7 +52,7 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
         by_ranges = sliced if is_autodist(trainers[0]) else set()
     elif sliced and saved_model is not None:
         trainers = [*read_saved_model(saved_model).meta_graphs]
-        by_ranges = {key for graph in trainers for key in _whole(graph)}
+        by_ranges = {key for graph in trainers for key in _whole(graph)} | _of_tables(catalog)
     trained = dict.fromkeys(by_ranges, PartitionStrategy.DIV)
     for graph in trainers:
         trained |= trained_strategies(graph)
@@ -61,6 +63,12 @@ def _whole(meta_graph: Proto) -> set[str]:
     """Return the keys of variables that a graph has whole."""
     keys = variable_keys(meta_graph, GraphIndex.of(meta_graph)).values()
     return {key.key for key in keys if key.part is None}
+
+
+def _of_tables(catalog: Catalog) -> set[str]:
+    """Return the names of tables' variables in a published version."""
+    firsts = [name for name in catalog.tensors if name.endswith(f"/{INDEX_SEEDS}")]
+    return {f"{name.removesuffix(INDEX_SEEDS)}{part}" for name in firsts for part in PARTS}
 
 
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:

@@ -40,7 +40,7 @@ from exporter.storage import mirror
 from exporter.storage.files import writing
 from exporter.storage.open_files import write_at
 from exporter.storage.output_directory import Directory, new_file, open_directory
-from exporter.tables.geometry import EMPTY_KEY, TableGeometry, TablePlan, row_box
+from exporter.tables.geometry import EMPTY_KEY, TablePlan, row_box
 from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS, PARTS, VALUES
 from exporter.tables.place_keys import (
     KEY_BYTES,
@@ -421,16 +421,6 @@ class TableLayout(Struct, frozen=True, eq=False):
         """The shapes of the tables' variables, by their names."""
         added = self.catalog.tensors.keys() - self.source.tensors.keys()
         return {name: self.catalog.tensors[name].shape for name in added}
-
-    @property
-    def geometries(self) -> dict[str, TableGeometry]:
-        """The sizes of the tables, by their names."""
-        return {table.name: table.geometry for table in self.tables}
-
-    @property
-    def index_names(self) -> frozenset[str]:
-        """The names of the variables that lead from keys to rows."""
-        return frozenset(f"{table.name}/{part}" for table in self.tables for part in PARTS[:-1])
 
     @property
     def served_names(self) -> frozenset[str]:

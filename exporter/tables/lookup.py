@@ -65,8 +65,8 @@ PART = "_dynamic_table_part"
 DEFAULTS = "_dynamic_table_defaults"
 """The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
 
-JOINED = "_dynamic_tables_joined"
-"""The attribute of a VarHandleOp that holds one of `parts.PARTS` of so many tables."""
+JOINED = "_dynamic_table_lookup"
+"""The attribute of a node that counts a joined lookup's ids: the lookup's own scope. It has `TABLE`, too."""
 
 _UNSET = 1  # until `set_sizes`
 
@@ -110,6 +110,8 @@ def add_rows(
 class JoinedLookup(Struct, frozen=True):
     """A lookup of ids, int64, in a table whose index lies in joined variables, from these elements on."""
 
+    table: str
+    scope: str  # of the nodes that do it by itself
     ids: str
     is_vector: bool  # known to be one: needs no reshaping
     geometry: TableGeometry
@@ -139,6 +141,9 @@ def add_joined_rows(
         nodes.typed(f"size_{n}", "Size", ids, T=DType.INT64, out_type=DType.INT32)
         for n, ids in enumerate(vectors)
     ]
+    # By these marks the lookups are found when the graph is exported again.
+    for each, node in zip(lookups, graph_def.node[-many:], strict=True):
+        node.attr[TABLE].s, node.attr[JOINED].s = each.table.encode(), each.scope.encode()
     sizes = nodes.typed("sizes", "Pack", *counts, T=DType.INT32, N=many)
     ids = nodes.typed("ids", "ConcatV2", *vectors, axis, T=DType.INT64, N=many, Tidx=DType.INT32)
     total = nodes.typed("total", "Sum", sizes, axis, T=DType.INT32, Tidx=DType.INT32)

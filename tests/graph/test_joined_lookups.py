@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from exporter.errors import ExportError
 from exporter.graph import joined_lookups
+from exporter.graph.clean import clean
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.joined_lookups import join_lookups
+from exporter.graph.joined_lookups import join_lookups, separate_lookups
+from exporter.graph.metagraph import with_signatures
+from exporter.graph.nodes import all_before, shape_proto
+from exporter.graph.signatures import SignatureEnds
+from exporter.graph.source_graph import GraphRequest
+from exporter.graph.table_marks import mark_tables, marked_tables
 from exporter.tables import DynamicTable
+from exporter.tables import lookup as marks
 from exporter.tables.parts import PARTS
+from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import to_array
 from tests.support.dynamic_values import Rows
 from tests.support.joined_tables import Signatures, loaded_session, sized_graph
 
@@ -191,3 +204,96 @@ def test_row_numbers_and_which_keys_were_found_are_outputs_as_well() -> None:
     assert joined.joined
     apart_nodes = [each.node for each in graph.variables if each.key == "a/keys"]
     assert joined_tables(join_lookups(graph, apart_nodes)) == {"b"}
+
+
+def needed_nodes(meta_graph: Proto) -> dict[str, Any]:
+    """The nodes that the signatures need, without sizes of tables, and what TensorFlow says by default."""
+    nodes = {node.name: node for node in meta_graph.graph_def.node}
+    ends = [SignatureEnds.of(signature) for signature in meta_graph.signature_def.values()]
+    found = {}
+    for name in all_before(nodes, [tensor for each in ends for tensor in (*each.outputs, *each.inputs)]):
+        node = nodes[name]
+        types = {key: value.type for key, value in node.attr.items() if value.type}
+        is_sized = marks.SIZE in node.attr
+        own = {key: node.attr[key].s for key in (marks.TABLE, marks.SIZE) if is_sized}
+        value = None if is_sized or node.op != "Const" else to_array(node.attr["value"].tensor).tolist()
+        found[name] = (node.op, [*node.input], types, own, value)
+    return found
+
+
+def rows_and_found() -> Signatures:
+    import tensorflow as tf
+
+    ids = {name: placeholder(name, shape) for name, shape in SHAPES.items()}
+    made = {name: table(name) for name in ids}
+    rows = {name: made[name].lookup(each) for name, each in ids.items()}
+    rows["row_numbers"] = made["c"].rows(ids["c"])
+    found = tf.compat.v1.get_default_graph().get_tensor_by_name("b_lookup/find/found:0")
+    return {"serving_default": (ids, rows | {"is_found": tf.identity(found)})}
+
+
+@pytest.mark.parametrize("build", [of_all_shapes, rows_and_found])
+def test_separated_lookups_are_those_that_were_joined(build: Callable[[], Signatures]) -> None:
+    graph, _ = sized_graph(build, contents())
+    joined = join_lookups(mark_tables(graph))
+    assert joined_tables(joined) == SIZES.keys()
+    separate = deepcopy(joined.meta_graph)
+    separate_lookups(separate)
+    assert needed_nodes(separate) == needed_nodes(graph.meta_graph)
+    found = {table.name: table for table in marked_tables(separate.graph_def)}
+    assert found.keys() == SIZES.keys()
+    for each in graph.dynamic_tables:
+        assert found[each.name].nodes == each.nodes
+        assert found[each.name].defaults.tobytes() == each.defaults.tobytes()
+    separate_lookups(separate)  # what joined them stays, and is no lookup that anything reads
+
+
+def damaged(meta_graph: Proto) -> Iterator[tuple[str, Proto]]:
+    """Yield copies of a graph in which one node, input, mark or type is missing or another."""
+    for at, node in enumerate(meta_graph.graph_def.node):
+        if node.op in ("Const", "Placeholder"):
+            continue
+
+        def changed(what: str, at: int = at, name: str = node.name) -> tuple[str, Proto, Proto]:
+            copy = deepcopy(meta_graph)
+            return f"{what} of {name}", copy, copy.graph_def.node[at]
+
+        what, copy, _ = changed("absence")
+        del copy.graph_def.node[at]
+        yield what, copy
+        for number in range(len(node.input)):
+            what, copy, other = changed(f"input {number}")
+            del other.input[number]
+            yield what, copy
+            what, copy, other = changed(f"other input {number}")
+            other.input[number] = f"{other.name}:{number}"
+            yield what, copy
+        for key in node.attr:
+            what, copy, other = changed(f"attribute {key}")
+            del other.attr[key]
+            yield what, copy
+            if key in (marks.TABLE, marks.PART, marks.JOINED):
+                for value in (b"", b"\xff", b"values", b"a", b"joined_tables/find_0", b"b_lookup/find"):
+                    what, copy, other = changed(f"{key} {value!r}")
+                    other.attr[key].s = value
+                    yield what, copy
+            if key == marks.DEFAULTS:
+                for shape in ((0, 4), (3,), (1 << 40, 1 << 40), (-1, 4)):
+                    what, copy, other = changed(f"{key} {shape}")
+                    other.attr[key].tensor.tensor_content = b""
+                    other.attr[key].tensor.tensor_shape.CopyFrom(shape_proto(shape))
+                    yield what, copy
+
+
+def test_marks_that_lie_end_in_an_error_by_name() -> None:
+    graph, _ = sized_graph(rows_and_found, contents())
+    whole = join_lookups(mark_tables(graph)).meta_graph
+    errors = Counter[str]()
+    for what, copy in damaged(whole):
+        try:
+            clean(with_signatures(copy, GraphRequest(model="a"), label="a", directory=Path()))
+        except ExportError as error:
+            errors[type(error).__name__] += 1
+        except Exception as error:
+            raise AssertionError(what) from error
+    assert errors["GraphError"] > 50

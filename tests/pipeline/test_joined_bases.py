@@ -12,7 +12,7 @@ from exporter.delta.chunk_digest import chunks, served_digests
 from exporter.graph.graph_files import read_saved_model
 from exporter.graph.joined_lookups import LEAST
 from exporter.options import ExportRequest, Isolation, Updates
-from exporter.pipeline.full import Exported
+from exporter.pipeline.full import Exported, export
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
@@ -155,3 +155,27 @@ def test_deepreces_tables_through_a_logs_life(trainer: DeepRecTrainer, isolation
         assert_digests(server, asked.out)
     ran = export_model("verify", asked.out, "--bytes")
     assert ran.code == 0, ran.err
+
+
+@pytest.mark.landing
+def test_a_versions_graph_in_a_base(trainer: DeepRecTrainer) -> None:
+    """A plain version of few keys, and a base of more that is made with its graph, and takes deltas."""
+    version = export(request(trainer, None)).published.path
+    assert is_joined(version)
+    trainer.upsert(NAMES[3], range(10_000, 13_000))
+    trainer.train(60)
+    trainer.save()
+    out = trainer.directory.parent / "updatable"
+    asked = ExportRequest(trainer.directory, out, model=str(version), updates=Updates(digest=True))
+    base = export_incremental(asked)
+    assert isinstance(base, Exported)
+    assert is_joined(base.published.path)
+    with loaded_quickly(base.published.path) as server:
+        assert_serves(server, trainer)
+        trainer.train(60)
+        trainer.evict(NAMES[3], [*trainer.tables[NAMES[3]]][::5])
+        trainer.save()
+        delta_of(asked)
+        server.update()
+        assert_serves(server, trainer)
+        assert_digests(server, out)

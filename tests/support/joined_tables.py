@@ -9,9 +9,9 @@ import numpy as np
 
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.lookup_tables import with_table_shapes
-from exporter.graph.metagraph import marked_tables
 from exporter.graph.nodes import all_before, drop_nodes
 from exporter.graph.signatures import SignatureEnds
+from exporter.graph.table_marks import marked_tables
 from exporter.wire import protos
 from tests.support.dynamic_values import Rows, table_values
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from exporter.errors import UsageError
 from exporter.graph.graph_files import read_saved_model
 from exporter.graph.joined_lookups import LEAST
 from exporter.options import ExportRequest
@@ -17,6 +15,7 @@ from exporter.pipeline.full import export
 from exporter.tables import DynamicTable
 from exporter.tables.parts import PARTS
 from tests.support.deeprec import Ev, write_full
+from tests.support.updatable import loaded_quickly
 
 NAMES = [f"t{n}" for n in range(LEAST)]
 
@@ -42,9 +41,6 @@ def test_loaders_answer_and_save(tmp_path: Path) -> None:
         name: np.array([ev.as_dict().get(key, np.zeros(4, np.float32)) for key in ids.tolist()])
         for name, ev in evs.items()
     }
-    with pytest.raises(UsageError, match="several tables by keys as one") as refused:
-        export(ExportRequest(version, tmp_path / "again"))
-    assert "name what it was made from" in refused.value.hint
     found = tf.saved_model.load(str(version)).signatures["serving_default"](tf.constant(ids))
     assert all(found[name].numpy().tobytes() == rows.tobytes() for name, rows in expected.items())
 
@@ -60,3 +56,21 @@ def test_loaders_answer_and_save(tmp_path: Path) -> None:
     published = tf.train.load_checkpoint(str(version / "variables" / "variables"))
     for name in (f"{table}/{part}" for table in NAMES for part in PARTS):
         assert saved.get_tensor(name).tobytes() == published.get_tensor(name).tobytes(), name
+
+
+def test_a_version_lends_its_graph_to_a_newer_checkpoint(tmp_path: Path) -> None:
+    train = tmp_path / "train"
+    write_full(train / "model.ckpt-1", {name: Ev.random(50, seed=1) for name in NAMES}, step=1)
+    version = export(ExportRequest(train, tmp_path / "model", model=model)).published.path
+    evs = {name: Ev.random(3000 * n + 1, seed=n) for n, name in enumerate(NAMES)}
+    write_full(train / "model.ckpt-2", evs, step=2)
+    newer = export(ExportRequest(train, tmp_path / "model", model=str(version))).published.path
+    copied = export(ExportRequest(newer, tmp_path / "copied")).published.path
+    ids = np.concatenate([*(ev.keys[:20] for ev in evs.values()), [0, -1]])
+    for path in (newer, copied):
+        with loaded_quickly(path) as server:
+            found = server.predict(ids=ids)
+        for name, ev in evs.items():
+            rows = ev.as_dict()
+            expected = np.array([rows.get(key, np.zeros(4, np.float32)) for key in ids.tolist()])
+            assert found[name].tobytes() == expected.tobytes(), name

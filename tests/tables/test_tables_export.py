@@ -300,7 +300,7 @@ def test_room_for_tables_of_a_graph_without_any_is_a_usage_error(tmp_path: Path)
         return {"x": x}, {"y": x * tf.compat.v1.get_variable("w", [])}
 
     write_full(tmp_path / "ckpt" / "model.ckpt-7", {}, dense={"w": np.float32(2)}, step=7)
-    with pytest.raises(UsageError, match="the graph has none"):
+    with pytest.raises(UsageError, match="there are none to lay out"):
         export(ExportRequest(tmp_path / "ckpt", tmp_path / "model", model=build, table_head_room=1.0))
 
 
