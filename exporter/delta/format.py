@@ -288,11 +288,6 @@ class DeltaHeader(Struct, frozen=True):
         if not 0 <= self.from_position < self.to_position < POSITION_LIMIT:
             raise ValueError(f"a delta cannot lead from {self.from_position} to {self.to_position}")
 
-    @property
-    def directory_name(self) -> str:
-        """The name of its directory under its log."""
-        return span_name(self.from_position, self.to_position)
-
 
 class Rows(Struct, frozen=True):
     """Rows of a table: `ids` int64 [n], strictly increasing; `values` [n, ...] in the table's dtype."""
