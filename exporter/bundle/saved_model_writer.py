@@ -43,7 +43,6 @@ from exporter.graph.cast_variables import cast_variables
 from exporter.graph.changed_uses import change_uses
 from exporter.graph.graph_files import SERVE_TAG
 from exporter.graph.inference_graph import (
-    NO_STATE,
     Asset,
     GraphTable,
     GraphVariable,
@@ -139,8 +138,6 @@ def _set_constant(node: Proto, value: str) -> None:
 # Global variables: what makes `tf.saved_model.load` own them as Python objects.
 VARIABLES_COLLECTION = "variables"
 
-NOTHING_JOINED: Mapping[str, JoinedPart] = {}
-
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
@@ -197,10 +194,10 @@ def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) 
 def add_restore(
     meta_graph: Proto,
     served: Sequence[RestoredVariable],
-    tables: Sequence[GraphTable] = (),
-    state: KeptState = NO_STATE,
-    mapped: MappedTables = NOTHING_MAPPED,
-    joined: Mapping[str, JoinedPart] = NOTHING_JOINED,
+    tables: Sequence[GraphTable],
+    state: KeptState,
+    mapped: MappedTables,
+    joined: Mapping[str, JoinedPart],
 ) -> None:
     """Add restore and save nodes, `SaverDef` and variables' collection to a graph, unless it has no state."""
     if not served and not tables and not state.importing:  # as with the stock builder
