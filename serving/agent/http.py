@@ -78,7 +78,7 @@ def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange,
     with suppress(ExportError, OSError):
         log = read_log(Path(path))
         newest = [delta for delta in log.deltas if delta.end == position]
-        if newest and sum(file.bytes_ for file in newest[-1].manifest.files) <= _MOST_BYTES:
+        if newest and newest[-1].manifest.bytes_ <= _MOST_BYTES:
             return newest[-1].end, what_changed(log, newest[-1])
     return None
 
