@@ -456,21 +456,20 @@ def agent(
         from serving.agent.canary_keeper import Canaries, canary_rules
         from serving.agent.fleet import Fleet, Targets
         from serving.agent.journal import Journal
-        from serving.agent.publications import FollowedModel
         from serving.agent.puller import pullers_of, pulling
         from serving.credentials import channel_credentials
 
         channel_credentials(access)  # report bad files once now, not for each replica
         sink.json_lines = True
         paths = _models(tuple(model_base_path))
-        models = [FollowedModel(name, path, bool(pull)) for name, path in paths.items()]
         journal = Journal()
-        if trusting.signed_as and len(models) > 1:
+        if trusting.signed_as and len(paths) > 1:
             raise UsageError(
-                f"--signed-as names one model, and there are {len(models)}",
+                f"--signed-as names one model, and there are {len(paths)}",
                 hint="leave it out, and sign each under the last part of its path or URL",
             )
-        pullers = pullers_of(pull or (), models, journal, times.poll_seconds, trusting)
+        pullers = pullers_of(pull or (), paths, journal, times.poll_seconds, trusting)
+        models = _followed(paths, pullers)
         rules_of_labels = labels.rules(paths, is_trusting=bool(trusting.trust))
         settings = replace(_settings(times, pacing, audits, access, paths), labels=rules_of_labels)
         printer = _EventPrinter(sink)
@@ -501,6 +500,13 @@ def agent(
                 sleep_until_a_signal()
         except KeyboardInterrupt:
             raise Leave(int(Exit.INTERRUPTED)) from None
+
+
+def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[FollowedModel]:
+    """The models of the agent, of which some are fetched."""
+    from serving.agent.publications import FollowedModel
+
+    return [FollowedModel(name, path, is_copy=name in fetched) for name, path in paths.items()]
 
 
 def _trust(

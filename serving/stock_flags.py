@@ -100,8 +100,8 @@ def _same(name: str, option: str = "", why: str = "") -> StockFlag:
     return StockFlag(name, Treatment.SAME, option, why=why)
 
 
-def _switch(name: str, why: str = "") -> StockFlag:
-    return StockFlag(name, Treatment.SAME, is_boolean=True, why=why)
+def _switch(name: str) -> StockFlag:
+    return StockFlag(name, Treatment.SAME, is_boolean=True)
 
 
 def _ignored(name: str, why: str, *harmless: str, is_boolean: bool = False) -> StockFlag:

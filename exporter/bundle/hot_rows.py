@@ -180,7 +180,7 @@ def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
 
 
 def _places_dtype(rows: int) -> DType:
-    """The type of places of so many rows, of which each may lie there twice."""
+    """The type that can number `rows` rows, and a second copy of each."""
     return DType.INT32 if 2 * rows <= np.iinfo(np.int32).max else DType.INT64
 
 

@@ -40,9 +40,9 @@ from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables, TriedTab
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.errors import NotServable, os_error
 from exporter.graph.cast_variables import cast_variables
+from exporter.graph.changed_uses import change_uses
 from exporter.graph.graph_files import SERVE_TAG
 from exporter.graph.inference_graph import (
-    NO_STATE,
     Asset,
     GraphTable,
     GraphVariable,
@@ -53,7 +53,7 @@ from exporter.graph.inference_graph import (
 from exporter.graph.metagraph import readable_version
 from exporter.graph.nodes import constant, free_name, new_node, shape_proto
 from exporter.graph.old_servers import make_for, oldest_server
-from exporter.graph.placed_reads import PlacedReads, place_reads
+from exporter.graph.placed_reads import PlacedReads
 from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping
@@ -138,8 +138,6 @@ def _set_constant(node: Proto, value: str) -> None:
 # Global variables: what makes `tf.saved_model.load` own them as Python objects.
 VARIABLES_COLLECTION = "variables"
 
-NOTHING_JOINED: Mapping[str, JoinedPart] = {}
-
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
@@ -196,10 +194,10 @@ def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) 
 def add_restore(
     meta_graph: Proto,
     served: Sequence[RestoredVariable],
-    tables: Sequence[GraphTable] = (),
-    state: KeptState = NO_STATE,
-    mapped: MappedTables = NOTHING_MAPPED,
-    joined: Mapping[str, JoinedPart] = NOTHING_JOINED,
+    tables: Sequence[GraphTable],
+    state: KeptState,
+    mapped: MappedTables,
+    joined: Mapping[str, JoinedPart],
 ) -> None:
     """Add restore and save nodes, `SaverDef` and variables' collection to a graph, unless it has no state."""
     if not served and not tables and not state.importing:  # as with the stock builder
@@ -479,9 +477,9 @@ def _place_hot_rows(
         nodes[handle] = new_node(handle, "VarHandleOp", shared_name=handle.encode(), **kind)
         graph_def.node.append(nodes[handle])
         nodes[own.node].attr["shape"].shape.CopyFrom(shape_proto(whole.shape))
-        reads[own.node] = PlacedReads(own.node, own.shape, handle, beside.dtype)
+        reads[own.node] = PlacedReads(own.shape, handle, beside.dtype)
         files[handle] = hot.file
-    place_reads(graph_def, reads)
+    change_uses(graph_def, reads)
     return (*entries, *places), replace(mapped, files={**mapped.files, **files})
 
 

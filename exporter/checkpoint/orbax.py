@@ -20,7 +20,6 @@ import math
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +45,7 @@ from exporter.errors import (
 from exporter.storage import mirror
 from exporter.storage.files import open_regular, read_regular
 from exporter.storage.layout import ASSETS_DIRECTORY, ORBAX_FILES
+from exporter.storage.memory import available_bytes
 from exporter.wire.dtypes import DType
 from exporter.wire.json_documents import DocumentError, Text, decode
 
@@ -133,8 +133,8 @@ class Item(Struct, frozen=True):
             )
         # few sizes, so that one process reads many arrays
         extra = 1 << max(0, 3 * box_bytes - 1).bit_length()
-        available = _available_bytes()
-        if extra > _MEMORY_BYTES and 3 * box_bytes > available:
+        available = available_bytes()
+        if extra > _MEMORY_BYTES and available is not None and 3 * box_bytes > available:
             raise UnsafeArchive(
                 f"{self.directory} has an array whose chunks side by side have {box_bytes} bytes",
                 cause=f"unpacking them takes three times that, and {available} bytes of memory are available",
@@ -324,13 +324,3 @@ def _tensors(path: Path, tree: _Tree, stored: int, skipped: list[str]) -> Iterat
             raise UnsupportedFormat(f"{path}: {name!r:.99} has {len(shape)} dimensions")
         values = OrbaxValues(item, found["path"], dtype, shape, found["box_bytes"])
         yield TensorRef(name, dtype, shape, content=values)
-
-
-def _available_bytes() -> int:
-    """The memory that is available; all that there may be where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return sys.maxsize
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) << 10 if found else sys.maxsize

@@ -288,7 +288,7 @@ def exported(
     if done.published is None:
         lines.append(labelled("nothing to do", f"position {done.at} is published already"))
     else:
-        size = sum(file.bytes_ for file in done.published.manifest.files)
+        size = done.published.manifest.bytes_
         what = f"{changed(done.rows, done.variables)}, {human_bytes(size)}"
         lines.append(labelled("delta", what))
         brief = f"{done.published.path} (step {done.at.step}): {what}, in {done.seconds:.2f} s"

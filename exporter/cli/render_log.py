@@ -35,7 +35,7 @@ def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
         document = Merge(dry_run=dry_run, status=Status.NOTHING_TO_DO)
         sink.result(document, [_NOTHING_TO_MERGE], is_done=not dry_run)
         return
-    size = sum(file.bytes_ for file in done.published.manifest.files) if done.published else None
+    size = done.published.manifest.bytes_ if done.published else None
     by = f"by {count(done.tasks, 'task')}" if size is None else human_bytes(size)
     document = Merge(
         dry_run=dry_run,

@@ -112,7 +112,7 @@ class Watched:
         with self._lock:
             self._published[kind] += 1
             self._rows += entry.rows if isinstance(entry, DeltaEntry) else 0
-            self._bytes += sum(file.bytes_ for file in manifest.files)
+            self._bytes += manifest.bytes_
             self._latest, self._step = manifest.created, manifest.step
             self._divided = dict(_divided(entry)) if isinstance(entry, DeltaEntry) else {}
 

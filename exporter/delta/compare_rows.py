@@ -81,7 +81,7 @@ class ComparedRows:
     ) -> None:
         self._old, self._new, self._name, self._hasher = old, new, variable.name, hasher
         self._first, self._stop = rows or (0, variable.shape[0])
-        self.row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
+        self.row_bytes = variable.row_bytes
         self.block = block_rows(self.row_bytes)
         self.known = known
         self.is_old_as_known = True

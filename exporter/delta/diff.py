@@ -11,7 +11,6 @@ comes (`_Table`). Old rows that are read because a hash differs are not even wri
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +109,7 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
             change: Change | None
             if how.changes and _is_shared(old, new, variable):
                 change = _changed_since(old, new, variable, how.scratch)
-                size = _size(variable)
+                size = variable.bytes_
                 how.progress.advance(size)
             elif variable.kind is ChangeKind.DENSE:
                 value = new.whole(variable.name)
@@ -147,15 +146,11 @@ def _tasks(
         and not (old.replaces(variable.name) or new.replaces(variable.name))
         and not (how.changes and _is_shared(old, new, variable))
         and (
-            _size(variable) > how.runner.task_bytes // _SMALL
+            variable.bytes_ > how.runner.task_bytes // _SMALL
             or any(side.stored[variable.name].is_remote for side in (old, new))
         )
     ]
     return TaskComparison(old, new, tables, hasher, how.runner, how.scratch)
-
-
-def _size(variable: ServedVariable) -> int:
-    return math.prod(variable.shape) * (variable.dtype.itemsize or 0)
 
 
 def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
@@ -225,14 +220,13 @@ class _Table:
     ) -> None:
         self._old, self._new, self._name = old, new, variable.name
         self._variable, self._how = variable, how
-        row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
         known = None
         if how.known is not None and how.runner is None:  # a task reads both sides
-            known = how.known.find(variable.name, variable.shape[0], row_bytes)
+            known = how.known.find(variable.name, variable.shape[0], variable.row_bytes)
         self._rows = ComparedRows(old, new, variable, hasher, known)
         self._hasher = hasher
         self._planned = cache(Input.of)  # every range that is fetched is of the same objects
-        self.bytes_ = row_bytes * variable.shape[0]
+        self.bytes_ = variable.bytes_
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
         """The changed rows (None without any) and the hashes of all; found by tasks, or by threads here.

@@ -161,6 +161,16 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         return self.kind is ChangeKind.TABLE
 
     @property
+    def bytes_(self) -> int:
+        """Bytes of all its values; 0 of texts."""
+        return math.prod(self.shape) * (self.dtype.itemsize or 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a table's row, as served."""
+        return math.prod(self.shape[1:]) * self.dtype.numpy.itemsize
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """The names of its tensors in a delta: ids and values, or the value."""
         if self.kind is ChangeKind.TABLE:
@@ -249,12 +259,11 @@ class Schema(Struct, frozen=True, dict=True):
     def notes(self) -> tuple[str, ...]:
         """One sentence for each large dense variable, which every delta that changes it holds whole."""
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
-        sizes = {v.name: math.prod(v.shape) * (v.dtype.itemsize or 0) for v in whole}
         return tuple(
-            f"variable {name!r} is read whole by the graph: every delta that changes it holds all its "
-            f"{size} bytes"
-            for name, size in sizes.items()
-            if size >= _LARGE_DENSE_BYTES
+            f"variable {v.name!r} is read whole by the graph: every delta that changes it holds all its "
+            f"{v.bytes_} bytes"
+            for v in whole
+            if v.bytes_ >= _LARGE_DENSE_BYTES
         )
 
     def to_json(self) -> list[list[Any]]:
@@ -287,11 +296,6 @@ class DeltaHeader(Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 <= self.from_position < self.to_position < POSITION_LIMIT:
             raise ValueError(f"a delta cannot lead from {self.from_position} to {self.to_position}")
-
-    @property
-    def directory_name(self) -> str:
-        """The name of its directory under its log."""
-        return span_name(self.from_position, self.to_position)
 
 
 class Rows(Struct, frozen=True):

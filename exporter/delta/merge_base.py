@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 from msgspec.structs import replace
 
 from exporter.catalog import SliceRef, SliceSpec
@@ -201,7 +200,6 @@ def _rows_of_box(box: SliceSpec, low: int, high: int) -> SliceSpec:
 
 def _row_blocks(state: LayeredState, variable: ServedVariable) -> Iterator[Array]:
     """Yield a table's rows in order, in blocks of at most 4 MiB."""
-    row_bytes = max(1, int(np.prod(variable.shape[1:])) * variable.dtype.numpy.itemsize)
-    step = max(1, _BLOCK_BYTES // row_bytes)
+    step = max(1, _BLOCK_BYTES // max(1, variable.row_bytes))
     for start in range(0, variable.shape[0], step):
         yield state.rows(variable.name, start, min(start + step, variable.shape[0]))

@@ -80,7 +80,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
     def sizes(self, *counts: int) -> tuple[int, ...]:
         """See `Section`."""
         rows, exact = counts
-        values = exact * self.row_bytes
+        values = exact * self.variable.row_bytes
         if self.base:
             return (values,)
         codes = [
@@ -88,11 +88,6 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
             for tensor in self.variable.packed(self.packing)[1:]
         ]
         return (values, *codes, *([8 * exact] if codes else []), 8 * rows)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row that is not packed."""
-        return math.prod(self.variable.shape[1:]) * self.variable.dtype.numpy.itemsize
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """See `Section`."""
@@ -114,7 +109,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
     def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
         """Yield blocks of all rows: the base's, overwritten by those of the layers."""
         row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
-        step = max(1, _BLOCK_BYTES // max(1, self.row_bytes))
+        step = max(1, _BLOCK_BYTES // max(1, self.variable.row_bytes))
         for start in range(self.low, self.high, step):
             block = np.empty((min(step, self.high - start), *row), dtype)
             flat = block.reshape(-1).view(np.uint8)

@@ -8,7 +8,6 @@ or reverts deltas knows nothing of keys.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -152,11 +151,6 @@ class ServedTable(Struct, frozen=True):
         """The variable that holds the rows."""
         return self.variables[-1]
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return math.prod(self.row_values.shape[1:]) * self.row_values.dtype.numpy.itemsize
-
     def seeds(self, groups: Array) -> Array:
         """See `TableState`."""
         return self._at(0, groups)
@@ -266,7 +260,7 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
 def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
     """Yield row numbers in ascending order with their places in `rows`, as many at a time as 4 MB hold."""
     order = np.argsort(rows)
-    step = max(1, _BYTES_AT_ONCE // max(1, table.row_bytes))
+    step = max(1, _BYTES_AT_ONCE // max(1, table.row_values.row_bytes))
     for start in range(0, len(order), step):
         places = order[start : start + step]
         yield rows[places], places

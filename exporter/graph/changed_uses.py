@@ -12,8 +12,9 @@ from copy import deepcopy
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
-from exporter.errors import ExportError
+from exporter.errors import ExportError, NotServable
 from exporter.graph.nodes import (
     CALLS,
     LOOPS,
@@ -52,12 +53,27 @@ class UseChange(Protocol):
         """The error for a function that returns the handle."""
 
 
+class RowReads(Struct, frozen=True):
+    """The errors of a change of gathers of rows: what else takes the handle, or returns it, is refused."""
+
+    def refusal(self, node: Proto) -> ExportError:
+        """The error for a node that cannot be changed."""
+        return NotServable(f"{node.op} {node.name!r} takes it")
+
+    def returned(self, function: str) -> ExportError:
+        """The error for a function that returns the handle."""
+        return NotServable(f"function {function!r} returns it")
+
+
 # A change, and the tensors of its further handles where a handle is.
 _Here = tuple[UseChange, tuple[str, ...]]
 
 
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
-    """Change, in place, all uses of the variables of these VarHandleOps, also in (copies of) functions."""
+    """Change, in place, all uses of the variables of these VarHandleOps, also in (copies of) functions.
+
+    Raises a change's `refusal` or `returned`, whose message says by what a variable is used otherwise.
+    """
     if changes:
         handles = {f"{node}:0": (change, change.extra_handles) for node, change in changes.items()}
         _rewrite(Body(graph_def.node), handles, _Library(graph_def.library))

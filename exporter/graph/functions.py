@@ -78,7 +78,7 @@ def served_library(
     inference: Iterable[Proto],
     initialisers: Iterable[Proto],
     *,
-    allow_foreign: bool = False,
+    allow_foreign: bool,
 ) -> Proto:
     """The functions that a graph calls, pruned; those that initialisers call lose assignments alone."""
     for_init = reachable(initialisers, library)
@@ -121,7 +121,7 @@ def _prune_reachable(
     return found
 
 
-def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None = None) -> Proto:
+def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None) -> Proto:
     """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known.
 
     A function with control flow stays. GraphError if a node cannot be served, or reads what is not there.
@@ -411,7 +411,7 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 
 
 def graph_variables(
-    nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str] = ()
+    nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str]
 ) -> tuple[GraphVariable, ...]:
     """The variables of a graph's VarHandleOps, each once, except the nodes `without`.
 

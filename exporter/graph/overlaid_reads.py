@@ -35,10 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
-
-from exporter.errors import ExportError, NotServable
-from exporter.graph.changed_uses import INDIFFERENT, change_uses
+from exporter.graph.changed_uses import INDIFFERENT, RowReads, change_uses
 from exporter.graph.nodes import Body, attr, free_name
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
@@ -59,7 +56,7 @@ MOST_ROWS_OF_A_PAGE = 1 << 22
 """Tables of at most so many rows have slots of all rows, 16 MiB, once one of them has changed."""
 
 
-class OverlaidReads(Struct, frozen=True):
+class OverlaidReads(RowReads, frozen=True):
     """The change of a table with an overlay; all fields but two name the nodes of handles.
 
     `pages` is None of a table that has a slot for each row.
@@ -88,14 +85,6 @@ class OverlaidReads(Struct, frozen=True):
         if node.op != "ResourceGather" or attr(node, "batch_dims").i:
             raise self.refusal(node)
         _overlay_rows(body, node, self, extra_handles)
-
-    def refusal(self, node: Proto) -> ExportError:
-        """The error for a node that cannot be changed."""
-        return NotServable(f"{node.op} {node.name!r} takes it")
-
-    def returned(self, function: str) -> ExportError:
-        """The error for a function that returns the handle."""
-        return NotServable(f"function {function!r} returns it")
 
 
 def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None:

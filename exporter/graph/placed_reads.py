@@ -11,21 +11,17 @@ numbers. This is the last change of a graph, so that it finds all reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from msgspec import Struct
-
-from exporter.errors import ExportError, NotServable
-from exporter.graph.changed_uses import INDIFFERENT, become_shape, change_uses
+from exporter.graph.changed_uses import INDIFFERENT, RowReads, become_shape
 from exporter.graph.nodes import Body, attr
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 
-class PlacedReads(Struct, frozen=True):
+class PlacedReads(RowReads, frozen=True):
     """The change of a table with rows behind it: its `shape` without them, and the handle of its places."""
 
-    variable: str
     shape: tuple[int, ...]
     places: str
     places_dtype: DType
@@ -49,20 +45,3 @@ class PlacedReads(Struct, frozen=True):
             node.attr["Tindices"].type = int(self.places_dtype)
         elif node.op not in INDIFFERENT:
             raise self.refusal(node)
-
-    def refusal(self, node: Proto) -> ExportError:
-        """The error for a node that cannot be changed."""
-        return NotServable(f"{node.op} {node.name!r} takes it")
-
-    def returned(self, function: str) -> ExportError:
-        """The error for a function that returns the handle."""
-        return NotServable(f"function {function!r} returns it")
-
-
-def place_reads(graph_def: Proto, tables: Mapping[str, PlacedReads]) -> None:
-    """Let the graph read tables, by the nodes of their handles, at their rows' places.
-
-    Raises:
-        NotServable: a table is read in another way than by gathers of rows; the message says by what.
-    """
-    change_uses(graph_def, tables)

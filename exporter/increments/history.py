@@ -189,10 +189,6 @@ class History(Struct, frozen=True, dict=True):
             ]
         )
 
-    def expired(self, oldest_step: int) -> Iterator[StoredIncrement]:
-        """The increments that no full checkpoint from `oldest_step` on needs."""
-        return (stored for stored in self.increments if stored.increment.to_step <= oldest_step)
-
     @cached_property
     def _by_id(self) -> Mapping[str, StoredIncrement]:
         return {stored.increment.id: stored for stored in self.increments}

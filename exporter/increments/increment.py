@@ -106,11 +106,6 @@ class Increment(Struct, frozen=True, kw_only=True):
     event_time: datetime | None = None
 
     @property
-    def directory_name(self) -> str:
-        """`<from>-<to>`, zero-padded."""
-        return f"{self.from_step:020d}-{self.to_step:020d}"
-
-    @property
     def rows(self) -> int:
         """The number of changed rows, of all tables together."""
         by_number = sum(changed.rows for changed in self.variables if changed.is_table)

@@ -334,7 +334,7 @@ def _find_objects(
 
 
 def _find_name(
-    key: str, catalog: Catalog, rules: MappingRules, unnamed: MappingOf[str, str] | None = None
+    key: str, catalog: Catalog, rules: MappingRules, unnamed: MappingOf[str, str] | None
 ) -> _Match:
     renamed = rules.renamed(key)
     name, via = (renamed, "rename") if renamed is not None else (key, "name")

@@ -44,7 +44,7 @@ class PartialMapping(Struct, frozen=True):
 
 
 def fit_partly(
-    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str] = ()
+    graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str]
 ) -> PartialMapping:
     """The variables that the checkpoint certainly has; `counted` are names that a framework numbers.
 

@@ -68,5 +68,4 @@ def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
         if age > WINDOW_SECONDS:
             return
         if age >= 0:  # else a clock was set back: when it was published is not known
-            files = sum(file.bytes_ for file in delta.manifest.files)
-            yield files + (delta.path / MANIFEST_FILE).stat().st_size
+            yield delta.manifest.bytes_ + (delta.path / MANIFEST_FILE).stat().st_size

@@ -85,7 +85,7 @@ def export(
     raise AssertionError("the loop returns or raises")
 
 
-def export_unless_published(request: ExportRequest, progress: ProgressFactory = no_progress) -> Exported:
+def export_unless_published(request: ExportRequest, progress: ProgressFactory) -> Exported:
     """As `export`; a checkpoint that is published already is no error: the result has that version.
 
     Raises:
@@ -102,7 +102,7 @@ def export_unless_published(request: ExportRequest, progress: ProgressFactory = 
         return Exported(planned, there, variables, (), time.monotonic() - started, is_new=False)
 
 
-def steps_of(planned: Plan, beyond: int = 0) -> Iterator[Step]:
+def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
     """Yield the steps that stage what was planned, in their order."""
     request = planned.request
     yield write_values

@@ -17,8 +17,9 @@ from msgspec import Struct
 from exporter.bundle.hot_rows import BLOCK_ROWS, named_twice
 from exporter.bundle.mapped_tables import Unmapped
 from exporter.errors import CheckpointChanged, CheckpointError, NotServable, UsageError, nearest
+from exporter.graph.changed_uses import change_uses
 from exporter.graph.inference_graph import InferenceGraph
-from exporter.graph.placed_reads import PlacedReads, place_reads
+from exporter.graph.placed_reads import PlacedReads
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.tensor_source import TensorSource
 from exporter.options import ExportRequest
@@ -191,9 +192,9 @@ def _has_counts(plan: TablePlan) -> bool:
 
 def _require_placed(name: str, graph: InferenceGraph, source: TensorSource) -> None:
     """Refuse, by a UsageError, a table that the graph reads otherwise than by gathers of rows."""
-    reads = {v.node: PlacedReads(v.node, v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
+    reads = {v.node: PlacedReads(v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
     try:
-        place_reads(deepcopy(graph.meta_graph.graph_def), reads)
+        change_uses(deepcopy(graph.meta_graph.graph_def), reads)
     except NotServable as error:
         raise UsageError(
             f"--hot-rows {name}: rows are not read one by one: {error.message}", hint="leave it out"

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint import candidates, open_checkpoint
 from exporter.delta.deviation import Budgeted, LeftOut, Rounded, Tolerance, WildRows
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, ServedVariable, count_rows
+from exporter.delta.format import Change, DeltaHeader, Rows, Schema, count_rows
 from exporter.delta.layered_state import Changes, CheckedFiles, LayeredState
 from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.spans import Position, Span
@@ -661,8 +661,8 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
     tables = dict(index.tables)
     for variable in schema.variables:
         if variable.name in stale and variable.name in tables:
-            row_bytes = math.prod(variable.shape[1:]) * variable.dtype.numpy.itemsize
-            tables[variable.name] = without_rows(tables[variable.name], stale[variable.name], row_bytes)
+            rows = stale[variable.name]
+            tables[variable.name] = without_rows(tables[variable.name], rows, variable.row_bytes)
     return replace(index, tables=tables)
 
 
@@ -686,7 +686,7 @@ def _all_changes(
     runner = _runner(planned.request) if trainer.archive is None else None
     trainer = trainer.in_bundle(spec, scratch / "source" / "model.ckpt", progress)
     compared = ordinary(log.schema, spec)
-    limit = most_bytes({each.name: _bytes_of(each) for each in compared.variables if each.is_table})
+    limit = most_bytes({each.name: each.bytes_ for each in compared.variables if each.is_table})
     known = read_index(log.path / HASHES_DIRECTORY, **_state_key(log), limit=limit)
     with progress("compare", trainer.mapping.bytes_) as bar:
         hasher = known.hasher if known else BlockHasher.fresh()
@@ -697,10 +697,6 @@ def _all_changes(
     tables = table_changes(log, trainer, scratch)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
     return _Found(found.changes | tables.changes, found.bytes_ + tables.compared_bytes, hashes)
-
-
-def _bytes_of(variable: ServedVariable) -> int:
-    return math.prod(variable.shape) * (variable.dtype.itemsize or 0)
 
 
 def _runner(request: ExportRequest) -> Runner | None:

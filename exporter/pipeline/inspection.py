@@ -13,7 +13,7 @@ from exporter.graph.graph_files import SERVE_TAG, read_saved_model
 from exporter.pipeline.inspected import BundleView, Inspection, ModelView, ServedTableView, signatures_of
 from exporter.publish.delta_log import read_log
 from exporter.publish.mapped_state import tables_state
-from exporter.publish.permission import held_at
+from exporter.publish.permission import hold_in_force
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.storage import mirror
 from exporter.storage.files import is_gone
@@ -45,7 +45,8 @@ def inspect(path: Path) -> Inspection:
 
         return inspect_graph(path)
     if bundles := _bundles(path):
-        return ModelView(path, bundles, _newest_position(path, bundles[0]), held_at(path), _tables(path))
+        held = None if (hold := hold_in_force(path)) is None else hold.position
+        return ModelView(path, bundles, _newest_position(path, bundles[0]), held, _tables(path))
     from exporter.checkpoint import open_checkpoint
     from exporter.pipeline.inspect_tables import inspect_checkpoint
 

@@ -17,7 +17,7 @@ from exporter.tables.parts import KEYS
 from exporter.wire.dtypes import Array
 
 _COUNTED_SHARE = 10
-"""Of a table by keys, `auto` takes one row of so many."""
+"""`auto` takes a tenth of a table's rows."""
 _WHY = "hot rows lie behind a table"
 
 

@@ -201,5 +201,5 @@ def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChang
         layer = () if over is None else (over.rows, over.removed)
         now = TrainedTable.read(trainer.catalog, each.variable, dtype, spec.admission, *layer)
         changes |= compared(each.served, now, scratch)
-        size += len(now.keys) * each.served.row_bytes
+        size += len(now.keys) * each.served.row_values.row_bytes
     return TableChanges(changes, size)

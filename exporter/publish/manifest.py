@@ -299,6 +299,11 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
         return f"Manifest(position={self.position}, step={self.step}, tensors={len(self.tensors)})"
 
     @property
+    def bytes_(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes_ for file in self.files)
+
+    @property
     def schema_digest(self) -> str:
         """The digest of the tensors' names, dtypes and shapes."""
         return schema_digest(self.tensors)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 from exporter.publish.manifest import MappedRecord
 from exporter.storage.files import below, open_regular, read_regular
 from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
+from exporter.storage.memory import available_bytes
 
 _NETWORK = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "fuse.glusterfs", "9p", "beegfs")
@@ -54,13 +54,13 @@ _STEP_BYTES = 128 << 10
 def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool]) -> int:
     """Have the kernel read the tables of a version before servers ask for rows; of how many bytes.
 
-    It takes as long as the disk does, and ends early where `goes_on` is false. No more is read than there is
-    memory available: the rest would push out what is served.
+    It takes as long as the disk does, and ends early where `goes_on` is false. No more is read than half of
+    the memory that is available: the rest would push out what is served.
 
     Raises:
         OSError, ManifestError: a file is not there, or its name leads elsewhere.
     """
-    left, asked = _available_bytes(), 0
+    left, asked = (available_bytes() or 0) // 2, 0
     # Hot rows lie at the end of their table, and every lookup of it reads places.
     files = [(table.places, True) for table in record.tables if table.places]
     files += [(table.file, bool(table.places)) for table in record.tables]
@@ -78,12 +78,6 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
             os.close(descriptor)
         left = max(0, left - size)
     return asked
-
-
-def _available_bytes(path: Path = Path("/proc/meminfo")) -> int:
-    """Half of the memory that is available, in bytes; 0 if that is unknown."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
-    return 0 if found is None else (int(found[1]) << 10) // 2
 
 
 def mapped_elsewhere(record: MappedRecord, version: Path) -> str:

@@ -332,8 +332,7 @@ class _Known(Struct):
         if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
             found = Rollback(delta.end, entry.back_to, entry.reason or "", entry.failed)
             self.rollbacks[lineage, delta.end] = found
-        size = sum(file.bytes_ for file in manifest.files)
-        return Span(delta.start, delta.end, entry.only_from, entry.parts), size
+        return Span(delta.start, delta.end, entry.only_from, entry.parts), manifest.bytes_
 
     def _seen(self, created: datetime) -> datetime:
         """When something was published that is read now: the publisher's time, as far as it can be true."""
@@ -348,9 +347,8 @@ class _Known(Struct):
         commits, created = self.commits.setdefault(lineage, {}), self._seen(manifest.created)
         found = [Commit(created, manifest.step, entry.trained.newest_event)]
         if isinstance(entry, DeltaEntry):
-            size = sum(file.bytes_ for file in manifest.files)
             back = entry.made is DeltaOrigin.ROLLBACK
-            found = [replace(found[0], rows=entry.rows, bytes_=size, is_rollback=back)]
+            found = [replace(found[0], rows=entry.rows, bytes_=manifest.bytes_, is_rollback=back)]
         if manifest.position in commits:
             found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
         event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)

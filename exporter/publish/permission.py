@@ -20,6 +20,7 @@ from exporter.publish.hold import Hold
 from exporter.publish.versions import (
     VersionDir,
     newest_of,
+    newest_version,
     read_head,
     read_manifest,
     require_signer,
@@ -73,22 +74,13 @@ def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
     return tuple(hold for hold in _holds(model, log) if hold.binds)
 
 
-def held_at(model: Path, versions: Sequence[VersionDir] | None = None) -> int | None:
-    """The position that servers do not pass by themselves, because of any hold, also a canary's.
-
-    None if there is no hold, or it cannot be read. The model's `versions` are listed unless they are given.
-    """
-    hold = hold_in_force(model, versions)
-    return None if hold is None else hold.position
-
-
-def hold_in_force(model: Path, versions: Sequence[VersionDir] | None = None) -> Hold | None:
-    """The hold that servers do not pass by themselves: a person's or a canary's; see `held_at`.
+def hold_in_force(model: Path) -> Hold | None:
+    """The hold that servers do not pass by themselves: a person's or a canary's.
 
     None without one, or if the model cannot be read.
     """
     with suppress(ManifestError):
-        newest = newest_of(version_dirs(model) if versions is None else versions)
+        newest = newest_version(model)
         return next(iter(_holds(model, None if newest is None else _log_of(newest))), None)
     return None
 

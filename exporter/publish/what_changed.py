@@ -25,7 +25,7 @@ def what_changed(log: DeltaLog, delta: LogDelta) -> tuple[VariableChange, ...]:
         DeltaGap, CheckpointError: the values before cannot be read, or the delta is damaged.
     """
     changes = log.open(delta).changes
-    is_small = sum(file.bytes_ for file in delta.manifest.files) <= MOST_BYTES
+    is_small = delta.manifest.bytes_ <= MOST_BYTES
     before = log.state(delta.start, only=set(changes)) if is_small else None
     found = [_of_variable(name, change, before) for name, change in changes.items()]
     return tuple(sorted(found, key=lambda one: (-(one.rows or 0), one.variable)))

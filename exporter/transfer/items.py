@@ -114,7 +114,7 @@ class Item(Struct, frozen=True):
     @property
     def bytes_(self) -> int:
         """Bytes of its files, without the manifest."""
-        return sum(file.bytes_ for file in self.manifest.files)
+        return self.manifest.bytes_
 
 
 class StoredModel(Struct, frozen=True):

@@ -6,8 +6,12 @@ servers meet what they would have met beside the exporter. What was fetched befo
 fetched again. A hold is there before what it holds back, and is lifted last.
 
 What was published here since the last push is never mixed with what another machine has pushed, and neither
-it nor its hold is changed. A rollback by an agent's canary is a decision about the servers of this copy: it
-stays, and the copy goes on with what leads on from it (see `exporter.transfer.push`).
+it nor a hold that was set, moved or lifted here since is changed. Another hold, and tags, are taken over all
+the same: a push would undo what another machine has done to them, and asks for a pull first. What retention
+has removed here is not fetched again then.
+
+A rollback by an agent's canary is a decision about the servers of this copy: it stays, and the copy goes on
+with what leads on from it (see `exporter.transfer.push`).
 
 A pull removes from the copy what the store no longer has, if servers have no use for it either. Servers list
 the directory and then load what they saw there. So what came a moment ago, or lies beyond a hold, does not
@@ -244,8 +248,9 @@ class LocalCopy:
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
             job = _Pull(store, self.url, model, stored, fetched, self._trust)
-            done = job.run(progress, prune=self._prune)
-            if head is not None and job.here.keys() >= stored.items.keys() and head[0].path in stored.items:
+            done = job.run(None if head is None else head[0], progress, prune=self._prune)
+            is_level = job.has_own or job.here.keys() >= stored.items.keys()
+            if head is not None and is_level and head[0].path in stored.items:
                 remember(model, self.url, head[0])
         self._seen = seen
         return done
@@ -303,6 +308,7 @@ class _Pull:
         self._fetched = fetched
         self.here = by_path(local_items(model))
         self._kept_log: str | None = None
+        self.has_own = False
         self._trust = trust
         self._taken_back_here: list[Item] = []
         self._untrusted = [*forged(stored).values()]
@@ -310,10 +316,10 @@ class _Pull:
             self._require_trusted(trust)
             self._leave_untrusted()
 
-    def run(self, progress: ProgressFactory, *, prune: bool) -> Pulled:
+    def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
         """Fetch what is missing, and settle the holds; with `prune`, remove first what is superseded.
 
-        PositionMoved if something was published here and something else in the store.
+        `head` is that of the store. PositionMoved if something was published here, and something else there.
         """
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
@@ -321,13 +327,16 @@ class _Pull:
         own = self._published_here()
         taken_back = TakenBack.of(own)
         if own and taken_back is None:
-            if wanted:
+            known = recall(self._model, self._url)
+            if wanted and not (head is not None and head.is_same_publication(known)):
                 ours, theirs = self._model / own[0].path, f"{self._url}/{wanted[0].path}"
                 raise PositionMoved(
                     f"{ours} was published here, and {theirs} elsewhere",
                     cause="neither leads on from the other",
                     hint=f"pull into a directory of its own: export-model pull {quoted(self._url)} OTHER",
                 )
+            self.has_own = True
+            self._settle_holds()
             return self._done()
         waiting: tuple[str, ...] = ()
         if taken_back is not None:
@@ -547,11 +556,11 @@ class _Pull:
     def _set_holds(self) -> None:
         here, stored = _holds_here(self._model), self._stored.holds
         for name, content in sorted(stored.items(), reverse=True):  # a document before its number
-            log = name.rpartition("/")[0]
-            is_left_over = f"{log}/{HOLD_FILE}".lstrip("/") not in stored
+            number = _number_of(name)
+            stays = number not in stored or self._is_own(number, here)  # a left-over, or of this copy
             if name == TAGS_FILE:
-                is_left_over = self._had(name) == content  # those that were set here since stay
-            if here.get(name) != content and log != self._kept_log and not is_left_over:
+                stays = self._had(name) == content  # those that were set here since stay
+            if here.get(name) != content and not stays:
                 path = below(self._model, name, f"{self._url}: the hold")
                 # who sets a tag has read the others, and writes them again
                 lock = model_lock(self._model) if name == TAGS_FILE else nullcontext()
@@ -568,15 +577,24 @@ class _Pull:
         A canary's hold is lifted only if the store had the very same: any other an agent set, for this copy.
         """
         self._set_holds()
-        for name in _holds_here(self._model).keys() - self._stored.holds.keys():
+        here = _holds_here(self._model)
+        for name in here.keys() - self._stored.holds.keys():
             if name == TAGS_FILE and self._had(name) is not None and self._trust is None:
                 (self._model / name).unlink(missing_ok=True)
             hold = Hold((self._model / name).parent)
             if hold.path.name != Path(name).name:
                 continue  # a document goes with its number
-            is_own = hold.is_canary and hold.content() != self._had(name)
-            if not is_own and name.rpartition("/")[0] != self._kept_log:
+            is_a_canarys = hold.is_canary and hold.content() != self._had(name)
+            if not (is_a_canarys or self._is_own(name, here)):
                 hold.lift()
+
+    def _is_own(self, number: str, here: Mapping[str, bytes]) -> bool:
+        """True if a hold is not the store's to change: that of a rollback here, or one that changed here."""
+        if number.rpartition("/")[0] == self._kept_log:
+            return True
+        if not self.has_own:
+            return False
+        return recall(self._model, self._url) is None or here.get(number) != self._had(number)
 
     def _had(self, name: str) -> bytes | None:
         """A file of a hold or of tags as the store had it when this copy was last as new; None without."""
@@ -592,6 +610,11 @@ class _Pull:
                     del self.here[item.path]
                     removed.append(item.path)
         return tuple(removed)
+
+
+def _number_of(name: str) -> str:
+    """The path of the hold that a file is of."""
+    return f"{name.rpartition('/')[0]}/{HOLD_FILE}".lstrip("/")
 
 
 def _holds_here(model: Path) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.verify.golden import Answer, Gates, GoldenRequest, check_signatures, read_golden, summary
 from exporter.wire.rest_json import predict_inputs
+from serving.agent.by_model import by_model
 from serving.agent.canary import (
     Action,
     Approve,
@@ -457,27 +458,11 @@ def canary_rules(
             directory is not writable.
     """
     rules: dict[str, CanaryRules] = {}
-    for text in options:
-        name, file = _named(text, models)
-        if name in rules:
-            raise UsageError(f"--canary names two files for {name!r}", hint="put all requests into one file")
+    for name, file in by_model("--canary", options, models).items():
         requests = read_golden(local_path("--canary", file))
         _check_published(name, models[name], requests)
         rules[name] = CanaryRules(Gates(requests, drift), patience_s, deadline_s, access)
     return rules
-
-
-def _named(text: str, models: Mapping[str, Path]) -> tuple[str, str]:
-    name, separator, file = text.partition("=")
-    if separator and name in models:
-        return name, file
-    if len(models) > 1:
-        raise UsageError(
-            f"--canary {text} does not name its model",
-            cause=f"there are {', '.join(models)}",
-            hint="name one of them: --canary NAME=FILE",
-        )
-    return next(iter(models)), text
 
 
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:

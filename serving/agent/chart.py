@@ -97,9 +97,9 @@ def chart(
         Panel(
             "Position",
             (
-                ("published", _line(steps, least, most, is_step=True)),
-                ("served", _line(highest, least, most)),
-                ("served", _line(lowest, least, most)),
+                ("published", line(steps, least, most, is_step=True)),
+                ("served", line(highest, least, most)),
+                ("served", line(lowest, least, most)),
             ),
             f"{least:.0f}",
             f"{most:.0f}",
@@ -107,7 +107,7 @@ def chart(
     ]
     stale = [(x(one.at), one.stale_s) for one in taken]
     worst = max((value for _, value in stale if value is not None), default=0.0)
-    lines = (("stale", _line(stale, 0.0, max(1.0, worst))),)
+    lines = (("stale", line(stale, 0.0, max(1.0, worst))),)
     panels.append(Panel("Behind", lines, "0 s", seconds(worst) if worst else "never"))
     for title, values, write in (
         ("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda value: f"{value:,.0f}"),
@@ -124,28 +124,36 @@ def chart(
     return Chart(tuple(panels), tuple(marks))
 
 
-def _height(value: float, least: float, most: float) -> float:
-    part = 0.5 if most == least else (value - least) / (most - least)
-    return round(HEIGHT - _EDGE - (HEIGHT - 2 * _EDGE) * part, 1)
-
-
-def _line(
-    points: Sequence[tuple[float, float | None]], least: float, most: float, *, is_step: bool = False
+def line(
+    points: Sequence[tuple[float, float | None]],
+    least: float,
+    most: float,
+    *,
+    height: int = HEIGHT,
+    is_step: bool = False,
 ) -> str:
-    """The path of a line; None leaves a gap, and points inside level lines are left out."""
+    """The path of a line of (x, value); None leaves a gap.
+
+    Points inside level lines are left out: they are most points, and a page has hundreds of lines.
+    """
+
+    def y(value: float) -> float:
+        part = 0.5 if most == least else (value - least) / (most - least)
+        return round(height - _EDGE - (height - 2 * _EDGE) * part, 1)
+
     found, pen, before = [], "M", None
     for index, (at, value) in enumerate(points):
         if value is None:
             pen, before = "M", None
             continue
-        height = _height(value, least, most)
-        if is_step and before is not None and height != before:
+        now = y(value)
+        if is_step and before is not None and now != before:
             found.append(f"L{at:g} {before:g}")
         following = points[index + 1][1] if index + 1 < len(points) else None
-        is_level = before == height and following is not None and _height(following, least, most) == height
+        is_level = before == now and following is not None and y(following) == now
         if pen == "M" or not is_level:
-            found.append(f"{pen}{at:g} {height:g}")
-        pen, before = "L", height
+            found.append(f"{pen}{at:g} {now:g}")
+        pen, before = "L", now
     return "".join(found)
 
 

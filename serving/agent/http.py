@@ -26,7 +26,7 @@ from exporter.publish.what_changed import what_changed
 from exporter.terminal.output import FORMAT_VERSION
 from exporter.terminal.progress import human_bytes
 from serving.agent import standing
-from serving.agent.chart import Chart, chart
+from serving.agent.chart import Chart, chart, line
 from serving.agent.journal import EventKind, Journal, lines
 from serving.agent.metrics import Metrics
 from serving.agent.standing import assess
@@ -78,7 +78,7 @@ def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange,
     with suppress(ExportError, OSError):
         log = read_log(Path(path))
         newest = [delta for delta in log.deltas if delta.end == position]
-        if newest and sum(file.bytes_ for file in newest[-1].manifest.files) <= _MOST_BYTES:
+        if newest and newest[-1].manifest.bytes_ <= _MOST_BYTES:
             return newest[-1].end, what_changed(log, newest[-1])
     return None
 
@@ -106,31 +106,14 @@ def seconds(value: float | None) -> str:
 
 
 def plot(series: Sequence[float | None]) -> dict[str, object]:
-    """The `path` of an SVG for the values, its size, and the value `top` at the upper edge.
+    """The `path` of an SVG for the values, and its size; `most` is the largest value, None without any.
 
-    The newest value is at the right; None leaves a gap. `most` is the largest value, None without any.
+    The newest value is at the right; None leaves a gap.
     """
     most = max((value for value in series if value is not None), default=None)
-    top = max(1.0, most or 0.0)
-    heights = [
-        None if value is None else f"{_HEIGHT - 2 - (_HEIGHT - 4) * value / top:.1f}" for value in series
-    ]
-    commands, pen = [], "M"
-    for index, height in enumerate(heights):
-        if height is None:
-            pen = "M"
-            continue
-        # Leave out points inside level lines: they are most points, and the page has hundreds of plots.
-        if not (pen == "L" and heights[index - 1 : index + 2] == [height] * 3):
-            commands.append(f"{pen}{_WIDTH - (len(series) - 1 - index):.0f} {height}")
-        pen = "L"
-    return {
-        "path": "".join(commands),
-        "top": top,
-        "most": most,
-        "width": _WIDTH,
-        "height": _HEIGHT,
-    }
+    points = [(_WIDTH - len(series) + number, value) for number, value in enumerate(series, 1)]
+    path = line(points, 0.0, max(1.0, most or 0.0), height=_HEIGHT)
+    return {"path": path, "most": most, "width": _WIDTH, "height": _HEIGHT}
 
 
 @cache

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ExportError, TargetBusy, UsageError
-from exporter.options import ANYBODY, Trusting
+from exporter.options import Trusting
 from exporter.storage.waiting import GivenUp, until
 from exporter.transfer.opened import trust_in
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
+from serving.agent.by_model import by_model
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.publications import FollowedModel
 from serving.optional_libraries import require_libraries
@@ -106,10 +108,10 @@ class Puller:
 
 def pullers_of(
     options: Sequence[str],
-    models: Sequence[FollowedModel],
+    models: Mapping[str, Path],
     journal: Journal,
     poll_s: float,
-    trusting: Trusting = ANYBODY,
+    trusting: Trusting,
 ) -> dict[str, Puller]:
     """The pullers by model; `options` are `[NAME=]URL`, and may leave out the name if there is one model.
 
@@ -119,18 +121,8 @@ def pullers_of(
     """
     if options:
         require_libraries("stores", "--pull", "obstore")
-    found: dict[str, str] = {}
-    for text in options:
-        name, separator, url = text.partition("=")
-        if not separator:
-            name, url = models[0].name if len(models) == 1 else "", text
-        if name not in {model.name for model in models} or name in found:
-            raise UsageError(
-                f"--pull {text} does not name a model" if name not in found else f"--pull names {name} twice",
-                hint="--pull NAME=URL, with a NAME of --model-base-path",
-            )
-        found[name] = str(parse(url))
-    fetched = [model for model in models if model.name in found]
+    urls = {name: str(parse(url)) for name, url in by_model("--pull", options, models).items()}
+    fetched = [FollowedModel(name, path, is_copy=True) for name, path in models.items() if name in urls]
     for model, other in pairwise(sorted(fetched, key=lambda model: model.path)):
         if model.path == other.path:
             raise UsageError(
@@ -140,7 +132,7 @@ def pullers_of(
     return {
         model.name: Puller(model, url, journal, poll_s, trust_in(trusting, url))
         for model in fetched
-        for url in [found[model.name]]
+        for url in [urls[model.name]]
     }
 
 

@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from exporter.errors import CallFailed, ExportError, ServerError, UsageError
+from exporter.errors import ExportError, ServerError, UsageError
 from exporter.publish.delta_log import read_log
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
 from serving.client import ModelClient
 from serving.model_config import absent
-from serving.reload import Reloader
+from serving.reload import Reloader, statuses
 from serving.status import VersionState
 
 _LOADS_S = 600.0
@@ -116,12 +116,7 @@ class Rebuilder:
 
     def _serves(self, address: str, model: str) -> bool:
         with self._client(address, model) as client:
-            try:
-                return any(status.state is VersionState.AVAILABLE for status in client.status())
-            except CallFailed as error:
-                if error.code == "NOT_FOUND":
-                    return False
-                raise
+            return any(status.state is VersionState.AVAILABLE for status in statuses(client))
 
     def _client(self, address: str, model: str) -> ModelClient:
         return ModelClient(address, model, deadline_s=self._deadline_s, access=self._access)
@@ -129,13 +124,8 @@ class Rebuilder:
     def _wait_until_gone(self, client: ModelClient) -> None:
         until = time.monotonic() + self._deadline_s
         while time.monotonic() < until:
-            try:
-                if all(status.state is VersionState.END for status in client.status()):
-                    return
-            except CallFailed as error:
-                if error.code == "NOT_FOUND":
-                    return
-                raise
+            if all(status.state is VersionState.END for status in statuses(client)):
+                return
             time.sleep(_POLL_S)
         raise ServerError(f"{client.address} does not unload {client.model}")
 

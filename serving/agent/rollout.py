@@ -344,9 +344,10 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
 def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
     """True if a quarantined delta stops a replica, and no other delta leads past it."""
     replicas = tuple(replicas)
-    for found in quarantined(replicas, published):
+    stopping = quarantined(replicas, published)
+    for found in stopping:
         log = published.logs[found.lineage]
-        bad = [q.delta for q in quarantined(replicas, published) if q.lineage == found.lineage]
+        bad = [other.delta for other in stopping if other.lineage == found.lineage]
         for replica in replicas:
             for version in replica.versions:
                 if version.lineage != found.lineage or version.position is None:

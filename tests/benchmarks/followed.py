@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, TensorRef
 from exporter.checkpoint.tensor_bundle import BundleWriter, memory_map, read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, ServedVariable
+from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, ServedVariable, span_name
 from exporter.increments.history import identify
 from exporter.increments.increment import Changed, Contents, Increment
 from exporter.options import Updates
@@ -87,7 +87,7 @@ def published_deltas(model: Path) -> list[Path]:
 def publish(log: DeltaLog, position: int, rows: int) -> Path:
     """Write the delta from `position` to the next: `rows` random rows, as many of each part."""
     header = DeltaHeader(log.lineage, log.schema.digest, position, position + 1, position + 1)
-    directory = log.path / header.directory_name
+    directory = log.path / span_name(header.from_position, header.to_position)
     directory.mkdir(parents=True)
     tables = [variable for variable in log.schema.variables if variable.kind is ChangeKind.TABLE]
     rng = np.random.default_rng(position)

@@ -349,7 +349,7 @@ def test_chunks_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.Mo
     value = np.random.default_rng(3).normal(size=(2_000_000, 2)).astype(np.float32)
     catalog = read_orbax(arrays_in(tmp_path / "tree", {"w": value}, [2_000_000, 1]))
     monkeypatch.setattr("exporter.checkpoint.orbax._MEMORY_BYTES", 1 << 20)
-    monkeypatch.setattr("exporter.checkpoint.orbax._available_bytes", lambda: 40 << 20)
+    monkeypatch.setattr("exporter.checkpoint.orbax.available_bytes", lambda: 40 << 20)
     with pytest.raises(UnsafeArchive, match="side by side have 16000000 bytes") as caught:
         list(catalog.tensors["w"].content.blocks())  # type: ignore[union-attr]
     assert "chunk_byte_size" in caught.value.hint

@@ -18,24 +18,11 @@ from exporter.graph.load import GraphRequest, load_graph
 from exporter.graph.training_mode import check_dropout
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export, plan
-from tests.support.graph_runs import train
+from tests.support.graph_runs import built, keep_prob, train
 from tests.support.trained import answers_in_session
 
 ENDS = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 X = np.array([[1.0, 2.0], [3.0, 5.0], [9.0, 4.0]], np.float32)
-
-
-def built(make: Callable[[Any, Any], Any]) -> Callable[[Any], None]:
-    """x -> y, and a variable beside it, because a checkpoint holds one."""
-
-    def build(v1: Any) -> None:
-        import tensorflow as tf
-
-        x = v1.placeholder(tf.float32, [None, 2], name="x")
-        v1.get_variable("w", [1])
-        tf.identity(make(v1, x), name="y")
-
-    return build
 
 
 def is_refused(graph: InferenceGraph) -> bool:
@@ -205,10 +192,6 @@ def test_a_rate_that_nobody_knows_or_chooses_counts_as_one_that_is_on(
 # --- what is refused ---------------------------------------------------------------------------------------
 
 
-def by_default(v1: Any) -> Any:
-    return v1.placeholder_with_default(0.75, [], name="keep_prob")
-
-
 def two_and_a_temperature(v1: Any, x: Any) -> Any:
     """Another placeholder has a default value, which is not for dropout."""
     import tensorflow as tf
@@ -216,12 +199,12 @@ def two_and_a_temperature(v1: Any, x: Any) -> Any:
     training = v1.placeholder_with_default(True, [], name="training")
     temperature = v1.placeholder_with_default(2.0, [], name="temperature")
     second = v1.cond(training, lambda: rated(v1, x, 0.25), lambda: x)
-    return tf.nn.softmax(kept(v1, second, by_default(v1)) / temperature)
+    return tf.nn.softmax(kept(v1, second, keep_prob(v1)) / temperature)
 
 
 ON: dict[str, tuple[Callable[[Any, Any], Any], dict[str, str], set[str]]] = {
     "always": (lambda v1, x: rated(v1, x, 0.25), {}, set()),
-    "by default": (lambda v1, x: kept(v1, x, by_default(v1)), {}, {"keep_prob=1.0"}),
+    "by default": (lambda v1, x: kept(v1, x, keep_prob(v1)), {}, {"keep_prob=1.0"}),
     "fed": (lambda v1, x: kept(v1, x, floats(v1, [])), {"keep": "0.5"}, {"keep=1.0"}),
     "fed to a vector": (one_by_one, {"keep": "[0.5, 0.5]"}, {"keep=[1.0, 1.0]"}),
     "a rate": (lambda v1, x: rated(v1, x, floats(v1, [], "rate")), {"rate": "0.5"}, {"rate=0.0"}),

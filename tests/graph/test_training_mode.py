@@ -17,7 +17,7 @@ from exporter.errors import TrainingModeServed
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest
 from exporter.pipeline.full import export, plan
-from tests.support.graph_runs import train
+from tests.support.graph_runs import built, keep_prob, train
 from tests.support.trained import answers_in_session
 
 ENDS = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
@@ -282,26 +282,11 @@ def test_a_keras_model_called_in_training_mode(archive: bool, tmp_path: Path) ->
             plan(ExportRequest(found, tmp_path / "model", called_in_training))
 
 
-def dropping(make: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    def build(v1: Any) -> None:
-        import tensorflow as tf
-
-        x = v1.placeholder(tf.float32, [None, 2], name="x")
-        v1.get_variable("w", [1])
-        tf.identity(make(v1, x), name="y")
-
-    return build
-
-
 def old_dropout(v1: Any, x: Any, keep_prob: Any) -> Any:
     """As TensorFlow 1 wrote it: the probability to keep plus a random number, rounded down."""
     import tensorflow as tf
 
     return tf.math.divide(x, keep_prob) * tf.floor(keep_prob + tf.random.uniform(tf.shape(x)))
-
-
-def keep_prob(v1: Any) -> Any:
-    return v1.placeholder_with_default(0.75, [], name="keep_prob")
 
 
 DROPOUTS: dict[str, Callable[[Any, Any], Any]] = {
@@ -317,7 +302,7 @@ DROPOUTS: dict[str, Callable[[Any, Any], Any]] = {
 def test_dropout_that_is_on_is_told_with_its_rate_and_one_that_is_off_is_not(
     kind: str, control_flow_v2: bool, tmp_path: Path
 ) -> None:
-    trained = train(tmp_path, dropping(DROPOUTS[kind]), control_flow_v2=control_flow_v2)
+    trained = train(tmp_path, built(DROPOUTS[kind]), control_flow_v2=control_flow_v2)
     off = {
         "placeholder": {"keep_prob": "1.0"},
         "floor": {"keep_prob": "1.0"},

@@ -95,9 +95,9 @@ def test_hundreds_of_replicas_fit_on_a_page() -> None:
 
 def test_a_page_of_hundreds_is_no_longer_than_it_needs_to_be() -> None:
     level = plot([0.0] * 600)
-    assert level["path"] == "M1 46.0L600 46.0"
+    assert level["path"] == "M1 45L600 45"
     steps = plot([0.0, 0.0, 0.0, 2.0, 2.0, 2.0, None, 0.0])
-    assert steps["path"] == "M593 46.0L595 46.0L596 2.0L598 2.0M600 46.0"
+    assert steps["path"] == "M593 45L595 45L596 3L598 3M600 45"
 
 
 EVIL = '"><script>document.title="pwned"</script><img src=x onerror="document.title=1">'

@@ -119,3 +119,21 @@ def ops(graph: InferenceGraph) -> set[str]:
 
 def names(graph: InferenceGraph) -> set[str]:
     return {node.name for node in graph.meta_graph.graph_def.node}
+
+
+def built(make: Callable[[Any, Any], Any]) -> Callable[[Any], None]:
+    """x -> y, and a variable beside it, because a checkpoint holds one."""
+
+    def build(v1: Any) -> None:
+        import tensorflow as tf
+
+        x = v1.placeholder(tf.float32, [None, 2], name="x")
+        v1.get_variable("w", [1])
+        tf.identity(make(v1, x), name="y")
+
+    return build
+
+
+def keep_prob(v1: Any) -> Any:
+    """What dropout keeps, which requests may say."""
+    return v1.placeholder_with_default(0.75, [], name="keep_prob")

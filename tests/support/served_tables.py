@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,15 @@ from tests.support.updatable import Loaded
 
 DEFAULTS = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
 LIMITS = [0, -1, -2, 2**63 - 1, -(2**63)]
+
+
+def trained(directory: Path) -> DeepRecTrainer:
+    """A trainer that has saved keys of both tables, the least and the greatest among them."""
+    trainer = DeepRecTrainer(directory)
+    trainer.upsert("emb/user", [*range(1, 300), *LIMITS])
+    trainer.upsert("item", range(100, 150))
+    trainer.save()
+    return trainer
 
 
 def model() -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import mapped_files, write_variables
 from exporter.checkpoint.tensor_bundle import read_catalog
 from exporter.delta.delta_files import write_delta
-from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, log_name
+from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, log_name, span_name
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.overlaid_reads import PAGE_ROWS
 from exporter.mapping.build import build_mapping
@@ -80,7 +80,7 @@ class Model(Struct):
         said = DeltaHeader(
             self.options.lineage, self.schema.digest, start, end, 10 * end if step is None else step
         )
-        directory = self.log / said.directory_name
+        directory = self.log / span_name(said.from_position, said.to_position)
         directory.mkdir(parents=True)
         write_delta(directory / "delta", self.schema, replace(said, **header), changes)
         return directory

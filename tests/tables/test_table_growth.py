@@ -24,17 +24,13 @@ from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served
 from tests.support.logs import damage_tensor
 from tests.support.publishing import delta_of
-from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
+from tests.support.served_tables import DEFAULTS, assert_serves, request, trained
 from tests.support.updatable import loaded_quickly
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> DeepRecTrainer:
-    trainer = DeepRecTrainer(tmp_path / "train")
-    trainer.upsert("emb/user", [*range(1, 300), *LIMITS])
-    trainer.upsert("item", range(100, 150))
-    trainer.save()
-    return trainer
+    return trained(tmp_path / "train")
 
 
 BUILDER = """

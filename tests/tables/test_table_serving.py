@@ -20,17 +20,13 @@ from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served, train_on
 from tests.support.publishing import delta_of
-from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, request
+from tests.support.served_tables import DEFAULTS, assert_serves, request, trained
 from tests.support.updatable import loaded
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> DeepRecTrainer:
-    trainer = DeepRecTrainer(tmp_path / "train")
-    trainer.upsert("emb/user", [*range(1, 300), *LIMITS])
-    trainer.upsert("item", range(100, 150))
-    trainer.save()
-    return trainer
+    return trained(tmp_path / "train")
 
 
 @pytest.mark.landing

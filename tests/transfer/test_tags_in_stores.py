@@ -11,9 +11,11 @@ import pytest
 
 import exporter
 from exporter.errors import ManifestError, PositionMoved
+from exporter.pipeline.log_maintenance import merge
 from exporter.pipeline.tagging import delete_tag, set_tag
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import read_log
+from exporter.publish.retention import retire_deltas
 from exporter.publish.tags import LONGEST_TAGS, read_tags
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push
@@ -85,6 +87,30 @@ def test_a_model_in_a_store_is_tagged_there(
     assert named(tmp_path / "copy") == {"good": 20}
     assert exporter.untag(url, "good").before is not None
     assert exporter.tags(url) == ()
+
+
+@pytest.mark.parametrize("is_tidied", [False, True])
+def test_who_has_published_more_takes_over_the_tags_of_the_store(
+    machine: Machine, url: str, is_tidied: bool
+) -> None:
+    """Else the push that asked for a pull would take them away; what retention removed does not come back."""
+    if is_tidied:
+        assert merge(machine.model) is not None
+    pushed(machine.model, url)
+    exporter.tag(url, "good", 30)
+    machine.go_on(40)
+    if is_tidied:
+        assert retire_deltas(read_log(machine.model), now=2.0**40, rollback_positions=1).removed
+    before = {delta.path for delta in read_log(machine.model).deltas}
+    with pytest.raises(PositionMoved, match="another machine has changed the tags"):
+        plan_push(machine.model, url)
+    pull(url, machine.model)
+    assert named(machine.model) == {"good": 30}
+    assert {delta.path for delta in read_log(machine.model).deltas} == before
+    set_tag(machine.model, "new", 40)
+    pull(url, machine.model)
+    pushed(machine.model, url)
+    assert [tag.name for tag in exporter.tags(url)] == ["good", "new"]
 
 
 def _point_nowhere(path: Path) -> None:

@@ -612,8 +612,9 @@ def test_a_rollback_of_the_store_is_that_which_a_canary_made_in_a_copy(
     assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
 
 
+@pytest.mark.parametrize("way", ["resume", "pull"])
 def test_a_hold_that_another_machine_lifted_is_not_set_again(
-    machine: Machine, bucket: Bucket, url: str, tmp_path: Path
+    machine: Machine, url: str, tmp_path: Path, way: str
 ) -> None:
     assert export_model("rollback", machine.model, "--to", "20").code == 0
     pushed(machine.model, url)
@@ -622,9 +623,17 @@ def test_a_hold_that_another_machine_lifted_is_not_set_again(
     ran = export_model("push", machine.model, url, "--json")
     assert (ran.code, ran.error["error"]) == (5, "PositionMoved"), ran.err
     assert "hold" in ran.error["message"]
-    assert export_model("resume", machine.model, "--lift-only").code == 0
+    words = (machine.model, "--lift-only") if way == "resume" else (url, machine.model)
+    assert export_model(way, *words).code == 0
     assert export_model("push", machine.model, url).code == 0
     assert read_log(_pulled(url, tmp_path / "here")).hold.read() is None
+
+
+def test_a_hold_that_was_set_here_since_the_last_push_stays(machine: Machine, url: str) -> None:
+    pushed(machine.model, url)
+    assert export_model("rollback", machine.model, "--to", "20").code == 0
+    pull(url, machine.model)
+    assert read_log(machine.model).hold.read() == 31
 
 
 def _held_by_canary(model: Path, position: int) -> None:

@@ -1,0 +1,32 @@
+"""Options of the agent that are typed once for each model: `[NAME=]VALUE`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from exporter.errors import UsageError
+
+
+def by_model(option: str, texts: Iterable[str], models: Collection[str]) -> dict[str, str]:
+    """The values of an option by model; the only model need not be named.
+
+    What stands before the first = is a name, unless it has a slash.
+
+    Raises:
+        UsageError: a value names no model of these, or two name one.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or "/" in name:
+            name, value = next(iter(models)) if len(models) == 1 else "", text
+        if name not in models:
+            raise UsageError(
+                f"{option} {text} does not name a model",
+                cause=f"the models are {', '.join(models)}",
+                hint=f"name one, as --model-base-path does: {option} NAME=...",
+            )
+        if name in found:
+            raise UsageError(f"{option} names {name} twice", hint=f"say {option} once for each model")
+        found[name] = value
+    return found
