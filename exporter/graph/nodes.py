@@ -705,7 +705,8 @@ class Body:
         return self.nodes[-1]
 
 
-_VECTORS = {"Unique": "y", "UniqueWithCounts": "y", "Range": "output"}  # operations, and the output that is one
+_VECTORS = {"Unique": "y", "UniqueWithCounts": "y", "Range": "output"}
+"""Operations, and the output that is a vector."""
 _BY_ELEMENT = frozenset(
     {
         *("Identity", "Cast", "StringToHashBucketFast", "StringToNumber"),
