@@ -135,7 +135,10 @@ def clean(source: SourceGraph) -> InferenceGraph:
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
     dynamic = tables_among(source.dynamic_tables, kept)
-    variables = graph_variables(kept, source.keys, {node for table in dynamic for node in table.nodes})
+    # Signatures may ask a table for the numbers of rows alone; it is published whole all the same.
+    own = {node for table in dynamic for node in table.nodes}
+    kept |= _copies(nodes, Reached(dict.fromkeys(own - kept.keys(), ()), {}))
+    variables = graph_variables(kept, source.keys, own)
     filling += remember_paths(kept, roots, filling, assets)
     init_op = free_name(kept, "init_tables") if filling else None
     if init_op is not None:

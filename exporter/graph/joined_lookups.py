@@ -32,20 +32,20 @@ from msgspec.structs import replace
 from exporter.errors import GraphError
 from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, JoinedPart
 from exporter.graph.nodes import (
+    Body,
     Endpoint,
     GraphIndex,
     all_before,
     attr_dtype,
     attr_text,
     closure,
-    const_value,
     data_inputs,
     drop_nodes,
     endpoint,
     free_name,
+    makes_vector,
     new_node,
     put_nodes,
-    tensor_behind,
 )
 from exporter.graph.signatures import SignatureEnds
 from exporter.graph.table_marks import mark, marked_tables
@@ -68,7 +68,6 @@ from exporter.wire.protos import Proto
 INDEX = PARTS[:-1]
 LEAST = 8  # lookups: to join fewer costs more operations than it saves
 _NAME_SOURCE = "name what it was made from by --model: a builder, a .meta file or the trainer's SavedModel"
-_SAME_SHAPE = ("Identity", "Cast", "StringToHashBucketFast", "StringToNumber")
 _CONTROL_FLOW = frozenset(
     {
         *("Switch", "Merge", "Enter", "Exit", "NextIteration"),
@@ -213,7 +212,8 @@ def _join(
     fetched: Collection[str],
 ) -> dict[str, str]:
     """Add the lookup of a group, whose results take the place of its lookups', {node: tensor}."""
-    vectors = [_is_vector(index, lookup.ids) for lookup in group]
+    body = Body(graph_def.node)
+    vectors = [makes_vector(body, lookup.ids.as_input) for lookup in group]
     wanted = [
         _placed(lookup, is_vector, joined, shapes) for lookup, is_vector in zip(group, vectors, strict=True)
     ]
@@ -257,17 +257,6 @@ def _is_found_read(index: GraphIndex, lookup: _Lookup, fetched: Collection[str])
     """True if others than the lookup ask which of its ids were found."""
     found = lookup.nodes.found
     return found in fetched or any(name != lookup.nodes.rows for name, _ in index.consumers[found])
-
-
-def _is_vector(index: GraphIndex, ids: Endpoint) -> bool:
-    """True if a tensor is known to have one dimension."""
-    tensor = tensor_behind(index.nodes, ids, _SAME_SHAPE)
-    node = index.nodes[tensor.node]
-    if node.op == "Reshape":
-        shape = const_value(index.nodes.get(data_inputs(node)[-1].node))
-        return shape is not None and shape.shape == (1,)
-    shape_known = index.shape(tensor)
-    return (node.op == "Unique" and tensor.output == 0) or (shape_known is not None and len(shape_known) == 1)
 
 
 def separate_lookups(meta_graph: Proto) -> None:

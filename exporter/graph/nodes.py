@@ -705,6 +705,39 @@ class Body:
         return self.nodes[-1]
 
 
+_VECTORS = {"Unique": "y", "UniqueWithCounts": "y", "Range": "output"}
+"""Operations, and the output that is a vector."""
+_BY_ELEMENT = frozenset(
+    {
+        *("Identity", "Cast", "StringToHashBucketFast", "StringToNumber"),
+        *("Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum"),
+    }
+)
+
+
+def makes_vector(body: Body, reference: str, depth: int = 12) -> bool:
+    """True if operations make a tensor one-dimensional whatever they are given, as `Unique` does.
+
+    Shapes that the graph only declares do not count: nothing checks those of what a client sends. Looks at
+    most `depth` operations back.
+    """
+    node = body.producer(reference)
+    if node is None or depth == 0:
+        return False
+    if node.op == "Reshape":
+        shape = const_value(body.producer(node.input[1]))
+        return shape is not None and shape.shape == (1,)
+    sources = list(input_names(node))
+    if node.op == "DynamicPartition":
+        return all(makes_vector(body, source, depth - 1) for source in sources)
+    if node.op in _BY_ELEMENT:
+        constants = [const_value(body.producer(source)) for source in sources]
+        others = [source for source, value in zip(sources, constants, strict=True) if value is None]
+        are_few = all(value is None or value.ndim < 2 for value in constants)
+        return bool(others) and are_few and all(makes_vector(body, source, depth - 1) for source in others)
+    return node.op in _VECTORS and reference.partition(":")[2] in ("", "0", f"{_VECTORS[node.op]}:0")
+
+
 def bodies(graph_def: Proto) -> Iterator[Body]:
     """The bodies of the graph, and of each of its functions."""
     yield Body(graph_def.node)

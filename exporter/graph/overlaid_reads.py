@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exporter.graph.changed_uses import INDIFFERENT, RowReads, change_uses
-from exporter.graph.nodes import Body, attr, free_name
+from exporter.graph.nodes import Body, attr, free_name, makes_vector
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -121,8 +121,10 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     either = if_changed("gathered", body.single(node, "output"), dtype)
     unchanged, gathered = body.output(either, 0), body.output(either, 1)
     ids = body.output(if_changed("ids", indices, index_type), 1)
+    is_vector = makes_vector(body, indices)
     vector = known("vector", [-1])
-    ids = reshape("ids_in_line", ids, vector, index_type)
+    if not is_vector:
+        ids = reshape("ids_in_line", ids, vector, index_type)
     for pages in pages_handle:
         if index_type is not DType.INT64:
             ids = add("ids_64", "Cast", ids, output="y", SrcT=index_type, DstT=DType.INT64)
@@ -136,9 +138,12 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     places = add("places", "GatherV2", slots, at, known("axis", 0), **types)
     rows = add("rows", "ResourceGather", overlay_handle, places, dtype=dtype, Tindices=DType.INT32)
     at = add("at_32", "Cast", at, output="y", SrcT=DType.INT64, DstT=DType.INT32)
-    in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
+    in_line = gathered
+    if not is_vector:
+        in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
     newest = add("newest", "InplaceUpdate", in_line, at, rows, output="y", T=dtype)
-    shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
-    newest = reshape("in_shape", newest, shape, dtype)
+    if not is_vector:
+        shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
+        newest = reshape("in_shape", newest, shape, dtype)
     # Its output is called `output`, too: what takes it stays as it is.
     add("", "Merge", unchanged, newest, T=dtype, N=2)

@@ -83,6 +83,11 @@ class UpdateProgress(Struct, frozen=True):
     deltas: Tensor
     in_chunks: Tensor
 
+    @property
+    def numbers(self) -> Tensor:
+        """Position, step, unfinished target, rows, deltas, int64 [5]."""
+        return tf.ensure_shape(tf.concat([self.position, [self.rows, self.deltas]], 0), [5])
+
 
 class Outlook(Struct, frozen=True):
     """The situation that an update finds: where it starts, what is published, how far it may go (`limit`).
@@ -113,8 +118,7 @@ class Outlook(Struct, frozen=True):
 
     def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
         """Position, step, unfinished target, rows, deltas as int64 [5], and the status, string []."""
-        numbers = tf.concat([end.position, [end.rows, end.deltas]], 0)
-        return tf.ensure_shape(numbers, [5]), _status(end, self)
+        return end.numbers, _status(end, self)
 
 
 def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> tuple[Tensor, ...]:
@@ -160,7 +164,7 @@ def _update_in_turn(
             return tf.identity(numbers), status
 
     def take_turn() -> tuple[Tensor, Tensor]:
-        occupied = outlook.result(outlook.start)[0], tf.constant(_OCCUPIED)
+        occupied = outlook.start.numbers, tf.constant(_OCCUPIED)
         numbers, status = one_at_a_time(state, run, occupied)
         return tf.ensure_shape(numbers, [5]), tf.ensure_shape(status, [])
 

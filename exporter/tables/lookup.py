@@ -113,7 +113,7 @@ class JoinedLookup(Struct, frozen=True):
     table: str
     scope: str  # of the nodes that do it by itself
     ids: str
-    is_vector: bool  # known to be one: needs no reshaping
+    is_vector: bool  # for certain, whatever clients send: needs no reshaping
     geometry: TableGeometry
     first_group: int
     first_slot: int

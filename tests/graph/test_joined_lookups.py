@@ -114,6 +114,26 @@ def test_keys_of_any_shape_read_the_rows_that_their_own_tables_have() -> None:
                 assert rows.tobytes() == expected(owner, held[owner], asked[name]).tobytes(), (name, size)
 
 
+@pytest.mark.parametrize("axes", [(1,), (0, 1), ()], ids=["columns", "one row", "as declared"])
+def test_clients_may_send_other_shapes_than_the_graph_declares(axes: tuple[int, ...]) -> None:
+    """Servers do not compare them, and a lookup by itself answers in the shape that it is given."""
+
+    def build() -> Signatures:
+        ids = {name: placeholder(name) for name in SIZES}
+        return {"serving_default": (ids, {name: table(name).lookup(each) for name, each in ids.items()})}
+
+    held = contents()
+    graph, values = sized_graph(build, held)
+    joined = join_lookups(graph)
+    assert joined_tables(joined) == SIZES.keys()
+    names = [info.name for info in graph.meta_graph.signature_def["serving_default"].outputs.values()]
+    fed = {f"{name}:0": np.expand_dims(np.concatenate([held[name].keys[:9], LIMITS]), axes) for name in SIZES}
+    with loaded_session(joined, values) as ours, loaded_session(graph, values) as apart:
+        for found, rows in zip(ours.run(names, fed), apart.run(names, fed), strict=True):
+            assert found.shape == rows.shape
+            assert found.tobytes() == rows.tobytes()
+
+
 def test_keys_that_come_from_rows_are_looked_up_after_these() -> None:
     import tensorflow as tf
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from exporter.delta.format import Rows
 from exporter.errors import NotServable
+from exporter.graph.nodes import Body, makes_vector
 from exporter.graph.overlaid_reads import PAGE_ROWS, OverlaidReads, overlay_reads
 from exporter.options import Isolation
 from exporter.subgraph import overlay, update_signatures, write_delta
@@ -329,3 +330,52 @@ def test_readers_beside_chunks_see_old_rows_or_new_ones(tmp_path: Path) -> None:
         stop.set()
         assert sum(each.result() for each in reads)
         np.testing.assert_array_equal(server.predict(ids=every)["rows"], np.full((ROWS, DIM), 7))
+
+
+def of_unique_ids() -> Any:
+    """Lookups of ids without duplicates, as those of sparse features."""
+    ids, table = _ids(), _table()
+    own, at = tf.unique(ids)
+    return {"ids": ids}, {"rows": tf.gather(tf.gather(table, tf.identity(own)), at)}
+
+
+def of_partitioned_ids() -> Any:
+    """What `embedding_lookup` makes of ids for a table in shards, each of which is asked for its own."""
+    ids, table = _ids(), _table()
+    flat = tf.reshape(ids, [-1])
+    shard = tf.cast(flat % 2, tf.int32)
+    parts = tf.dynamic_partition(flat // 2, shard, 2)
+    places = tf.dynamic_partition(tf.range(tf.size(flat)), shard, 2)
+    rows = [tf.gather(table, part * 2 + number) for number, part in enumerate(parts)]
+    return {"ids": ids}, {"rows": tf.dynamic_stitch(places, rows)}
+
+
+@pytest.mark.parametrize("build", [plain, of_unique_ids, of_partitioned_ids])
+def test_ids_that_are_a_vector_for_certain_are_not_reshaped(tmp_path: Path, build: Any) -> None:
+    """Those of a placeholder are reshaped: a client may send any shape, whatever the graph declares."""
+    model = updatable_model(tmp_path, build, {"ids": [0]}, mapped=True)
+    model.publish_rows(100, 110, "table", np.arange(0, ROWS, 3), np.full((167, DIM), 7, np.float32))
+    with loaded(model) as server:
+        names = [node.name for node in server.session.graph_def.node]
+        assert any(name.endswith("/in_line") for name in names) == (build is plain)
+        assert server.update()["position"] == 110
+        wanted = np.array([3, 1, 3, 499, 0, 2])
+        np.testing.assert_array_equal(server.predict(ids=wanted)["rows"], model.at(110)["table"][wanted])
+        assert server.predict(ids=wanted[:0])["rows"].shape == (0, DIM)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [([3], 1), ([3, 1], 0), ([1, 3], 0)], ids=["vector", "column", "row"]
+)
+def test_only_operations_that_make_vectors_count(shape: list[int], axes: int) -> None:
+    with tf.Graph().as_default() as graph:
+        ids = tf1.placeholder(tf.int64, [None], name="ids")
+        tf.unique(ids)
+        tf.add(tf.unique(ids)[0], tf.zeros(shape, tf.int64), name="sum")
+        tf.reshape(ids, [-1, 1], name="column")
+        tf.reshape(ids, [-1], name="line")
+    body = Body(message_class("GraphDef").FromString(graph.as_graph_def().SerializeToString()).node)
+    assert makes_vector(body, "sum") == bool(axes)
+    assert makes_vector(body, "line")
+    assert makes_vector(body, "Unique")
+    assert not any(makes_vector(body, name) for name in ("ids", "column", "absent", "Unique:1"))

@@ -56,11 +56,14 @@ def held(graph: InferenceGraph, values: Mapping[str, Array]) -> dict[str, Array]
 
 
 def loaded_session(graph: InferenceGraph, values: Mapping[str, Array]) -> Any:
-    """A session in which a graph's variables have their values."""
+    """A session in which a graph's variables have their values; as in servers, feeds have any shape."""
     import tensorflow as tf
 
     v1 = tf.compat.v1
     drawn = v1.GraphDef.FromString(graph.meta_graph.graph_def.SerializeToString())
+    for node in drawn.node:
+        if node.op == "Placeholder":
+            node.attr["shape"].shape.CopyFrom(tf.TensorShape(None).as_proto())
     session = v1.Session(graph=tf.Graph())
     with session.graph.as_default():
         v1.import_graph_def(drawn, name="")

@@ -319,3 +319,19 @@ def test_all_variables_of_a_table_change_row_by_row(tmp_path: Path) -> None:
     assert {variable.name for variable in schema.variables} == {f"emb/{part}" for part in PARTS}
     assert {variable.kind for variable in schema.variables} == {ChangeKind.TABLE}
     assert done.plan.layout is not None
+
+
+@pytest.mark.parametrize("updates", [None, Updates()], ids=["plain", "takes deltas"])
+def test_row_numbers_alone_may_be_asked_for(tmp_path: Path, updates: Updates | None) -> None:
+    """No signature reads the values of such a table; its numbers are those of the whole one."""
+
+    def build() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        import tensorflow as tf
+
+        ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+        return {"ids": ids}, {"numbers": DynamicTable("emb", DIM).rows(ids)}
+
+    ev = Ev.random(50, DIM)
+    _, signature = serve(export_table(tmp_path, ev, build, updates=updates))
+    numbers = signature(ids=np.concatenate([ev.keys, [-7]]))["numbers"].numpy()
+    assert len({*numbers.tolist()}) == 51
