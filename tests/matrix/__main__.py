@@ -2,7 +2,8 @@
 
 Each environment has one Python and one TensorFlow. In each: install TensorFlow, then this package with its
 dependencies (TensorFlow must not move); train by a session with the hook, by an Estimator where there are
-any, and by Keras with the callback; export a base, train on, publish a delta. Then every environment serves
+any, and by Keras with the callback, and take DeepRec's files of twelve tables by keys, whose lookups are
+joined; export a base, train on, publish a delta. Then every environment serves
 every base: the first answers have to be the trainer's, an update while predictions run has to lead to the
 trainer's next, and no answer may mix the two. The C++ loader of each TensorFlow, which is that of TensorFlow
 Serving, loads each base, too. Each also makes two versions and two bases whose table is mapped
@@ -75,6 +76,7 @@ MODELS = {
     "estimator": "examples/ranker/model.py:serving",
     "keras": "tests/matrix/trainer.py:tower",
     "mapped": "tests/matrix/trainer.py:wide",
+    "joined": "tests/matrix/trainer.py:many",
 }
 MAPPED = {"mapped": ["--map-tables"], "mapped-int8": ["--map-tables", "--cast", "table=int8"]}
 """Versions that are made of the training `mapped`, and how."""
