@@ -11,8 +11,8 @@ do, and never from what the exporter wrote. After each happening:
 * a tag names what it named, unless somebody set it, and as long as its log goes on its values can come back.
 
 A world's seed says of which kind its model is: whether tables are mapped, for how many changed rows there is
-room, whether rows are in 8 bits, and whether the trainer is DeepRec's. Where there is no room for a delta, a
-base takes its place.
+room, whether rows are in 8 bits, and whether the trainer is DeepRec's, or leaves archives. Where there is no
+room for a delta, a base takes its place.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from exporter.publish.versions import version_dirs
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, MANIFEST_FILE, TAGS_FILE
 from exporter.verify.log import verify_model
 from exporter.wire.int8_codes import beside_codes, to_codes, values_of
+from tests.support.archive_numpy_trainer import ArchiveNumpyTrainer
 from tests.support.commands import Ran, export_small
 from tests.support.deeprec_numpy_trainer import DeepRecNumpyTrainer
 from tests.support.directory_store import BUCKET, directory_store
@@ -112,6 +113,8 @@ KINDS = (
     Kind(("--map-tables",)),
     Kind(trainer=DeepRecNumpyTrainer),
     Kind(("--map-tables", "--overlay-rows", str(USERS)), trainer=DeepRecNumpyTrainer),
+    Kind(trainer=ArchiveNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", "12"), trainer=ArchiveNumpyTrainer),
 )
 """With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
