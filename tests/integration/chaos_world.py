@@ -46,7 +46,7 @@ from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.staging import remove_leftovers
-from exporter.publish.tags import ListedTag
+from exporter.publish.tags import ListedTag, read_tags
 from exporter.publish.versions import version_dirs
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, MANIFEST_FILE, TAGS_FILE
 from exporter.verify.log import verify_model
@@ -69,7 +69,7 @@ Values = dict[str, np.ndarray]
 USERS, ITEMS = 23, 10
 EXIT_CODES = {0, 1, 2, 3, 4, 5, 6}
 NEAR = 0.05
-NOT_UPDATABLE = {"map_tables": False, "overlay_rows": None}
+NOT_UPDATABLE = {"map_tables": False, "overlay_rows": None, "hot_rows": {}}
 LATER = 1e12
 """A time at which every grace period is over."""
 BASES = [(), ("--stamp",), ("--isolation", "row"), ("--snapshot-max-rows", "4"), ("--with-digest", "--stamp")]
@@ -81,12 +81,13 @@ GOLDEN = {"requests": [{"inputs": {"user": [*range(USERS)], "item": [*range(ITEM
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model is exported with: the options of mapped tables, and those of rows in 8 bits."""
+    """What a model is exported with: the options of mapped tables, of rows in 8 bits, and of hot rows."""
 
     maps: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     in_8_bits: frozenset[str] = frozenset()
     trainer: type[NumpyTrainer] = NumpyTrainer
+    is_hot: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -115,6 +116,8 @@ KINDS = (
     Kind(("--map-tables", "--overlay-rows", str(USERS)), trainer=DeepRecNumpyTrainer),
     Kind(trainer=ArchiveNumpyTrainer),
     Kind(("--map-tables", "--overlay-rows", "12"), trainer=ArchiveNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", "12"), is_hot=True),
+    Kind(("--map-tables", "--overlay-rows", str(USERS)), *ALL_IN_8_BITS, is_hot=True),
 )
 """With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
@@ -183,6 +186,10 @@ class World:
         self.say = say
         self.model, self.graph = directory / "model", directory / "graph.meta"
         write_graph(self.graph)
+        np.save(hot := directory / "hot.npy", np.arange(USERS)[::-3])
+        self.hot_rows = {"s/users": str(hot)} if self.kind.is_hot else {}
+        hot_words = [word for each in self.hot_rows.items() for word in ("--hot-rows", "=".join(each))]
+        self.maps = (*self.kind.maps, *hot_words)
         self.trainer = self.kind.trainer(directory / "train", seed)
         self.at: dict[int, Values] = {}
         self.trained: Values = {}
@@ -466,7 +473,7 @@ class World:
             shutil.rmtree(copy)
             assert self.command("pull", url, copy).code == 0
         assert_same_bits(values_at(read_log(copy)), self.at[self.log.at.position])
-        assert exporter.tags(copy) == exporter.tags(self.model)
+        assert read_tags(copy) == read_tags(self.model)
         assert read_log(copy).hold.read() == self.log.hold.read()
         assert verify_model(copy, bytes_=True).problems == ()
 
@@ -545,6 +552,7 @@ class World:
             options["map_tables"] = True
         if len(self.kind.maps) > 1:
             options["overlay_rows"] = int(self.kind.maps[2])
+        options["hot_rows"] = self.hot_rows
         return {"ckpt_dir": self.trainer.directory, "out": out, "model": model, **options}
 
     def damage(self) -> None:
@@ -821,7 +829,7 @@ class World:
             *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
             *("--rename", r"s/(.*)=net/\1", "--incr"),
             *self.kind.cast,
-            *self.kind.maps,
+            *self.maps,
         ]
 
     def _older(self) -> list[object] | None:
@@ -860,7 +868,7 @@ class World:
         ]
         if self.kind.maps:  # what follows overlays that are full, and options that are said once
             candidates.append([*self._export(), "--full-on-mismatch"])
-            candidates.append([word for word in self._export() if word not in self.kind.maps])
+            candidates.append([word for word in self._export() if word not in self.maps])
         older = self._older()
         if older:
             candidates.append(older)
