@@ -170,7 +170,8 @@ def joined(directory: str, steps: int, answers: str) -> None:
     for number in range(TABLES):
         held = {}
         for step in sorted({EVERY, steps}):
-            keys = np.arange(0, ASKED**2, number + step)
+            apart = step + number if step == EVERY else 10 * step + number  # few are new
+            keys = np.arange(0, ASKED**2, apart)
             values = np.random.default_rng([number, step]).normal(0, 0.3, (len(keys), 4))
             tables[f"table_{number}"] = newest = Ev(keys, values.astype(np.float32))
             held |= newest.as_dict()
