@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from exporter.storage.files import open_regular
+from exporter.storage.files import close_quietly, open_regular
 from exporter.storage.layout import MANIFEST_FILE, SAVED_MODEL_FILES
 from exporter.while_needed import uncollected
 from exporter.wire.protos import message_class
@@ -88,7 +87,7 @@ class LoadedModel:
         session.close()
         self._outputs.clear()
         if self._lock is not None:
-            os.close(self._lock)
+            close_quietly(self._lock)
             self._lock = None
 
 
@@ -122,7 +121,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     except BaseException as error:
         session.close()
         if lock is not None:
-            os.close(lock)
+            close_quietly(lock)
         if isinstance(error, RuntimeError):  # the Python loader's error for missing tags
             raise StatusError(Code.NOT_FOUND, str(error)) from error
         if isinstance(error, OSError) and error.errno is None:  # its error for a file that does not parse
@@ -157,7 +156,7 @@ def _lock(manifest: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        os.close(descriptor)
+        close_quietly(descriptor)
         raise StatusError(Code.UNAVAILABLE, f"{manifest.parent} is being removed") from None
     return descriptor
 

@@ -6,7 +6,6 @@ uncompressed TFRecord file (source: tensorflow_serving/g3doc/saved_model_warmup.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ModelPathNotFound, ServerError
-from exporter.storage.files import open_regular
+from exporter.storage.files import regular_file
 from exporter.storage.layout import SAVED_MODEL_FILE, WARMUP_FILE
 from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto, message_class
@@ -65,7 +64,7 @@ def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *
     if not path.is_file() or not iterations:
         return 0
     count = 0
-    with os.fdopen(open_regular(path), "rb") as file:
+    with regular_file(path) as file:
         try:
             for count, record in enumerate(read_records(file), 1):
                 if count > MAX_RECORDS:

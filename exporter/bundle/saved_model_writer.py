@@ -58,7 +58,7 @@ from exporter.graph.signatures import DEFAULT_SIGNATURE
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.tensor_source import TensorSource
-from exporter.storage.files import below, open_regular
+from exporter.storage.files import below, close_quietly, open_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     PAIR_NAME,
@@ -114,7 +114,7 @@ def _place(asset: Asset, source: Path, target: Path) -> None:
             f"asset {asset.source} of node {asset.node!r} cannot be read", hint="make the file readable"
         )
     try:
-        os.close(open_regular(source))  # refuses a pointer of Git LFS
+        close_quietly(open_regular(source))  # refuses a pointer of Git LFS
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     except OSError as exc:

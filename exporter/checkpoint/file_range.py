@@ -26,7 +26,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsafeArchive,
 )
-from exporter.storage.files import FileIdentity, below, open_regular
+from exporter.storage.files import FileIdentity, below, close_quietly, open_regular
 from exporter.storage.open_files import Window
 from exporter.wire.crc32c import chunks_of
 from exporter.wire.dtypes import DType
@@ -83,7 +83,7 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} was replaced or written to after it was read")
             yield descriptor
         finally:
-            os.close(descriptor)
+            close_quietly(descriptor)
 
     @contextmanager
     def opened(self) -> Iterator[Window]:

@@ -17,7 +17,6 @@ variables' own paths are the names, and the model's config is beside them.
 from __future__ import annotations
 
 import math
-import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -43,7 +42,7 @@ from exporter.errors import (
     to_install,
 )
 from exporter.storage import mirror
-from exporter.storage.files import open_regular, read_regular
+from exporter.storage.files import close_quietly, open_regular, read_regular
 from exporter.storage.layout import ASSETS_DIRECTORY, ORBAX_FILES
 from exporter.storage.memory import available_bytes
 from exporter.wire.dtypes import DType
@@ -278,7 +277,7 @@ def _stored_bytes(path: Path) -> int:
             elif not stat.S_ISREG(found.st_mode):
                 raise UnsafeArchive(f"{entry} is neither a file nor a directory, as all of a checkpoint is")
             elif mirror.is_remote(entry):
-                os.close(open_regular(entry))
+                close_quietly(open_regular(entry))
             total += found.st_size
             if count > _MAX_OBJECTS:
                 raise UnsafeArchive(f"{path} is refused: it has more than {_MAX_OBJECTS} files")

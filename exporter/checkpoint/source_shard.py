@@ -10,7 +10,7 @@ from pathlib import Path
 from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.errors import CheckpointChanged, CheckpointError
 from exporter.storage import mirror
-from exporter.storage.files import open_regular
+from exporter.storage.files import close_quietly, open_regular
 
 
 @contextmanager
@@ -21,13 +21,13 @@ def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
         CheckpointChanged: it is no longer there.
         CheckpointError: it cannot be opened.
     """
-    with _reading(path):
+    with reading(path):
         ranges = [(extent.offset, extent.offset + extent.size) for extent in extents]
         descriptor = open_regular(path, ranges=ranges)
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        close_quietly(descriptor)
 
 
 def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
@@ -50,12 +50,18 @@ def shard_status(path: Path) -> os.stat_result:
         CheckpointChanged: it is no longer there.
         CheckpointError: it cannot be reached.
     """
-    with _reading(path):
+    with reading(path):
         return path.stat()
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Let errors of reading a shard name it, also those of calls that take a descriptor.
+
+    Raises:
+        CheckpointChanged: it is no longer there.
+        CheckpointError: it cannot be read.
+    """
     try:
         yield
     except FileNotFoundError as exc:

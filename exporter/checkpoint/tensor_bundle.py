@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 import stat
 from collections.abc import Iterable
@@ -46,7 +45,7 @@ from exporter.errors import (
     os_error,
 )
 from exporter.late_names import late_names
-from exporter.storage.files import FileIdentity, open_regular, read_regular
+from exporter.storage.files import FileIdentity, close_quietly, open_regular, read_regular
 from exporter.terminal.progress import NoProgress, Progress
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
@@ -330,7 +329,7 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise CorruptFile(f"{path} is not a regular file")
     if found.st_size < end:
-        os.close(open_regular(path, ranges=()))  # a pointer of Git LFS is said by name
+        close_quietly(open_regular(path, ranges=()))  # a pointer of Git LFS is said by name
         raise TruncatedFile(f"{path} has {found.st_size} bytes, {name[:99]!r} ends at byte {end}")
     return found.st_size
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from exporter.catalog import Catalog, Extent, SliceRef, TensorRef
-from exporter.checkpoint.source_shard import open_shard
+from exporter.checkpoint.source_shard import open_shard, reading
 from exporter.errors import CheckpointChanged, CorruptFile, MappingError, NotFinite, UnsupportedFormat
 from exporter.storage import mirror
 from exporter.wire.crc32c import CHUNK, crc_of, extend, mask, read_into
@@ -192,7 +192,7 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
     """A descriptor of a shard; CheckpointChanged if it has become too short for the extent."""
     path = catalog.path_of(extent)
-    with open_shard(path, extent) as fd:
+    with open_shard(path, extent) as fd, reading(path):
         if os.fstat(fd).st_size < extent.offset + extent.size:
             raise CheckpointChanged(f"{path} became shorter after its index was read")
         yield fd

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.object_graph import ROOT, ObjectGraph, read_object_graph
 from exporter.checkpoint.tensor_values import read_step
-from exporter.storage.files import open_regular
+from exporter.storage.files import regular_file
 from exporter.storage.layout import CHECKPOINT_STATE_FILE, SAVED_MODEL_FILE, SAVED_MODEL_FILES
 
 _KERAS_3 = {"_operations", "_functional", "_trainable_variables_indices"}
@@ -56,7 +55,7 @@ def _holds(path: Path, text: bytes) -> bool:
     """True if a file holds `text`; False if it cannot be read, or is empty."""
     with (
         suppress(OSError, ValueError),
-        os.fdopen(open_regular(path), "rb") as file,
+        regular_file(path) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view,
     ):
         return view.find(text) >= 0
@@ -83,7 +82,7 @@ def _family(catalog: Catalog, objects: ObjectGraph) -> Iterator[str]:
 def _saver(catalog: Catalog) -> str:
     with (
         suppress(OSError),
-        os.fdopen(open_regular(catalog.prefix.parent / CHECKPOINT_STATE_FILE), "rb") as file,
+        regular_file(catalog.prefix.parent / CHECKPOINT_STATE_FILE) as file,
     ):
         if _MANAGER_STATE in file.read(_MAX_STATE_BYTES):
             return "tf.train.CheckpointManager"

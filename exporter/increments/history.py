@@ -49,7 +49,7 @@ from exporter.increments.increment import (
     from_json,
     read_document,
 )
-from exporter.storage.files import Unchanged, below, open_regular
+from exporter.storage.files import Unchanged, below, regular_file
 from exporter.storage.layout import INCREMENTS_DIRECTORY, MANIFEST_FILE
 from exporter.wire.json_documents import Count, Id, Moment, doc, encode_indented
 
@@ -280,7 +280,7 @@ def _read(paths: list[str], known: Unchanged[T], read: Callable[[Path], T]) -> I
 def _text(path: Path) -> bytes:
     """The bytes of a file; FileNotFoundError passes, other errors are CheckpointError."""
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with regular_file(path) as file:
             content = file.read(_MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise

@@ -43,7 +43,7 @@ from exporter.jobs.execute import decode, encode, execute, kept_receipt
 from exporter.jobs.task import Receipt, Task
 from exporter.options import DEFAULT_TASK_BYTES, EngineName, Jobs
 from exporter.storage import mirror
-from exporter.storage.files import close_lock, open_lock, remove_tree, still_at, try_lock, writing
+from exporter.storage.files import close_quietly, open_lock, remove_tree, still_at, try_lock, writing
 from exporter.storage.layout import JOBS_DIRECTORY, LOCK_FILE, RECEIPTS_DIRECTORY
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.output_directory import Directory, open_directory
@@ -283,7 +283,7 @@ class _LocalJob:
         self._lock = lock
 
     def leave(self) -> None:
-        close_lock(self._lock)
+        close_quietly(self._lock)
 
     def remove(self) -> None:
         if try_lock(self._lock):
@@ -304,7 +304,7 @@ def _locked(path: Path) -> int | None:
     # Who removes the directory holds the lock, and unlinks the file: a lock on that file guards nothing.
     if try_lock(lock, shared=True) and still_at(lock, path / LOCK_FILE):
         return lock
-    close_lock(lock)
+    close_quietly(lock)
     return None
 
 
@@ -404,4 +404,4 @@ def _is_free(path: Path, *, remove: bool) -> bool:
         return is_free
     finally:
         if lock is not None:
-            close_lock(lock)
+            close_quietly(lock)

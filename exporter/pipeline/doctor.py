@@ -408,12 +408,15 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Find holds that are set and can be read, and deltas that wait for a canary for too long."""
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
-        with suppress(ManifestError, OSError):
-            by = hold.by
+        held = hold.for_servers()  # read once: it may be lifted meanwhile
+        if held is None or held.position < 0:
+            continue
+        with suppress(OSError):
+            by = held.by
             since = f"since {_told(hold.path.lstat().st_mtime)}" if by is None else by.origin
             yield Finding(
                 Code.HELD,
-                f"held at {hold.read()}, {since}: servers follow no delta beyond it, and new versions "
+                f"held at {held.position}, {since}: servers follow no delta beyond it, and new versions "
                 "are refused",
                 "" if by is None else by.why,
                 command=command("export-model", "resume", model),

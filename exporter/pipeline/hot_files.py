@@ -23,7 +23,7 @@ from exporter.graph.placed_reads import PlacedReads
 from exporter.mapping.build import VariableMapping
 from exporter.mapping.tensor_source import TensorSource
 from exporter.options import ExportRequest
-from exporter.storage.files import open_regular
+from exporter.storage.files import regular_file
 from exporter.storage.open_files import read_at
 from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import TableLayout
@@ -51,7 +51,7 @@ class NumberFile(Struct, frozen=True):
         from exporter.checkpoint.npz import BEGIN_BYTES, read_header  # late: other exports need none of it
 
         try:
-            with os.fdopen(open_regular(path), "rb") as file:
+            with regular_file(path) as file:
                 header = read_header(str(path), file.read(BEGIN_BYTES), os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise UsageError(
@@ -72,7 +72,7 @@ class NumberFile(Struct, frozen=True):
     def blocks(self) -> Iterator[Array]:
         """Yield the numbers as int64; CheckpointChanged if the file became shorter."""
         stored = np.dtype(self.stored)
-        with os.fdopen(open_regular(self.path), "rb") as file:
+        with regular_file(self.path) as file:
             for start in range(0, self.count, BLOCK_ROWS):
                 block = np.empty(min(BLOCK_ROWS, self.count - start), stored)
                 at = self.offset + start * stored.itemsize

@@ -52,7 +52,7 @@ from exporter.publish.versions import (
     version_dirs,
 )
 from exporter.storage.files import (
-    close_lock,
+    close_quietly,
     lock_within,
     make_directories,
     open_lock,
@@ -536,7 +536,7 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
-        close_lock(lock)
+        close_quietly(lock)
 
 
 def _locked(model: Path, *, is_ours: bool) -> AbstractContextManager[None]:

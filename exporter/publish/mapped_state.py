@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from exporter.publish.manifest import MappedRecord
-from exporter.storage.files import below, open_regular, read_regular
+from exporter.storage.files import below, close_quietly, open_regular, read_regular
 from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.storage.memory import available_bytes
 
@@ -75,7 +75,7 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
                 os.posix_fadvise(descriptor, at, _STEP_BYTES, os.POSIX_FADV_WILLNEED)
                 asked += min(_STEP_BYTES, size - step)
         finally:
-            os.close(descriptor)
+            close_quietly(descriptor)
         left = max(0, left - size)
     return asked
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from exporter.delta.spans import Span, SpanLike, plan_chain
 from exporter.errors import ChainEnds, ManifestError, ModelHeld, PositionError
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_path
-from exporter.publish.hold import Hold
+from exporter.publish.hold import HeldAt, Hold
 from exporter.publish.versions import (
     VersionDir,
     newest_of,
@@ -52,12 +52,7 @@ class Permission(Struct, frozen=True):
                 require_signer(model, read_manifest(newest.path))
         if not self.despite_hold:
             for hold in binding(model, log):
-                raise ModelHeld(
-                    f"{model} is held{_where(hold)}, and servers would load a new version in spite of that",
-                    cause="" if hold.by is None else hold.by.text,
-                    hint=f"lift the hold: export-model resume {quoted(model)}; "
-                    "or publish anyway: --despite-hold",
-                )
+                raise _held(model, hold)
         if log is not None and newest is not None and not takes_deltas and not self.plain:
             raise ChainEnds(
                 f"{newest.path} takes deltas, and this version would not: servers that load it stop updating",
@@ -133,7 +128,12 @@ def _log_of(version: VersionDir) -> int | None:
     return None
 
 
-def _where(hold: Hold) -> str:
-    with suppress(ManifestError):
-        return f" at {hold.read()}"
-    return f" ({hold.path} cannot be read)"
+def _held(model: Path, hold: Hold) -> ModelHeld:
+    """The error for a hold that binds publishers; it is read once, as it may be lifted meanwhile."""
+    held = hold.for_servers() or HeldAt(-1)
+    where = f" ({hold.path} cannot be read)" if held.position < 0 else f" at {held.position}"
+    return ModelHeld(
+        f"{model} is held{where}, and servers would load a new version in spite of that",
+        cause="" if held.by is None else held.by.text,
+        hint=f"lift the hold: export-model resume {quoted(model)}; or publish anyway: --despite-hold",
+    )

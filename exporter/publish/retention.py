@@ -26,7 +26,7 @@ from exporter.publish.versions import (
     read_head,
     read_manifest,
 )
-from exporter.storage.files import close_lock, open_lock, try_lock
+from exporter.storage.files import close_quietly, open_lock, try_lock
 from exporter.storage.layout import MANIFEST_FILE, TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
@@ -282,5 +282,5 @@ def move_away(published: Path, model: Path) -> Path:
             raise BlockingIOError
         os.rename(published, trash)  # noqa: PTH104  as in publish: the one call that matters, in plain sight
     finally:
-        close_lock(manifest)
+        close_quietly(manifest)
     return trash

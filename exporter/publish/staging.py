@@ -19,7 +19,7 @@ from types import TracebackType
 
 from exporter.errors import ExportError
 from exporter.storage.files import (
-    close_lock,
+    close_quietly,
     make_directories,
     open_lock,
     remove_tree,
@@ -70,7 +70,7 @@ class Staging:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         remove_tree(self._root)
-        close_lock(self._lock)
+        close_quietly(self._lock)
         if isinstance(error, ExportError):
             _forget_name(error)
 
@@ -82,7 +82,7 @@ class Staging:
         except FileNotFoundError:
             return False
         if not try_lock(lock) or not still_at(lock, root / _LOCK):
-            close_lock(lock)
+            close_quietly(lock)
             return False
         # Only now: before it has a locked file, another process may remove it as a left-over.
         self._root, self._lock = root, lock
@@ -139,7 +139,7 @@ def _is_dead(root: Path) -> bool:
     try:
         return try_lock(lock)
     finally:
-        close_lock(lock)
+        close_quietly(lock)
 
 
 def _remove_if_dead(root: Path) -> None:
@@ -151,4 +151,4 @@ def _remove_if_dead(root: Path) -> None:
         if try_lock(lock):
             remove_tree(root)
     finally:
-        close_lock(lock)
+        close_quietly(lock)

@@ -23,7 +23,7 @@ from msgspec import Struct
 from exporter.delta.format import POSITION_LIMIT, log_name, span_name
 from exporter.errors import ExportError, ManifestError, NotUpdatable, TargetNotWritable, UsageError
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
-from exporter.storage.files import Unchanged, nearest, open_regular, still_at, try_lock
+from exporter.storage.files import Unchanged, close_quietly, nearest, open_regular, still_at, try_lock
 from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
     DELTAS_DIRECTORY,
@@ -364,7 +364,7 @@ def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
     try:
         yield descriptor, path
     finally:
-        os.close(descriptor)
+        close_quietly(descriptor)
 
 
 def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
@@ -122,7 +122,7 @@ def sync(path: Path) -> bool:
                 raise
             return False
         finally:
-            os.close(descriptor)
+            close_quietly(descriptor)
     return True
 
 
@@ -137,18 +137,45 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
     # without blocking: opening a pipe or a device may wait for ever
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | kind)
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-        mirror.fetch(path, ranges)
-        if found.st_size < _LFS_BYTES and os.pread(descriptor, len(_LFS), 0) == _LFS:
-            raise LfsPointer(f"{path} is a pointer of Git LFS: what it stands for was not fetched")
+        with _naming(path):
+            found = os.fstat(descriptor)
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+            mirror.fetch(path, ranges)
+            if found.st_size < _LFS_BYTES and os.pread(descriptor, len(_LFS), 0) == _LFS:
+                raise LfsPointer(f"{path} is a pointer of Git LFS: what it stands for was not fetched")
     except BaseException:
-        os.close(descriptor)
+        close_quietly(descriptor)
         raise
     return descriptor
+
+
+@contextmanager
+def regular_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file to read, whatever is wrong with it: each error of reading it names it.
+
+    Raises:
+        CheckpointError, OSError: as `open_regular`.
+    """
+    descriptor = open_regular(path)
+    try:
+        with open(descriptor, "rb", closefd=False) as file, _naming(path):
+            yield file
+    finally:
+        close_quietly(descriptor)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors of calls that take a descriptor name its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def read_regular(path: Path, limit: int | None = None) -> bytes:
@@ -159,7 +186,7 @@ def read_regular(path: Path, limit: int | None = None) -> bytes:
     """
     if limit is not None:
         require_size(path, path.stat().st_size, limit)
-    with os.fdopen(open_regular(path), "rb") as file:
+    with regular_file(path) as file:
         content = file.read()
     if limit is not None:
         require_size(path, len(content), limit)  # it may have grown
@@ -225,9 +252,11 @@ def remove_tree(path: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def close_lock(descriptor: int) -> None:
-    """Give a lock back; errors are ignored."""
-    with suppress(OSError):  # the descriptor is gone whatever is reported (EIO, ESTALE): see close(2)
+def close_quietly(descriptor: int) -> None:
+    """Close a descriptor that was not written through, which gives its lock back; errors are ignored."""
+    # The descriptor is gone whatever is reported (EIO, ESTALE): see close(2). The report names no file, and
+    # would take the place of an error that does.
+    with suppress(OSError):
         os.close(descriptor)
 
 
@@ -314,7 +343,7 @@ def file_digest(path: Path) -> str:
     Raises:
         OSError: it cannot be read, or is not a regular file.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with regular_file(path) as file:
         return sha256_of(file)
 
 

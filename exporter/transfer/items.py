@@ -11,7 +11,6 @@ by; only what an earlier pull has fetched is read again.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -41,7 +40,7 @@ from exporter.publish.versions import (
     published_versions,
     require_trusted,
 )
-from exporter.storage.files import Unchanged, is_gone, open_regular, read_regular
+from exporter.storage.files import Unchanged, is_gone, read_regular, regular_file
 from exporter.storage.layout import (
     DELTA_NAME,
     DELTAS_DIRECTORY,
@@ -200,7 +199,7 @@ def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
         for path in (directory / HOLD_FILE, directory / HOLD_DOCUMENT_FILE):
             if not path.is_file():
                 break  # a document without a number says nothing
-            with os.fdopen(open_regular(path), "rb") as file:
+            with regular_file(path) as file:
                 found[path.relative_to(model).as_posix()] = file.read(_longest(path.name))
     return found
 

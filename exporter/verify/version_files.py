@@ -27,7 +27,7 @@ from exporter.jobs.shard_sections import renumbered
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
 from exporter.publish.manifest import FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
-from exporter.storage.files import open_regular
+from exporter.storage.files import regular_file
 from exporter.storage.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
 from exporter.storage.output_directory import Directory
 from exporter.terminal.progress import NoProgress, Progress
@@ -234,7 +234,7 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
         return
     plain = None if passed is None else passed.of(path, 0, size)
     if plain is None:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with regular_file(path) as file:
             plain = crc_of(file.fileno(), 0, size)
     crc = f"{mask(plain):08x}"
     if crc != entry.crc32c:

@@ -10,7 +10,6 @@ sent on time and had waited. Otherwise a stall of a second would be one slow pro
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from exporter.errors import CallFailed
-from exporter.storage.files import open_regular
+from exporter.storage.files import regular_file
 from exporter.storage.layout import WARMUP_FILE
 from exporter.terminal.server_access import ServerAccess
 from exporter.wire.protos import Proto, message_class
@@ -41,7 +40,7 @@ _OWN_SIGNATURES = "incremental_"
 def probe_request(version: Path) -> Proto | None:
     """The recorded request for probes of a version; None if its warm-up file has none."""
     try:
-        with os.fdopen(open_regular(version / WARMUP_FILE), "rb") as file:
+        with regular_file(version / WARMUP_FILE) as file:
             for record in read_records(file):
                 log = message_class("serving.PredictionLog").FromString(record)
                 kind = log.WhichOneof("log_type")

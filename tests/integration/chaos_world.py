@@ -7,11 +7,12 @@ do, and never from what the exporter wrote. After each happening:
 * nothing stands at a position but the values of the reference, read from base and deltas anew;
 * a command that succeeded left the newest state at the trainer's; one that failed published nothing, and
   ended with an exit code and a message of its own;
-* a replica's position never goes back, it passes no hold, and its variables are those of its position.
+* a replica's position never goes back, it passes no hold, and its variables are those of its position;
+* a tag names what it named, unless somebody set it, and as long as its log goes on its values can come back.
 
 A world's seed says of which kind its model is: whether tables are mapped, for how many changed rows there is
-room, whether rows are in 8 bits, and whether the trainer is DeepRec's. Where there is no room for a delta, a
-base takes its place.
+room, whether rows are in 8 bits, and whether the trainer is DeepRec's, or leaves archives. Where there is no
+room for a delta, a base takes its place.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ from exporter.publish.approval import approve
 from exporter.publish.delta_log import DeltaLog, list_deltas, read_log
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.staging import remove_leftovers
+from exporter.publish.tags import ListedTag, read_tags
 from exporter.publish.versions import version_dirs
-from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, MANIFEST_FILE
+from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, MANIFEST_FILE, TAGS_FILE
 from exporter.verify.log import verify_model
 from exporter.wire.int8_codes import beside_codes, to_codes, values_of
+from tests.support.archive_numpy_trainer import ArchiveNumpyTrainer
 from tests.support.commands import Ran, export_small
 from tests.support.deeprec_numpy_trainer import DeepRecNumpyTrainer
 from tests.support.directory_store import BUCKET, directory_store
@@ -66,23 +69,25 @@ Values = dict[str, np.ndarray]
 USERS, ITEMS = 23, 10
 EXIT_CODES = {0, 1, 2, 3, 4, 5, 6}
 NEAR = 0.05
-NOT_UPDATABLE = {"map_tables": False, "overlay_rows": None}
+NOT_UPDATABLE = {"map_tables": False, "overlay_rows": None, "hot_rows": {}}
 LATER = 1e12
 """A time at which every grace period is over."""
 BASES = [(), ("--stamp",), ("--isolation", "row"), ("--snapshot-max-rows", "4"), ("--with-digest", "--stamp")]
 TABLES = {"user_rows": "s/users", "item_rows": "s/items"}
 """What is served of each table, by the name of the output."""
+TAGS = ("prod", "offline-test")
 GOLDEN = {"requests": [{"inputs": {"user": [*range(USERS)], "item": [*range(ITEMS)]}}]}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model is exported with: the options of mapped tables, and those of rows in 8 bits."""
+    """What a model is exported with: the options of mapped tables, of rows in 8 bits, and of hot rows."""
 
     maps: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     in_8_bits: frozenset[str] = frozenset()
     trainer: type[NumpyTrainer] = NumpyTrainer
+    is_hot: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -109,6 +114,10 @@ KINDS = (
     Kind(("--map-tables",)),
     Kind(trainer=DeepRecNumpyTrainer),
     Kind(("--map-tables", "--overlay-rows", str(USERS)), trainer=DeepRecNumpyTrainer),
+    Kind(trainer=ArchiveNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", "12"), trainer=ArchiveNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", "12"), is_hot=True),
+    Kind(("--map-tables", "--overlay-rows", str(USERS)), *ALL_IN_8_BITS, is_hot=True),
 )
 """With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
@@ -177,6 +186,10 @@ class World:
         self.say = say
         self.model, self.graph = directory / "model", directory / "graph.meta"
         write_graph(self.graph)
+        np.save(hot := directory / "hot.npy", np.arange(USERS)[::-3])
+        self.hot_rows = {"s/users": str(hot)} if self.kind.is_hot else {}
+        hot_words = [word for each in self.hot_rows.items() for word in ("--hot-rows", "=".join(each))]
+        self.maps = (*self.kind.maps, *hot_words)
         self.trainer = self.kind.trainer(directory / "train", seed)
         self.at: dict[int, Values] = {}
         self.trained: Values = {}
@@ -190,6 +203,9 @@ class World:
         self.stack.enter_context(patch.dict(os.environ, environment))
         self.commands = failing_commands()
         self.bases_for_room = 0
+        self.tags: dict[str, ListedTag] = {}
+        self.asked: set[str] = set()
+        self.log_of_tags = 0
         self.begin()
         assert self.command(*self._export()).code == 0
         self.account()
@@ -217,6 +233,7 @@ class World:
         "tidy": 2,
         "rollback": 3,
         "resume": 3,
+        "tag": 6,
         "approve": 6,
         "kill": 6,
         "at_once": 3,
@@ -240,6 +257,7 @@ class World:
         what = self.dice.choices(list(self.HAPPENINGS), list(self.HAPPENINGS.values()))[0]
         self.say(what)
         getattr(self, what)()
+        self._look_at_tags()
         return what
 
     def train(self) -> None:
@@ -354,7 +372,8 @@ class World:
             assert self.log.hold.read() == hold, "servers are held at values that are to go"
         if ran.code == 0:
             assert self.log.hold.read() == self.log.at.position
-            self.assert_newest_is(self.at[int(str(target[-1]))])
+            to = str(target[-1])
+            self.assert_newest_is(self.at[self.tags[to].position if to in self.tags else int(to)])
 
     def resume(self) -> None:
         """Lift the hold; afterwards the trainer's newest published values are served again."""
@@ -368,6 +387,15 @@ class World:
             assert self.command("resume", self.model, "--lift-canary").code == 0
             self.account()
         assert self.log.hold.read() is None
+
+    def tag(self) -> None:
+        """A position gets a name, which may have named another; or the name is deleted."""
+        arguments = self._tagging()
+        _, _, name, to = arguments
+        self.asked.add(str(name))
+        assert self.command(*arguments).code == 0
+        tagged = {tag.name: tag.position for tag in exporter.tags(self.model)}
+        assert tagged.get(str(name)) == {"--delete": None, "@latest": self.log.at.position}.get(str(to), to)
 
     def sicken(self) -> None:
         """Some rows are no numbers, until they are trained again."""
@@ -445,6 +473,7 @@ class World:
             shutil.rmtree(copy)
             assert self.command("pull", url, copy).code == 0
         assert_same_bits(values_at(read_log(copy)), self.at[self.log.at.position])
+        assert read_tags(copy) == read_tags(self.model)
         assert read_log(copy).hold.read() == self.log.hold.read()
         assert verify_model(copy, bytes_=True).problems == ()
 
@@ -523,6 +552,7 @@ class World:
             options["map_tables"] = True
         if len(self.kind.maps) > 1:
             options["overlay_rows"] = int(self.kind.maps[2])
+        options["hot_rows"] = self.hot_rows
         return {"ckpt_dir": self.trainer.directory, "out": out, "model": model, **options}
 
     def damage(self) -> None:
@@ -543,6 +573,10 @@ class World:
                 self.account()  # meanwhile the trainer's newest state was another
             if how == "gone" and path == newest / MANIFEST_FILE:
                 self._account_older()
+        if how == "gone" and path.name == TAGS_FILE:  # what it named was not kept meanwhile
+            path.unlink(missing_ok=True)
+            self.tags.clear()
+            self.asked.update(TAGS)
         self.account()
 
     def _account_older(self) -> None:
@@ -690,6 +724,19 @@ class World:
         """Base and deltas lead to these values."""
         assert_same_bits(values_at(self.log), values)
 
+    def _look_at_tags(self) -> None:
+        """Tags that nobody was asked to set are as they were, and their values can come back."""
+        log, found = self.log, {tag.name: tag for tag in exporter.tags(self.model)}
+        for name in {*found, *self.tags} - self.asked:
+            was, now = self.tags[name], found[name]
+            assert (now.position, now.who, now.when) == (was.position, was.who, was.when)
+            assert was.gone or not now.gone or log.number != self.log_of_tags, now
+        for tag in found.values():
+            if not tag.gone:
+                assert_same_bits(values_at(log, tag.position), self.at[tag.position])
+        self.tags, self.log_of_tags = found, log.number
+        self.asked.clear()
+
     def assert_all_lead_on(self) -> None:
         """From each base of the log, and each position that retention keeps, deltas lead to the newest."""
         log = self.log
@@ -782,11 +829,17 @@ class World:
             *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
             *("--rename", r"s/(.*)=net/\1", "--incr"),
             *self.kind.cast,
-            *self.kind.maps,
+            *self.maps,
         ]
 
     def _older(self) -> list[object] | None:
-        """A rollback to a position of the log that can still be read."""
+        """A rollback to a position of the log that can still be read, or to one that has a name."""
+        reachable: list[object] = [*self._reachable()]
+        reachable += [tag.name for tag in self.tags.values() if not tag.gone and tag.name not in self.asked]
+        return ["rollback", self.model, "--to", self.dice.choice(reachable)] if reachable else None
+
+    def _reachable(self) -> list[int]:
+        """Positions of the log before the newest that can still be read."""
         log = self.log
         older = [position for position in self.at if position < log.at.position]
         reachable = []
@@ -795,7 +848,13 @@ class World:
                 log.state(position)
                 log.chain(position)
                 reachable.append(position)
-        return ["rollback", self.model, "--to", self.dice.choice(reachable)] if reachable else None
+        return reachable
+
+    def _tagging(self) -> list[object]:
+        """A command that gives a position a name, or deletes one."""
+        name = self.dice.choice(TAGS)
+        deleted = ["--delete"] if name in self.tags else []
+        return ["tag", self.model, name, self.dice.choice(["@latest", *self._reachable(), *deleted])]
 
     def _any_command(self) -> list[object]:
         candidates: list[list[object]] = [
@@ -805,20 +864,25 @@ class World:
             ["merge", self.model, "--rebase"],
             ["resume", self.model],
             self._export(),
+            self._tagging(),
         ]
         if self.kind.maps:  # what follows overlays that are full, and options that are said once
             candidates.append([*self._export(), "--full-on-mismatch"])
-            candidates.append([word for word in self._export() if word not in self.kind.maps])
+            candidates.append([word for word in self._export() if word not in self.maps])
         older = self._older()
         if older:
             candidates.append(older)
-        return self.dice.choice(candidates)
+        chosen = self.dice.choice(candidates)
+        if chosen[0] == "tag":
+            self.asked.add(str(chosen[2]))
+        return chosen
 
     def _any_file(self) -> Path | None:
         deltas = [path for delta in list_deltas(self.log.path) for path in sorted(delta.path.rglob("*"))]
         bases = [path for child in version_dirs(self.model) for path in sorted(child.path.rglob("*"))]
         train = sorted(self.trainer.directory.rglob("*"))
-        others = [self.log.path / "hold", *sorted((self.log.path / ".state").rglob("*"))]
+        others = [self.log.path / "hold", self.model / TAGS_FILE]
+        others += sorted((self.log.path / ".state").rglob("*"))
         pool = self.dice.choice([deltas, deltas, bases, train, others])
         files = [path for path in pool if path.is_file()]
         return self.dice.choice(files) if files else None

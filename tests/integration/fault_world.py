@@ -36,6 +36,7 @@ from exporter.delta.chunk_digest import chunk_digest, chunks, served_digests
 from exporter.errors import CallFailed, Exit, ExportError
 from exporter.options import Isolation
 from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta, list_deltas, read_log
+from exporter.publish.tags import tags_of
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import beside_codes, to_codes
 from serving.client import ModelClient
@@ -48,14 +49,17 @@ from tests.support.directory_store import BUCKET, directory_store
 from tests.support.failing_calls import ERRORS, Failure, failing, failing_calls
 from tests.support.proxy import Network, Proxy
 
-SETTLED_WITHIN_S = 120.0
-_STARTED_WITHIN_S = 120.0
+SLOWNESS = float(os.environ.get("FAULT_SLOWNESS", "1"))
+"""How many times slower than two idle cores this machine is: all waits, and the trainer's, are longer so."""
+SETTLED_WITHIN_S = 120.0 * SLOWNESS
+_STARTED_WITHIN_S = 120.0 * SLOWNESS
 _ASK_EVERY_S = 0.05
 _LONGEST_ACCIDENT_S = 4.0
-_TO_NOTICE_S = 5.0
+_TO_NOTICE_S = 5.0 * SLOWNESS
 """A process may end so long after what it ends of."""
 EXPORTER = "tests.support.small_tables"
 """The module of every `export-model`: small tables are mapped, too."""
+TAG = "prod"
 NAME = "ranker"
 """What servers call the model, wherever it lies."""
 
@@ -206,7 +210,7 @@ class World:
         seed: int,
         *,
         replicas: int = 3,
-        pace_s: float = 0.3,
+        pace_s: float = 0.3 * SLOWNESS,
         disk: Path | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -266,7 +270,7 @@ class World:
         for server, port in zip(self.servers, self._ports, strict=True):
             server.command = [
                 *("serving.cli", "run", self.model, "--model-name", NAME, "--port", port),
-                *("--poll-seconds", "0.2", "--wait", "60"),
+                *("--poll-seconds", "0.2", "--wait", _STARTED_WITHIN_S),
             ]
         targets = [part for proxy in self.proxies for part in ("--target", proxy.address)]
         self.agent.command = [
@@ -507,7 +511,7 @@ class World:
             self.unreadable.end()
         return f"{newer[chosen].path.name}/{path.name} ({how})"
 
-    def _published_after(self, log: DeltaLog, seconds: float = 30.0) -> list[LogDelta]:
+    def _published_after(self, log: DeltaLog, seconds: float = 30.0 * SLOWNESS) -> list[LogDelta]:
         """The deltas beyond a log's position; none if none comes, or if another base does."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -533,7 +537,7 @@ class World:
                         self.fault(f"{server.name} is at {position}: the delta after {good} is damaged")
             if self._is_ready():
                 ready_at = time.monotonic()
-            elif time.monotonic() - ready_at > 3:
+            elif time.monotonic() - ready_at > 3 * SLOWNESS:
                 self.fault("the agent is not ready for a damaged delta that no server needs to answer")
                 return
             time.sleep(0.2)
@@ -628,18 +632,22 @@ class World:
         return place.name
 
     def operate(self) -> str | None:
-        """Somebody rolls back, resumes, merges, publishes a base or pushes to a store; calls may fail."""
+        """Somebody rolls back, resumes, tags, merges, pushes, or publishes a base; calls may fail."""
         with suppress(OSError, ExportError):
             log = read_log(self.model)
             if log.hold.is_set or self.held.now:
                 return None
             positions = [delta.end for delta in log.deltas[-8:-1]]
-            choices = [("merge", self.model), ("merge", self.model, "--rebase")]
+            choices: list[tuple[object, ...]] = [("merge", self.model), ("merge", self.model, "--rebase")]
             choices += [("push", self.model, f"s3://{BUCKET}/ranker", "--prune")] * 2
+            choices += [("tag", self.model, TAG)]
             base = (*self._publishing(), "--updatable", "--again")
             choices += [base, (*base, "--golden", self.golden)] if "--golden" not in base else [base]
+            named = [tag.name for tag in tags_of(self.model) if not tag.gone]
             if positions:
-                choices += [("rollback", self.model, "--to", self.dice.choice(positions))] * 2
+                to = self.dice.choice([*positions, *named])
+                choices += [("rollback", self.model, "--to", to)] * 2
+                choices += [("tag", self.model, TAG, positions[-1])]
             chosen = self.dice.choice(choices)
             if chosen[0] == "rollback":
                 self.held.begin()
@@ -761,6 +769,9 @@ class World:
         )
         if done.returncode:
             self.fault(f"verify: {done.stderr}")
+        for tag in tags_of(self.model):
+            if tag.gone and tag.position >= log.number:
+                self.fault(f"the position of the tag {tag.name} was not kept: {tag.gone}")
         differing = [event for event in self.events() if event["what"] == "differs"]
         for program in (self.exporter, *self.servers, self.agent):
             if "Traceback" in (said := program.said()):

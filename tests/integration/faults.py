@@ -1,7 +1,8 @@
 """`make faults MINUTES=10`: accidents at random around real processes; see `fault_world`.
 
 pytest does not collect this by itself; the short form is `test_faults`. FAULT_MINUTES says for how long, in
-worlds of FAULT_WORLD_S seconds; FAULT_SEED is the first world's.
+worlds of FAULT_WORLD_S seconds; FAULT_SEED is the first world's. FAULT_SLOWNESS is how many times slower than
+two idle cores the machine is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fault_world import Fault, World, small_disk
+from tests.integration.fault_world import SLOWNESS, Fault, World, small_disk
 
 MINUTES = float(os.environ.get("FAULT_MINUTES", "10"))
 FIRST = int(os.environ.get("FAULT_SEED", "1"))
@@ -22,7 +23,7 @@ def seeds() -> range:
     return range(FIRST, FIRST + max(1, round(MINUTES * 60 / _WORLD_S)))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 * SLOWNESS)
 @pytest.mark.parametrize("seed", seeds())
 def test_every_replica_ends_as_the_trainer(tmp_path: Path, seed: int) -> None:
     play(tmp_path, seed, min(_WORLD_S, MINUTES * 60), replicas=3)

@@ -136,6 +136,27 @@ def test_a_failure_published_nothing_and_what_is_published_is_success(
     assert not wrong, f"{len(wrong)} of {calls}: " + "\n--- ".join(wrong)
 
 
+@pytest.mark.landing
+@pytest.mark.parametrize(("name", "every"), [("merge --dry-run", 5), ("verify", 5), ("merge --rebase", 1)])
+def test_a_failure_of_reading_names_the_file(
+    commands: Commands, memory: Path, origin: Path, name: str, every: int
+) -> None:
+    """Also one of a call that takes a descriptor; and what was read is read, although closing it failed.
+
+    The last command is refused, because the model is held.
+    """
+    model = shutil.copytree(origin / "model", memory / name)
+    if name == "merge --rebase":
+        assert export_model("rollback", model, "--to", 20).code == 0
+    words = [*name.split(), model]
+    undisturbed, calls = commands.run(memory, Failure(), *words)
+    assert undisturbed.code in (0, 5), undisturbed.err
+    for number in range(1, calls + 1, 1 if THOROUGH else every):
+        failure = Failure(number, errno.ESTALE, lasts=number % 2 == 0 and every > 1)
+        ran, _ = commands.run(memory, failure, *words)
+        assert ran.code == 0 or str(memory) in ran.err, f"{failure}: {ran.err}"
+
+
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOSYS])
 def test_a_file_system_that_syncs_no_directories_is_named_and_published_to(
     commands: Commands, memory: Path, origin: Path, error: int

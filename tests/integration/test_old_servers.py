@@ -20,14 +20,17 @@ from msgspec.structs import replace
 
 import exporter.bundle.mapped_tables as mapped_tables
 from exporter.delta.chunk_digest import chunks, served_digests
+from exporter.graph.joined_lookups import LEAST
 from exporter.options import DeltaDtype, ExportRequest, Isolation, Updates
 from exporter.pipeline.full import export
 from exporter.pipeline.incremental import export_incremental
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
+from exporter.tables import DynamicTable
 from tests.support import served_tables
-from tests.support.deeprec_logs import DeepRecTrainer
+from tests.support.deeprec_logs import DIM, DeepRecTrainer, Table
 from tests.support.environments import SERVERS
+from tests.support.joined_tables import is_joined
 from tests.support.mapped_models import IDS, MappedModel
 from tests.support.served_tables import in_8_bits
 from tests.support.stock_loaders import StockLoader
@@ -155,6 +158,83 @@ def test_tables_by_keys(directory: Path, server: StockLoader, casts: tuple[str, 
     server.load(base)
     assert server.update(CALLERS)[0] == trainer.step
     served_tables.assert_serves(server, trainer, stored=in_8_bits if casts else np.asarray)
+
+
+JOINED = tuple(f"emb/t{number}" for number in range(LEAST + 1))
+
+
+def many() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A builder of tables by keys whose lookups are joined."""
+    ids = tf.compat.v1.placeholder(tf.int64, [None], name="ids")
+    return {"ids": ids}, {name: DynamicTable(name, DIM).lookup(ids) for name in JOINED}
+
+
+class Joined(Struct, frozen=True):
+    """A base of joined tables, one of the same log that holds what followed, and tables by step."""
+
+    base: Path
+    rebased: Path
+    tables: dict[int, dict[str, Table]]
+
+
+@cache
+def joined(directory: Path, for_server: str | None, **options: Any) -> Joined:
+    """New keys come by increments, some are evicted; then a base holds that, and more follow."""
+    trainer = DeepRecTrainer(directory / f"joined for {for_server} {options}/train", names=JOINED, parts={})
+    for number, name in enumerate(JOINED):
+        trainer.upsert(name, range(1, 30 * number + 2))
+    trainer.save()
+    asked = served_tables.request(trainer, model=many, for_server=for_server, **options)
+    base = export(asked).published.path
+    tables = {trainer.step: trainer.now()}
+
+    def publish() -> None:
+        export_incremental(replace(asked, for_server=None))
+        tables[trainer.step] = trainer.now()
+
+    trainer.train(60)
+    trainer.increment()
+    publish()
+    trainer.train(60)
+    trainer.evict(JOINED[-1], range(1, 100, 2))
+    trainer.save()
+    publish()
+    rebased = rebase(asked.out)
+    assert rebased is not None
+    trainer.train(60)
+    trainer.increment()
+    publish()
+    return Joined(base, rebased.published.path, tables)
+
+
+@pytest.mark.parametrize("map_tables", [False, True], ids=["in memory", "mapped"])
+def test_joined_tables(
+    directory: Path, server: StockLoader, monkeypatch: pytest.MonkeyPatch, map_tables: bool
+) -> None:
+    monkeypatch.setattr(mapped_tables, "LEAST_BYTES", 1)
+    options: dict[str, Any] = {}
+    if map_tables:
+        if server.tensorflow.startswith("1."):
+            return  # from 1.15 on a mapped table would be copied
+        options = {"map_tables": True, "overlay_rows": 600}
+    for_2_4 = "2.4" if server.tensorflow == "2.4.4" else None
+    made = joined(directory, for_2_4 if map_tables else made_for(server), **options)
+    for version, done in ((made.base, 1), (made.rebased, 3)):
+        assert is_joined(version)
+        assert server.load(version) >= map_tables * len(JOINED)
+        for step, tables in [*made.tables.items()][done:]:
+            assert server.update(CALLERS, up_to=step)[0] == step
+            assert_rows(server, tables)
+
+
+def assert_rows(server: StockLoader, tables: dict[str, Table]) -> None:
+    """Every table answers with its own rows to the keys of all."""
+    held = np.array(sorted({key for table in tables.values() for key in table}), np.int64)
+    keys = np.concatenate([held, held + 1, served_tables.LIMITS])
+    found = server.predict(ids=keys)
+    absent = np.zeros(DIM, np.float32).tobytes()
+    for name, table in tables.items():
+        assert found[name].tobytes() == b"".join(table.get(key, absent) for key in keys.tolist()), name
 
 
 @cache

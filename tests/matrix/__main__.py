@@ -2,7 +2,8 @@
 
 Each environment has one Python and one TensorFlow. In each: install TensorFlow, then this package with its
 dependencies (TensorFlow must not move); train by a session with the hook, by an Estimator where there are
-any, and by Keras with the callback; export a base, train on, publish a delta. Then every environment serves
+any, and by Keras with the callback, and take DeepRec's files of twelve tables by keys, whose lookups are
+joined; export a base, train on, publish a delta. Then every environment serves
 every base: the first answers have to be the trainer's, an update while predictions run has to lead to the
 trainer's next, and no answer may mix the two. The C++ loader of each TensorFlow, which is that of TensorFlow
 Serving, loads each base, too. Each also makes two versions and two bases whose table is mapped
@@ -20,7 +21,8 @@ delta, a version of the training's own graph (`.meta`) and the mapped versions, 
 It takes a quarter of an hour, downloads and keeps 2 GB an environment. `--short` makes two, without Keras:
 the oldest TensorFlow with the oldest libraries that pyproject.toml allows, where a sample of the tests runs,
 too; and one on a new Python. Interpreters come from PATH or pyenv; environments without one are left out and
-named. It ends with 1 if a cell fails, and writes `matrix.json` and `matrix.md`.
+named. `--only 2.15.1` and `--kind joined`, each of them several times, choose TensorFlows and models. It ends
+with 1 if a cell fails, and writes `matrix.json` and `matrix.md`.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ MODELS = {
     "estimator": "examples/ranker/model.py:serving",
     "keras": "tests/matrix/trainer.py:tower",
     "mapped": "tests/matrix/trainer.py:wide",
+    "joined": "tests/matrix/trainer.py:many",
 }
 MAPPED = {"mapped": ["--map-tables"], "mapped-int8": ["--map-tables", "--cast", "table=int8"]}
 """Versions that are made of the training `mapped`, and how."""
@@ -410,6 +413,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="environments at once")
     parser.add_argument("--short", action="store_true", help=f"{' and '.join(SHORT)} alone")
     parser.add_argument("--only", action="append", help="one TensorFlow: 2.15.1")
+    parser.add_argument("--kind", action="append", choices=[*MODELS], help="one kind of model alone")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     work = options.work.resolve()
@@ -428,8 +432,9 @@ def main() -> int:
     ]
     without = [Environment(work, python, NONE) for python, tensorflow in there if tensorflow == NONE]
     (work / "lowest.txt").write_text("\n".join(_lowest()))
-    for maker in makers if options.short else ():
-        maker.kinds.remove("keras")
+    for maker in makers:
+        wanted = options.kind or [kind for kind in MODELS if kind != "keras" or not options.short]
+        maker.kinds = [kind for kind in maker.kinds if kind in wanted]
     followed = next((maker for maker in makers if maker.tensorflow == FOLLOWED), None)
     report: dict[str, Any] = {"makers": {}, "cells": {}}
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -445,7 +450,7 @@ def main() -> int:
         ):
             report["cells"][loader.name] = cells
             failed |= any(cell != "ok" for cell in cells.values())
-    if only is None:
+    if only is None and options.kind is None:
         report["others"] = _others()
         failed |= not report["others"]
     (work / "matrix.json").write_text(json.dumps(report, indent=1))
@@ -505,7 +510,10 @@ def _table(makers: list[Environment], cells: dict[str, dict[str, str]]) -> str:
         found = []
         for loaded in cells.values():
             kinds = [kind for kind in maker.kinds if kind != "mapped"]
-            kinds += [*MAPPED, *BASES] if maker.has_tensorflow else [*MAPPED, "meta"]
+            if "mapped" in maker.kinds:
+                kinds += [*MAPPED, *BASES] if maker.has_tensorflow else [*MAPPED]
+            if "session" in maker.kinds and not maker.has_tensorflow:
+                kinds.append("meta")
             names = [f"{maker.directory.name}-{kind}" for kind in kinds]
             said = [loaded.get(name, "not made") for name in names]
             found.append("ok" if set(said) == {"ok"} else "; ".join(said))

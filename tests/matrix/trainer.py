@@ -3,8 +3,8 @@
 `python tests/matrix/trainer.py KIND CKPT_DIR STEPS ANSWERS.npz`: trains on to that step, writes a full
 checkpoint and increments, and what the trained model answers. KIND is `session` (TF1 style, IncrementHook),
 `estimator` (an Estimator with the same hook and the two others; up to TensorFlow 2.15), `keras`
-(IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later) or `mapped` (a table that is large enough to be
-mapped; it writes full checkpoints alone).
+(IncrementCallback; Keras 2 in TensorFlow 2.15, Keras 3 later), `mapped` (a table that is large enough to be
+mapped; it writes full checkpoints alone) or `joined` (tables by keys, as DeepRec leaves them).
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from exporter.tables import DynamicTable
 from exporter.training import ExportHook, IncrementCallback, IncrementHook, StopAfterHook
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.ranker.model import ITEMS, USERS, Batch, click_logit
+from tests.support.deeprec import Ev, write_full, write_increment
 
 v1 = tf.compat.v1
 EVERY = 10
 RANKER = f"{Path(__file__).parents[2] / 'examples/ranker/model.py'}:serving"
 ASKED = 500
 ROWS = 80_000
+TABLES = 12
 
 
 def session(directory: str, steps: int, answers: str) -> None:
@@ -153,7 +156,35 @@ def mapped(directory: str, steps: int, answers: str) -> None:
     np.savez(answers, in_ids=asked, out_score=found)
 
 
+def many() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A builder of so many tables by keys that their lookups are joined."""
+    ids = v1.placeholder(tf.int64, [None], name="ids")
+    rows = [DynamicTable(f"table_{number}", 4).lookup(ids) for number in range(TABLES)]
+    return {"ids": ids}, {"score": tf.sigmoid(tf.reduce_sum(tf.add_n(rows), axis=1), name="score")}
+
+
+def joined(directory: str, steps: int, answers: str) -> None:
+    """The tables of `many` without a training: a full checkpoint; later an increment, of other keys, too."""
+    asked, logits = np.arange(ASKED) ** 2, np.zeros(ASKED)
+    tables = {}
+    for number in range(TABLES):
+        held = {}
+        for step in sorted({EVERY, steps}):
+            apart = step + number if step == EVERY else 10 * step + number  # few are new
+            keys = np.arange(0, ASKED**2, apart)
+            values = np.random.default_rng([number, step]).normal(0, 0.3, (len(keys), 4))
+            tables[f"table_{number}"] = newest = Ev(keys, values.astype(np.float32))
+            held |= newest.as_dict()
+        logits += [held[key].sum() if key in held else 0 for key in asked.tolist()]
+    if steps == EVERY:
+        prefix = write_full(Path(directory, f"model.ckpt-{steps}"), tables, step=steps)
+        (prefix.parent / "checkpoint").write_text(f'model_checkpoint_path: "{prefix.name}"\n')
+    else:
+        write_increment(Path(directory), steps, tables)
+    np.savez(answers, in_ids=asked, out_score=1 / (1 + np.exp(-logits)))
+
+
 if __name__ == "__main__":
     kind, directory, steps, answers = sys.argv[1:]
-    kinds = {"session": session, "estimator": estimator, "keras": keras, "mapped": mapped}
+    kinds = {"session": session, "estimator": estimator, "keras": keras, "mapped": mapped, "joined": joined}
     kinds[kind](directory, int(steps), answers)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from exporter.delta.chunk_digest import chunks, served_digests
-from exporter.graph.graph_files import read_saved_model
 from exporter.graph.joined_lookups import LEAST
 from exporter.options import ExportRequest, Isolation, Updates
 from exporter.pipeline.full import Exported, export
@@ -18,6 +17,7 @@ from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.deeprec_graphs import DeepRecGraph, deeprec_graph
 from tests.support.deeprec_logs import DIM, DeepRecTrainer
+from tests.support.joined_tables import is_joined
 from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded_quickly
 
@@ -84,11 +84,6 @@ def assert_digests(server: Loaded, model: Path) -> None:
     every = list(chunks(log.schema))
     found = server.call("incremental_digest", rows=np.arange(len(every)))
     assert [int(each) for each in found["digest"]] == served_digests(log.schema, log.state(), every)
-
-
-def is_joined(version: Path) -> bool:
-    nodes = read_saved_model(version).meta_graphs[0].graph_def.node
-    return any(node.name == "joined_tables/keys" for node in nodes)
 
 
 @pytest.mark.landing

@@ -2,7 +2,8 @@
 
     python -m tests.support.clocks OFFSET_FILE MODULE ARGUMENT...
 
-`time.time` and `datetime.now` are ahead of the machine's by the seconds in OFFSET_FILE.
+`time.time` and `datetime.now` are ahead of the machine's by the seconds in OFFSET_FILE. gRPC keeps the
+machine's: it compares times of Python with its core's, whose clock cannot be set for one process alone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import time
 from datetime import datetime, timedelta, tzinfo
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 _WHO_ASK_DATETIME = {"serving.cli": ("serving.agent.fleet", "serving.agent.view", "serving.agent.journal")}
+_WHO_ASK_FOR_GRPC = {"serving.cli": ("grpc._channel", "grpc._common", "grpc._utilities")}
 
 
 class Clock:
@@ -45,6 +48,8 @@ def main(offset_file: str, module: str, *arguments: str) -> None:
     time.time = lambda: real() + ahead_s()
     for name in _WHO_ASK_DATETIME.get(module, ()):
         import_module(name).datetime = Datetime  # type: ignore[attr-defined]
+    for name in _WHO_ASK_FOR_GRPC.get(module, ()):
+        import_module(name).time = SimpleNamespace(**{**vars(time), "time": real})  # type: ignore[attr-defined]
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

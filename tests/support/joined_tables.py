@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from exporter.graph.graph_files import read_saved_model
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.lookup_tables import with_table_shapes
 from exporter.graph.nodes import all_before, drop_nodes
@@ -17,6 +19,12 @@ from tests.support.dynamic_values import Rows, table_values
 
 Array = np.ndarray[Any, Any]
 Signatures = Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
+
+
+def is_joined(version: Path) -> bool:
+    """True if a published version has joined lookups."""
+    nodes = read_saved_model(version).meta_graphs[0].graph_def.node
+    return any(node.name == "joined_tables/keys" for node in nodes)
 
 
 def sized_graph(

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -230,26 +229,27 @@ class Loaded:
     def values(self, schema: Schema) -> dict[str, np.ndarray]:
         """What every variable holds, read by its handle; in one call, as each new one is compiled."""
         with self.session.graph.as_default():
-            return self.session.run({v.name: self._read(v.name) for v in schema.variables})
+            return self.session.run({v.name: self._read(v.name, v.shape) for v in schema.variables})
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The tensor of a variable's values, without the hot rows behind them."""
         graph = self.session.graph
         try:
             return graph.get_tensor_by_name(f"test_read/{name}:0")
         except KeyError:
             dtype = tf.as_dtype(graph.get_operation_by_name(name).get_attr("dtype"))
-            read = partial(tf.raw_ops.ReadVariableOp, resource=graph.get_tensor_by_name(f"{name}:0"))
+            handle = graph.get_tensor_by_name(f"{name}:0")
+            read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)[tuple(map(slice, shape))]
             names = [operation.name for operation in graph.get_operations()]
             slots = next((n for n in names if n.endswith(f"/overlay/{name}/slots")), None)
             if slots is None:
-                return read(dtype=dtype, name=f"test_read/{name}")
+                return tf.identity(read, name=f"test_read/{name}")
 
             def beside(what: str, indices: Any, of: Any = tf.int32) -> Any:
                 handle = graph.get_tensor_by_name(f"{slots.removesuffix('slots')}{what}:0")
                 return tf.raw_ops.ResourceGather(resource=handle, indices=indices, dtype=of)
 
-            rows = graph.get_operation_by_name(name).get_attr("shape").dim[0].size
-            ids = tf.range(rows, dtype=tf.int64)
+            ids = tf.range(shape[0], dtype=tf.int64)
             paged = slots.removesuffix("slots") + "pages" in names
             begins = beside("pages", ids // PAGE_ROWS, tf.int64) if paged else 0
             flag = graph.get_tensor_by_name(f"{slots.removesuffix('slots')}changed:0")
@@ -258,7 +258,7 @@ class Loaded:
             places = tf.where(any_changed, beside("slots", begins + ids), 0)
             changed = tf.where(places)
             rows = beside("rows", tf.gather_nd(places, changed), dtype)
-            return tf.tensor_scatter_nd_update(read(dtype=dtype), changed, rows, name=f"test_read/{name}")
+            return tf.tensor_scatter_nd_update(read, changed, rows, name=f"test_read/{name}")
 
 
 def loaded_quickly(model: Model | Path) -> AbstractContextManager[Loaded]:
