@@ -105,7 +105,7 @@ def _serve(
     sink: Output, base_path: Path | None, name: str | None, options: ServerOptions, wait: float
 ) -> None:
     require_tensorflow("serve-model run")
-    from serving.memory import keep_freed_memory
+    from serving.freed_memory import keep_freed_memory
     from serving.server import ModelServer
 
     keep_freed_memory()
