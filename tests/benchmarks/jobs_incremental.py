@@ -31,6 +31,7 @@ from exporter.options import ExportRequest
 from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.storage.layout import DELTA_NAME
+from serving.freed_memory import keep_freed_memory
 from tests.benchmarks.followed import BASE, publish, published_deltas
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_full_export import requests, restore_and_save
@@ -103,9 +104,10 @@ class Served:
 
 @contextmanager
 def serving(version: Path) -> Iterator[Served]:
-    """A version loaded into a session by TF1's loader, as TensorFlow Serving does."""
+    """A version loaded into a session by TF1's loader, as TensorFlow Serving does; memory as in `deploy/`."""
     import tensorflow as tf
 
+    keep_freed_memory()
     with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
         yield Served(session, version)
 
