@@ -47,7 +47,7 @@ from exporter.graph.nodes import (
     new_node,
     put_nodes,
 )
-from exporter.graph.signatures import SignatureEnds, signature_nodes
+from exporter.graph.signatures import SignatureEnds
 from exporter.graph.table_marks import mark, marked_tables
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import (
@@ -104,7 +104,7 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
     scope = free_name({name.partition("/")[0] for name in index.nodes}, "joined_tables")
     joined, handles = _join_variables(meta_graph.graph_def, graph, tables, scope)
     shapes = {variable.node: variable.shape for variable in graph.variables}
-    named = signature_nodes(graph.meta_graph)
+    named = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
     moved: dict[str, str] = {}
     for number, group in enumerate(groups):
         find = f"{scope}/find_{number}"
