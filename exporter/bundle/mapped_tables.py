@@ -127,9 +127,16 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
     """The reason why the reads of some variable cannot be changed; "" if all can be."""
     variables = [variable for source in sources for variable in source.variables]
-    beside = ("changed", "slots", "overlay", "pages")
     tried = {
-        v.node: OverlaidReads(v.node, v.dtype, v.shape[1:], *(f"{v.node}/{each}" for each in beside))
+        v.node: OverlaidReads(
+            v.node,
+            v.dtype,
+            v.shape[1:],
+            changed=f"{v.node}/changed",
+            slots=f"{v.node}/slots",
+            overlay=f"{v.node}/overlay",
+            pages=f"{v.node}/pages",
+        )
         for v in variables
     }
     if wrong := next((v for v in variables if v.dtype not in SCATTERED), None):

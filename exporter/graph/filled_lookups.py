@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from exporter.graph.lookup_tables import FILLS
+from exporter.graph.lookup_tables import FILLS, FROM_FILE
 from exporter.graph.nodes import closure, data_inputs
 from exporter.wire.protos import Proto
 
@@ -29,13 +29,19 @@ def _filled(graph_def: Proto) -> dict[str, bytes]:
 
     contents = {}
     for node in graph_def.node:
-        if FILLS.fullmatch(node.op):
-            table, *parts = (each.node for each in data_inputs(node))
+        inputs = data_inputs(node)
+        if inputs and FILLS.fullmatch(node.op) and not FROM_FILE.fullmatch(node.op):
+            table, *parts = (each.node for each in inputs)
             total = hashlib.sha256()
             for name in sorted(closure(filter(nodes.__contains__, parts), sources)):
                 total.update(nodes[name].SerializeToString(deterministic=True))
             contents[table] = total.digest()
-    looked_up = ((node.name, data_inputs(node)[0].node) for node in graph_def.node if node.op in _LOOKS_UP)
+    looked_up = (
+        (node.name, each.node)
+        for node in graph_def.node
+        if node.op in _LOOKS_UP
+        for each in data_inputs(node)[:1]
+    )
     return {name: contents[table] for name, table in looked_up if table in contents}
 
 

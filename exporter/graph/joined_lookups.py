@@ -104,19 +104,19 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
     scope = free_name({name.partition("/")[0] for name in index.nodes}, "joined_tables")
     joined, handles = _join_variables(meta_graph.graph_def, graph, tables, scope)
     shapes = {variable.node: variable.shape for variable in graph.variables}
-    fetched = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
+    named = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
     moved: dict[str, str] = {}
     for number, group in enumerate(groups):
         find = f"{scope}/find_{number}"
-        moved |= _join(meta_graph.graph_def, index, find, handles, joined, shapes, group, fetched)
+        moved |= _join(meta_graph.graph_def, index, find, handles, joined, shapes, group, named)
     for node in meta_graph.graph_def.node:
-        if node.name in moved and node.name in fetched:
+        if node.name in moved and node.name in named:
             node.CopyFrom(new_node(node.name, "Identity", [moved[node.name]], T=DType.INT32))
         for position, text in enumerate(node.input):
             node.input[position] = moved.get(text.removesuffix(":0"), text)
     gone = {name for table in tables for name in table.nodes[: len(INDEX)]}
     for lookup in (each for group in groups for each in group):
-        gone |= lookup.own | ({lookup.nodes.rows, lookup.nodes.found} - fetched)
+        gone |= lookup.own | ({lookup.nodes.rows, lookup.nodes.found} - named)
     drop_nodes(meta_graph.graph_def.node, gone)
     return replace(graph, meta_graph=meta_graph, joined=joined)
 
@@ -209,15 +209,15 @@ def _join(
     joined: Mapping[str, JoinedPart],
     shapes: Mapping[str, tuple[int, ...]],
     group: list[_Lookup],
-    fetched: Collection[str],
+    named: Collection[str],
 ) -> dict[str, str]:
     """Add the lookup of a group, whose results take the place of its lookups', {node: tensor}."""
     body = Body(graph_def.node)
-    vectors = [makes_vector(body, lookup.ids.as_input) for lookup in group]
+    vectors = [makes_vector(body, lookup.ids.as_input, named) for lookup in group]
     wanted = [
         _placed(lookup, is_vector, joined, shapes) for lookup, is_vector in zip(group, vectors, strict=True)
     ]
-    is_read = any(_is_found_read(index, lookup, fetched) for lookup in group)
+    is_read = any(_is_found_read(index, lookup, named) for lookup in group)
     results = add_joined_rows(graph_def, scope, handles, wanted, found=is_read)
     moved: dict[str, str] = {}
     for number, (lookup, is_vector, result) in enumerate(zip(group, vectors, results, strict=True)):
@@ -253,10 +253,10 @@ def _placed(
     return JoinedLookup(lookup.table.name, lookup.scope, ids, is_vector, geometry, *firsts)
 
 
-def _is_found_read(index: GraphIndex, lookup: _Lookup, fetched: Collection[str]) -> bool:
+def _is_found_read(index: GraphIndex, lookup: _Lookup, named: Collection[str]) -> bool:
     """True if others than the lookup ask which of its ids were found."""
     found = lookup.nodes.found
-    return found in fetched or any(name != lookup.nodes.rows for name, _ in index.consumers[found])
+    return found in named or any(name != lookup.nodes.rows for name, _ in index.consumers[found])
 
 
 def separate_lookups(meta_graph: Proto) -> None:

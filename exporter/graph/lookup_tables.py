@@ -48,7 +48,7 @@ from exporter.wire.protos import Proto
 
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
-_FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
+FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
 FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
 _ASSET_COLLECTION = "asset_filepaths"
 _INIT_COLLECTION = "table_initializer"
@@ -222,7 +222,7 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
     """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
-        _file_name_node(nodes, nodes[name]) for name in filling if _FROM_FILE.fullmatch(nodes[name].op)
+        _file_name_node(nodes, nodes[name]) for name in filling if FROM_FILE.fullmatch(nodes[name].op)
     ]
     if _ASSET_COLLECTION in source.meta_graph.collection_def:
         listed = source.meta_graph.collection_def[_ASSET_COLLECTION].node_list.value
@@ -299,7 +299,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
     found = dict(source.assets)
     for node in nodes.values():
         inputs = data_inputs(node)
-        if not _FROM_FILE.fullmatch(node.op) or len(inputs) < 2:
+        if not FROM_FILE.fullmatch(node.op) or len(inputs) < 2:
             continue
         name = through_identities(nodes, inputs[1].node)
         path = _named_file(source, name, nodes[name])

@@ -715,26 +715,34 @@ _BY_ELEMENT = frozenset(
 )
 
 
-def makes_vector(body: Body, reference: str, depth: int = 12) -> bool:
+def makes_vector(body: Body, reference: str, named: Collection[str], depth: int = 12) -> bool:
     """True if operations make a tensor one-dimensional whatever they are given, as `Unique` does.
 
-    Shapes that the graph only declares do not count: nothing checks those of what a client sends. Looks at
-    most `depth` operations back.
+    Shapes that the graph only declares do not count: nothing checks those of what a client sends. It may send
+    any node of those that signatures have `named`, also one that another signature computes. Looks at most
+    `depth` operations back.
     """
-    node = body.producer(reference)
+
+    def unless_sent(text: str) -> Proto | None:
+        found = body.producer(text)
+        is_sent = found is not None and body.function is None and found.name in named
+        return None if is_sent else found
+
+    node = unless_sent(reference)
     if node is None or depth == 0:
         return False
+    sources = input_names(node)
     if node.op == "Reshape":
-        shape = const_value(body.producer(node.input[1]))
+        shape = const_value(unless_sent(sources[1])) if len(sources) == 2 else None
         return shape is not None and shape.shape == (1,)
-    sources = list(input_names(node))
     if node.op == "DynamicPartition":
-        return all(makes_vector(body, source, depth - 1) for source in sources)
+        return all(makes_vector(body, source, named, depth - 1) for source in sources)
     if node.op in _BY_ELEMENT:
-        constants = [const_value(body.producer(source)) for source in sources]
+        constants = [const_value(unless_sent(source)) for source in sources]
         others = [source for source, value in zip(sources, constants, strict=True) if value is None]
         are_few = all(value is None or value.ndim < 2 for value in constants)
-        return bool(others) and are_few and all(makes_vector(body, source, depth - 1) for source in others)
+        are_vectors = (makes_vector(body, source, named, depth - 1) for source in others)
+        return bool(others) and are_few and all(are_vectors)
     return node.op in _VECTORS and reference.partition(":")[2] in ("", "0", f"{_VECTORS[node.op]}:0")
 
 

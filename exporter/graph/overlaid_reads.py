@@ -57,9 +57,9 @@ MOST_ROWS_OF_A_PAGE = 1 << 22
 
 
 class OverlaidReads(RowReads, frozen=True):
-    """The change of a table with an overlay; all fields but two name the nodes of handles.
+    """The change of a table with an overlay, by the nodes of handles.
 
-    `pages` is None of a table that has a slot for each row.
+    `pages` is None of a table that has a slot for each row. `named` are the nodes that signatures name.
     """
 
     variable: str
@@ -69,6 +69,7 @@ class OverlaidReads(RowReads, frozen=True):
     slots: str
     overlay: str
     pages: str | None = None
+    named: frozenset[str] = frozenset()
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
@@ -121,7 +122,7 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     either = if_changed("gathered", body.single(node, "output"), dtype)
     unchanged, gathered = body.output(either, 0), body.output(either, 1)
     ids = body.output(if_changed("ids", indices, index_type), 1)
-    is_vector = makes_vector(body, indices)
+    is_vector = makes_vector(body, indices, table.named)
     vector = known("vector", [-1])
     if not is_vector:
         ids = reshape("ids_in_line", ids, vector, index_type)

@@ -54,7 +54,7 @@ def likely_model(model: Path) -> Path | None:
     place = model if model.exists() else nearest(model)
     tried = [model.parent] if place is None else [place, place.parent]  # it may be MODEL/VERSION
     if (named := model.name.rpartition("@")[0]) and not model.exists():  # or MODEL@POSITION
-        tried.append(model.with_name(named))
+        tried.append(model.parent / named)  # also of `.@20`
     try:
         within = sorted(place.iterdir()) if place is not None and place.is_dir() else []
         for found in (*tried, *within):

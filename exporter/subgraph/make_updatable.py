@@ -97,14 +97,15 @@ def make_updatable(
     meta_graph = deepcopy(graph.meta_graph)
     graph_def, signatures = meta_graph.graph_def, meta_graph.signature_def
     _refuse_reserved_names(signatures, options)
-    read_rows_only(graph_def, signature_nodes(meta_graph))
+    named = frozenset(signature_nodes(meta_graph))
+    read_rows_only(graph_def, named)
     served = _served(graph, uses(graph_def))
     schema, joined = Schema.of(served.keys()), graph.joined
     editor = GraphEditor.onto(graph_def, "incremental", f"{options.lineage}/{options.position}")
     state = add_state(editor)
     overlaid = add_overlays(editor, graph.variables, overlays)
     reads = {
-        variable.node: overlaid[variable.node].reads(variable)
+        variable.node: overlaid[variable.node].reads(variable, named)
         for variable in graph.variables
         if variable.node in overlaid
     }

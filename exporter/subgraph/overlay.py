@@ -78,10 +78,10 @@ class OverlayNodes(Struct, frozen=True):
         }
         return kinds | ({self.pages: (DType.INT64, pages)} if self.pages else {})
 
-    def reads(self, variable: GraphVariable) -> OverlaidReads:
-        """Describe how the graph is to read the table, for `overlay_reads`."""
+    def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
+        """Describe how the graph, whose signatures name these nodes, is to read the table."""
         beside = self.changed, self.slots, self.rows, self.pages
-        return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside)
+        return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside, named)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
         """Add the variables' values of a model that is loaded: value and dtype by handle."""

@@ -555,11 +555,13 @@ class _Pull:
 
     def _set_holds(self) -> None:
         here, stored = _holds_here(self._model), self._stored.holds
+        is_unknown = self.has_own and recall(self._model, self._url) is None
         for name, content in sorted(stored.items(), reverse=True):  # a document before its number
             number = _number_of(name)
             stays = number not in stored or self._is_own(number, here)  # a left-over, or of this copy
             if name == TAGS_FILE:
-                stays = self._had(name) == content  # those that were set here since stay
+                # those that were set here since stay, and where nothing tells since when, any
+                stays = self._had(name) == content or (is_unknown and name in here)
             if here.get(name) != content and not stays:
                 path = below(self._model, name, f"{self._url}: the hold")
                 # who sets a tag has read the others, and writes them again

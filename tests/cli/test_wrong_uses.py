@@ -132,6 +132,7 @@ WRONG = [
     ("export-model diff models/ranker", 2, "export-model diff models/ranker B"),
     ("export-model diff models/ranker@35 models/ranker", 5, "export-model history models/ranker"),
     ("export-model history models/ranker@prod", 5, "did you mean models/ranker?"),
+    ("export-model history models/ranker/.@20", 5, "did you mean models/ranker?"),
     ("export-model tag models/ranker/99", 5, "did you mean models/ranker?"),
     ("export-model untag models/ranker prod", 2, "export-model tag models/ranker prod --delete"),
     ("export-model tag models/ranker prod=20", 2, "write prod 20: the position stands behind the name"),

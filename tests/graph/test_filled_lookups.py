@@ -48,6 +48,20 @@ def test_lookups_with_another_vocabulary_are_named() -> None:
     assert differing_lookups(protos.GraphDef(), was) == []
 
 
+def test_tables_that_files_fill_do_not_count_nor_do_nodes_without_inputs() -> None:
+    def graph(file: str, *, is_whole: bool = True) -> Proto:
+        made = protos.GraphDef()
+        made.node.add(name="table", op="HashTableV2")
+        made.node.add(name="file", op="Const").attr["value"].tensor.string_val.append(file.encode())
+        made.node.add(name="fill", op="InitializeTableFromTextFileV2", input=["table", "file"] * is_whole)
+        made.node.add(name="import", op="LookupTableImportV2")
+        made.node.add(name="find", op="LookupTableFindV2", input=["table"] * is_whole)
+        return made
+
+    assert differing_lookups(graph("a.txt"), graph("b.txt")) == []
+    assert differing_lookups(graph("a.txt", is_whole=False), graph("b.txt")) == []
+
+
 @pytest.mark.landing
 def test_the_layer_of_an_archive_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER)

@@ -134,6 +134,34 @@ def test_clients_may_send_other_shapes_than_the_graph_declares(axes: tuple[int, 
             assert found.tobytes() == rows.tobytes()
 
 
+def test_a_client_may_send_what_another_signature_computes() -> None:
+    """A server takes values for any tensor that a signature names, and in any shape."""
+    from tensorflow.core.protobuf.config_pb2 import CallableOptions
+
+    def build() -> Signatures:
+        import tensorflow as tf
+
+        ids = {name: placeholder(name, None) for name in SIZES}
+        flat = {name: tf.reshape(each, [-1]) for name, each in ids.items()}
+        rows = {name: table(name).lookup(each) for name, each in flat.items()}
+        return {"serving_default": (ids, rows), "flat": (flat, rows)}
+
+    held = contents()
+    graph, values = sized_graph(build, held)
+    joined = join_lookups(graph)
+    assert joined_tables(joined) == SIZES.keys()
+    signature = graph.meta_graph.signature_def["flat"]
+    names = [info.name for info in signature.outputs.values()]
+    fed = {signature.inputs[name].name: held[name].keys[:9, np.newaxis] for name in SIZES}
+    asked = CallableOptions(feed=[*fed], fetch=names)
+    with loaded_session(joined, values) as ours, loaded_session(graph, values) as apart:
+        # As in servers; `run` compares shapes.
+        answers = [each._make_callable_from_options(asked)(*fed.values()) for each in (ours, apart)]
+    for found, rows in zip(*answers, strict=True):
+        assert found.shape == rows.shape
+        assert found.tobytes() == rows.tobytes()
+
+
 def test_keys_that_come_from_rows_are_looked_up_after_these() -> None:
     import tensorflow as tf
 

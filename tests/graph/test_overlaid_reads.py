@@ -371,11 +371,13 @@ def test_only_operations_that_make_vectors_count(shape: list[int], axes: int) ->
     with tf.Graph().as_default() as graph:
         ids = tf1.placeholder(tf.int64, [None], name="ids")
         tf.unique(ids)
-        tf.add(tf.unique(ids)[0], tf.zeros(shape, tf.int64), name="sum")
+        tf.add(tf.unique(ids)[0], tf.constant(0, tf.int64, shape, name="zeros"), name="sum")
         tf.reshape(ids, [-1, 1], name="column")
         tf.reshape(ids, [-1], name="line")
     body = Body(message_class("GraphDef").FromString(graph.as_graph_def().SerializeToString()).node)
-    assert makes_vector(body, "sum") == bool(axes)
-    assert makes_vector(body, "line")
-    assert makes_vector(body, "Unique")
-    assert not any(makes_vector(body, name) for name in ("ids", "column", "absent", "Unique:1"))
+    assert makes_vector(body, "sum", ()) == bool(axes)
+    assert makes_vector(body, "line", ())
+    assert makes_vector(body, "Unique", ())
+    assert not any(makes_vector(body, name, ()) for name in ("ids", "column", "absent", "Unique:1"))
+    sent = {"Unique_1", "line"}, {"zeros", "line/shape"}
+    assert not any(makes_vector(body, name, each) for name in ("line", "sum") for each in sent)

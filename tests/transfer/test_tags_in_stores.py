@@ -17,6 +17,7 @@ from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import read_log
 from exporter.publish.retention import retire_deltas
 from exporter.publish.tags import LONGEST_TAGS, read_tags
+from exporter.storage.layout import PUSHED_FILE
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push
 from tests.support.commands import export_model
@@ -111,6 +112,18 @@ def test_who_has_published_more_takes_over_the_tags_of_the_store(
     pull(url, machine.model)
     pushed(machine.model, url)
     assert [tag.name for tag in exporter.tags(url)] == ["good", "new"]
+
+
+def test_a_pull_leaves_a_publishers_tags_where_nothing_tells_what_the_store_had(
+    machine: Machine, url: str
+) -> None:
+    set_tag(machine.model, "good", 20)
+    pushed(machine.model, url)
+    (machine.model / PUSHED_FILE).unlink()
+    machine.go_on(40)
+    set_tag(machine.model, "new", 40)
+    pull(url, machine.model)
+    assert named(machine.model) == {"good": 20, "new": 40}
 
 
 def _point_nowhere(path: Path) -> None:
