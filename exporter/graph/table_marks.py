@@ -20,6 +20,8 @@ from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
 _MAX_BYTES = 1 << 28  # of default rows, whatever a graph says
+_MOST_MARKED_BYTES = 1 << 20
+"""The default rows that a version's graph may hold: a server that loads it copies it dozens of times."""
 
 
 def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
@@ -33,8 +35,12 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 
 
 def mark_tables(graph: InferenceGraph) -> InferenceGraph:
-    """A copy of a graph whose dynamic tables are marked; the same if it has none."""
-    if not graph.dynamic_tables:
+    """A copy of a graph whose dynamic tables are marked; the same if it has none, or too many default rows.
+
+    DeepRec's tables have 4,096 by default: such a graph is not lent to other checkpoints.
+    """
+    total = sum(table.defaults.nbytes for table in graph.dynamic_tables)
+    if not graph.dynamic_tables or total > _MOST_MARKED_BYTES:
         return graph
     meta_graph = deepcopy(graph.meta_graph)
     nodes = {node.name: node for node in meta_graph.graph_def.node}

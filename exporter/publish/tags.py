@@ -203,9 +203,7 @@ def require_tag_name(name: str) -> None:
 
 
 def _instead(name: str) -> str:
-    """What to write for a name that no tag can have: with a position in it, or in its place, in allowed
-    characters, or any.
-    """
+    """What to write for a name that no tag can have."""
     tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
     if position and re.match(_NAME, tag):
         return f"{tag} {quoted(position)}: the position stands behind the name"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from exporter.bundle import mapped_tables
-from exporter.errors import MappingError, ShapeMismatch, UsageError
+from exporter.errors import GraphError, MappingError, ShapeMismatch, UsageError
+from exporter.graph import table_marks
 from exporter.graph.graph_files import read_saved_model
 from exporter.graph.joined_lookups import LEAST
 from exporter.options import ExportRequest, Verify
@@ -181,3 +182,15 @@ def test_cast_rows_are_served_again_from_their_own_version_alone(
     assert same_answers(again, cast, MANY)
     with pytest.raises(ShapeMismatch, match=f"has rows of {dtype}"):
         published(tmp_path, "no", versions / "train", str(cast))
+
+
+def test_graphs_do_not_hold_many_default_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepRec has 4,096 a table. Such a version is served, and says why it lends its graph to nobody."""
+    monkeypatch.setattr(table_marks, "_MOST_MARKED_BYTES", 100)
+    train(tmp_path / "train", 1, MANY)
+    first = published(tmp_path, "first", tmp_path / "train", model(MANY))
+    with loaded_quickly(first) as server:
+        assert answers(server, MANY)
+    with pytest.raises(GraphError, match=r"no default rows for absent keys of table 'emb/t\d'") as refused:
+        published(tmp_path, "second", tmp_path / "train", str(first))
+    assert "--model" in refused.value.hint
