@@ -140,13 +140,23 @@ def made_over_this(name: str, packages: tuple[str, ...]) -> Path | None:
 
     def make(directory: Path) -> bool:
         venv.create(directory, symlinks=True)
-        (site,) = directory.glob("lib/python*/site-packages")
-        here = [entry for entry in sys.path if entry.endswith("-packages")]
-        (site / "below.pth").write_text("\n".join([str(ROOT), *here]) + "\n")
+        _lay_over_this(directory)
         pip = [str(directory / "bin/python"), "-m", "pip", "install", "-q", "--no-deps", *packages]
         return subprocess.run(pip, cwd="/", check=False).returncode == 0
 
-    return made_once(name, make)
+    python = made_once(name, make)
+    if python is not None:
+        _lay_over_this(python.parents[1])  # a checkout elsewhere may have made it
+    return python
+
+
+def _lay_over_this(directory: Path) -> None:
+    """Let an environment find the packages that are installed here."""
+    (site,) = directory.glob("lib/python*/site-packages")
+    here = [entry for entry in sys.path if entry.endswith("-packages")]
+    part = site / f".below-{os.getpid()}"
+    part.write_text("\n".join([str(ROOT), *here]) + "\n")
+    part.replace(site / "below.pth")
 
 
 def run_program(python: Path, directory: Path, code: str) -> None:
