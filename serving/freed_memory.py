@@ -5,13 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 
-_SET_BY_USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+# Both are given: to set one turns off that glibc adapts the other. Glibc before 2.35 takes 32 MiB at most.
+THRESHOLDS = {"MALLOC_TRIM_THRESHOLD_": 64 << 20, "MALLOC_MMAP_THRESHOLD_": 32 << 20}
+"""Bytes, by the environment variables that set them; `deploy/` gives the same to other servers."""
 
-# Of <malloc.h>, with its numbers. Both are given: to set one turns off that glibc adapts the other.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = (
-    (-1, 64 << 20),
-    (-3, 32 << 20),
-)  # 32 MiB is the most that glibc < 2.35 takes
+_OPTIONS = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # M_..._THRESHOLD of <malloc.h>
 
 
 def keep_freed_memory() -> None:
@@ -21,7 +19,7 @@ def keep_freed_memory() -> None:
     64 floats take 40 ms instead of 24 (TensorFlow 2.21, tables in memory), on cores that predictions need.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
-    is_set = any(name in os.environ for name in _SET_BY_USERS)
+    is_set = any(name in os.environ for name in THRESHOLDS)
     if set_option is not None and not is_set and "_threshold" not in os.environ.get("GLIBC_TUNABLES", ""):
-        for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
-            set_option(*parameter)
+        for name, size in THRESHOLDS.items():
+            set_option(_OPTIONS[name], size)

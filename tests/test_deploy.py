@@ -38,6 +38,7 @@ from serving.agent.view import (
     VersionView,
 )
 from serving.cli import app as serving_app
+from serving.freed_memory import THRESHOLDS
 from tests.support.commands import export_model, run_app
 from tests.support.deployed import DEPLOY, KUBERNETES, agent_of, documents, kserve_pod, pods
 from tests.support.forks import run_warm
@@ -51,6 +52,23 @@ FIXTURES = Path(__file__).parent / "fixtures"
 def test_manifests_fit_kubernetes_schema(path: Path) -> None:
     for document in documents(path):
         kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_servers_keep_as_much_freed_memory_as_serve_model_run() -> None:
+    found = [
+        {each["name"]: each.get("value") for each in container["env"]}
+        for pod in pods()
+        for container in pod["containers"]
+        if any(each["name"] == "MALLOC_ARENA_MAX" for each in container.get("env", ()))
+    ]
+    (compose,) = documents(DEPLOY / "compose.yaml")
+    found += [each["environment"] for each in compose["services"].values() if "environment" in each]
+    servers = [environment for environment in found if "MALLOC_ARENA_MAX" in environment]
+    assert len(servers) == 4
+    for environment in servers:
+        assert {name: environment.get(name) for name in THRESHOLDS} == {
+            name: str(size) for name, size in THRESHOLDS.items()
+        }
 
 
 def test_the_kustomization_names_every_manifest() -> None:

@@ -269,8 +269,8 @@ def separate_lookups(meta_graph: Proto) -> None:
         return
     index = GraphIndex.of(meta_graph)
     lookups = [_joined(index, node) for node in index.nodes.values() if JOINED in node.attr]
-    whole = {attr_text(node, TABLE) for node in index.nodes.values() if PART in node.attr}
-    if lost := next((each.table for each in lookups if each.table not in whole), None):
+    marked = {attr_text(node, TABLE) for node in index.nodes.values() if PART in node.attr}
+    if lost := next((each.table for each in lookups if each.table not in marked), None):
         raise GraphError(
             f"the graph cannot be exported again: it has no default rows for absent keys of table {lost!r}",
             cause="the default rows of all tables would take more than 1 MiB in it",
