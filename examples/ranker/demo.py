@@ -120,7 +120,9 @@ class Source:
         builder = f"{os.path.relpath(HERE / 'model.py')}:serving"
         size: Words = ["--model-arg", f"users={USERS}", "--model-arg", f"items={ITEMS}"]
         what: Words = ["--ckpt-dir", self.checkpoints, "--model", builder, *size]
-        return ["export-model", *what, "--out", self.model, "--incr", "--stamp", "--map-tables"]
+        # Room for all rows: on a slow machine training touches most of them before the demonstration ends.
+        room: Words = ["--map-tables", "--overlay-rows", str(USERS)]
+        return ["export-model", *what, "--out", self.model, "--incr", "--stamp", *room]
 
     def await_checkpoint(self, cluster: Cluster) -> None:
         """Return when there is a full checkpoint of a trained model."""

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from exporter.pipeline.incremental import export_incremental
 from exporter.publish.delta_log import read_log
 from exporter.tables import DynamicTable
 from tests.benchmarks.job import Timer
-from tests.benchmarks.jobs_incremental import drive, serving
+from tests.benchmarks.jobs_incremental import idle_and_busy, serving
 from tests.support.deeprec import Ev, write_increment, write_large
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def upsert(timer: Timer, directory: str, changed: str, increments: str) -> Figur
 
 
 def apply(timer: Timer, directory: str) -> Figures:
-    """Apply the published deltas one by one; p99 of predictions, idle and while one is applied a second."""
+    """Apply the published deltas one by one; what predictions wait, idle and with one applied each second."""
     log = read_log(Path(directory) / "model")
     positions = [delta.end for delta in log.deltas]
     (table, *_) = log.base.entry.mapping_spec.dynamic
@@ -249,7 +250,7 @@ def apply(timer: Timer, directory: str) -> Figures:
             taken.append(time.perf_counter() - started)
     with serving(log.base.path) as server, timer:
         server.update(BASE)
-        idle, _ = drive(server, ids, float(len(positions)))
-        busy, _ = drive(server, ids, float(len(positions)), positions)
+        found = idle_and_busy(server, ids, len(positions), [partial(server.update, at) for at in positions])
+        del found["answers"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return {"apply": statistics.median(taken[1:]), "idle": idle, "busy": busy, "peak": peak}
+    return {**found, "apply": statistics.median(taken[1:]), "peak": peak}
