@@ -133,10 +133,32 @@ def read_tags(model: Path) -> Mapping[str, PositionTag]:
     if (content := tags_document(model)) is None:
         return {}
     try:
-        found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
+        return dict(sorted(_tags_in(content).items()))
     except DocumentError as error:
         raise _no_tags(model / TAGS_FILE, str(error)) from None
-    return dict(sorted(found.tags.items()))
+
+
+def _tags_in(content: bytes) -> dict[str, PositionTag]:
+    """The tags that a document says; DocumentError if it is none."""
+    found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
+    return found.tags
+
+
+def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> bytes | None:
+    """Merge two documents that were both `had` once, each tag for itself; None without any.
+
+    A tag that both have changed is as `theirs`, which also counts whole if a document cannot be read.
+    """
+    try:
+        before, here, there = (_tags_in(content) if content else {} for content in (had, ours, theirs))
+    except DocumentError:
+        return theirs
+    names = {*before, *here, *there}
+    chosen = {name: (here if there.get(name) == before.get(name) else there).get(name) for name in names}
+    merged = {name: tag for name, tag in chosen.items() if tag is not None}
+    if merged in (there, here):  # with the bytes of its writer
+        return theirs if merged == there else ours
+    return encode_indented(TagsDocument(dict(sorted(merged.items()))))
 
 
 def tags_document(model: Path) -> bytes | None:

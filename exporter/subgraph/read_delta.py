@@ -71,8 +71,12 @@ class DeltaRefusal(Struct, frozen=True):
 
 
 def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expected) -> ReadDelta:
-    """Add nodes that read the delta `<directory>/<name>` and check it for a state at `position`."""
+    """Add nodes that read the delta `<directory>/<name>` and check it for a state at `position`.
+
+    Without a name nothing is read, and the refusal says that it is damaged.
+    """
     prefix = tf.strings.join([directory, name, DELTA_NAME], separator="/")
+    prefix = tf.where(tf.equal(name, ""), "", prefix)  # which cannot be read, and asks no store
     fields, lineage, digest = _read_header(prefix)
     step, flags, rows = fields[3], fields[4], fields[5]
     refusal = _first_of(name, _checks_of_header(name, position, fields, lineage, digest, expected))

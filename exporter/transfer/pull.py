@@ -8,7 +8,8 @@ fetched again. A hold is there before what it holds back, and is lifted last.
 What was published here since the last push is never mixed with what another machine has pushed, and neither
 it nor a hold that was set, moved or lifted here since is changed. Another hold, and tags, are taken over all
 the same: a push would undo what another machine has done to them, and asks for a pull first. What retention
-has removed here is not fetched again then.
+has removed here is not fetched again then. Of tags each is taken over by itself: those that changed here
+since stay, unless they have changed in the store, too.
 
 A rollback by an agent's canary is a decision about the servers of this copy: it stays, and the copy goes on
 with what leads on from it (see `exporter.transfer.push`).
@@ -42,7 +43,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,8 @@ from exporter.publish.commit import model_lock
 from exporter.publish.hold import Hold, position_in
 from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
-from exporter.publish.versions import require_base_path
+from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
+from exporter.publish.versions import require_base_path, version_dirs
 from exporter.storage.files import below, make_directories, remove_tree, sync, write_durably, writing
 from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
@@ -555,36 +557,48 @@ class _Pull:
 
     def _set_holds(self) -> None:
         here, stored = _holds_here(self._model), self._stored.holds
-        is_unknown = self.has_own and recall(self._model, self._url) is None
         for name, content in sorted(stored.items(), reverse=True):  # a document before its number
             number = _number_of(name)
             stays = number not in stored or self._is_own(number, here)  # a left-over, or of this copy
-            if name == TAGS_FILE:
-                # those that were set here since stay, and where nothing tells since when, any
-                stays = self._had(name) == content or (is_unknown and name in here)
-            if here.get(name) != content and not stays:
-                path = below(self._model, name, f"{self._url}: the hold")
-                # who sets a tag has read the others, and writes them again
-                lock = model_lock(self._model) if name == TAGS_FILE else nullcontext()
-                with writing(path), Staging(self._model) as staging, lock:
-                    make_directories(path.parent)
-                    new = staging.path.with_name(HOLD_FILE)
-                    write_durably(new, content)
-                    new.replace(path)
-                    sync(path.parent)
+            if name != TAGS_FILE and here.get(name) != content and not stays:
+                self._replace(name, content)
+
+    def _set_tags(self) -> None:
+        """Take over the tags that have changed in the store; those that have changed here stay."""
+        is_unknown = self.has_own and recall(self._model, self._url) is None
+        if self._trust is not None or is_unknown:  # nobody signs tags; nothing tells which are older
+            return
+        with writing(self._model), model_lock(self._model):  # who sets a tag has read the others
+            try:
+                ours = tags_document(self._model)
+            except ManifestError:  # tags keep no copy from being fresh
+                return
+            merged = merged_tags(self._had(TAGS_FILE), ours, self._stored.holds.get(TAGS_FILE))
+            if merged is None:
+                (self._model / TAGS_FILE).unlink(missing_ok=True)
+            elif merged != ours:
+                self._replace(TAGS_FILE, merged)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        path = below(self._model, name, f"{self._url}: the hold")
+        with writing(path), Staging(self._model) as staging:
+            make_directories(path.parent)
+            new = staging.path.with_name(HOLD_FILE)
+            write_durably(new, content)
+            new.replace(path)
+            sync(path.parent)
 
     def _settle_holds(self) -> None:
-        """Set the store's holds, and lift those that the store has lifted.
+        """Set the store's holds and tags, and lift the holds that the store has lifted.
 
         A canary's hold is lifted only if the store had the very same: any other an agent set, for this copy.
         """
         self._set_holds()
+        self._set_tags()
         here = _holds_here(self._model)
         for name in here.keys() - self._stored.holds.keys():
-            if name == TAGS_FILE and self._had(name) is not None and self._trust is None:
-                (self._model / name).unlink(missing_ok=True)
             hold = Hold((self._model / name).parent)
-            if hold.path.name != Path(name).name:
+            if name == TAGS_FILE or hold.path.name != Path(name).name:
                 continue  # a document goes with its number
             is_a_canarys = hold.is_canary and hold.content() != self._had(name)
             if not (is_a_canarys or self._is_own(name, here)):
@@ -604,14 +618,33 @@ class _Pull:
         return None if known is None else (known.hold_files or {}).get(name)
 
     def _prune(self, *, is_current: bool) -> tuple[str, ...]:
-        removed = []
+        removed, tagged = [], self._tagged()
         with writing(self._model):
             for item in superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current):
+                if item.path in tagged:
+                    continue
                 with suppress(OSError):  # a reader has a lease of it: the next look tries again
                     remove_tree(move_away(self._model / item.path, self._model))
                     del self.here[item.path]
                     removed.append(item.path)
         return tuple(removed)
+
+    def _tagged(self) -> set[str]:
+        """The publications that tags of this copy need; all of them while its tags cannot be read."""
+        if self._trust is not None:
+            return set()  # nobody signs tags: they name no position
+        try:
+            tags = read_tags(self._model)
+        except ManifestError:
+            return {*self.here}
+        bases, needed = tagged_versions(version_dirs(self._model) if tags else (), tags), set[str]()
+        for position in {tag.position for tag in tags.values()}:
+            first = max((base for base in bases if base <= position), default=position)
+            for path, item in self.here.items():
+                end, start = item.manifest.position, item.manifest.from_position
+                if first <= (end if start is None else start) and end <= position:
+                    needed.add(path)
+        return needed
 
 
 def _number_of(name: str) -> str:
@@ -620,11 +653,8 @@ def _number_of(name: str) -> str:
 
 
 def _holds_here(model: Path) -> dict[str, bytes]:
-    """The local holds and tags; without tags that cannot be read, which keep no copy from being fresh."""
-    try:
-        return local_holds(model)
-    except ManifestError:
-        return local_holds(model, has_tags=False)
+    """The local holds."""
+    return local_holds(model, has_tags=False)
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

@@ -82,6 +82,7 @@ def update(lab: Lab) -> Iterator[Row]:
     ):
         what = f"incremental_update, {rows:,} rows x 64, beside RestoreV2 + ResourceScatterUpdate"
         yield bounded(what, _figure(ours, name), at_most=seconds(limit), stock=_figure(stock, name))
+    yield Row("  the first delta after a load and its warm-up, of 4 rows", _figure(ours, "first"))
     for name, deltas, limit in (("nothing", listed, 0.002), ("nothing of many", many, 0.005)):
         what = f"  nothing to do, {deltas:,} deltas listed"
         yield bounded(what, _figure(ours, name), at_most=seconds(limit))

@@ -175,9 +175,10 @@ def _apply_rows(server: Served, log: DeltaLog) -> Callable[[Path], Any]:
 
 
 def _small_and_large(taken: list[float], small: int, large: int) -> Figures:
-    """Medians; the first small one is left out, as the first of its size."""
+    """Medians, the first small one by itself; `first` is the very first delta of the process."""
     last = taken[-large:]
-    return {"small": statistics.median(taken[-large - small + 1 : -large]), "large": statistics.median(last)}
+    usual = taken[-large - small + 1 : -large]
+    return {"first": taken[0], "small": statistics.median(usual), "large": statistics.median(last)}
 
 
 def _predictions(server: Served, rows: str, calls: str) -> Figures:

@@ -9,6 +9,7 @@ import pytest
 
 from exporter.errors import DiskFull, ForeignLineage, UsageError
 from exporter.pipeline.log_maintenance import merge
+from exporter.pipeline.tagging import delete_tag, set_tag
 from exporter.publish.delta_log import read_log
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectReader
@@ -55,6 +56,20 @@ def test_a_copy_forgets_while_deltas_go_on(machine: Machine, url: str, tmp_path:
     assert pull(url, copy, prune=True).removed == (delta(10, 20), delta(20, 30))
     assert deltas(copy) == {delta(10, 30), delta(30, 40)}
     assert not list(copy.glob(".trash-*")), "out of sight is not enough: the disk has to have room again"
+
+
+def test_a_copy_keeps_what_its_own_tags_need(machine: Machine, url: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    set_tag(copy, "here", 20)
+    merge(machine.model)
+    forget(machine, url, delta(10, 20), delta(20, 30))
+    pull(url, copy)
+    grow_old(copy)
+    assert pull(url, copy, prune=True).removed == (delta(20, 30),)
+    delete_tag(copy, "here")
+    assert pull(url, copy, prune=True).removed == (delta(10, 20),)
 
 
 def test_the_last_base_stays_while_a_model_is_removed_from_the_store(

@@ -63,7 +63,28 @@ def test_tags_of_a_copy_stay_until_those_of_the_store_change(
     set_tag(machine.model, "good", 20)
     pushed(machine.model, url)
     pull(url, copy)
-    assert named(copy) == {"good": 20}
+    assert named(copy) == {"good": 20, "here": 20}
+
+
+def test_tags_that_changed_here_and_in_the_store_are_merged_each_for_itself(
+    machine: Machine, url: str
+) -> None:
+    for name in ("moved", "deleted", "both", "theirs"):
+        set_tag(machine.model, name, 10)
+    pushed(machine.model, url)
+    exporter.tag(url, "both", 20)
+    exporter.tag(url, "new", 20)
+    exporter.untag(url, "theirs")
+    set_tag(machine.model, "moved", 30)
+    set_tag(machine.model, "both", 30)
+    delete_tag(machine.model, "deleted")
+    with pytest.raises(PositionMoved, match="another machine has changed the tags"):
+        plan_push(machine.model, url)
+    for _ in range(2):  # the second finds nothing new
+        pull(url, machine.model)
+        assert named(machine.model) == {"both": 20, "moved": 30, "new": 20}
+    pushed(machine.model, url)
+    assert {tag.name: tag.position for tag in exporter.tags(url)} == {"both": 20, "moved": 30, "new": 20}
 
 
 def test_a_model_in_a_store_is_tagged_there(
