@@ -110,12 +110,29 @@ def _unknown_word(
     if word in _MEANT:
         command, option = _MEANT[word]
         return f"{_command_line(program, _with_correction(arguments, word, command))} {option}"
+    if word not in (paired := [*_with_pairs(context, arguments)]):
+        return _command_line(program, paired)
     if close := nearest(word, context.command.list_commands(context)):
         return _command_line(program, _with_correction(arguments, word, close))
     at = arguments.index(word)
-    words = list(takewhile(lambda each: not each.startswith("-"), arguments[at:]))[: len(takes)]
-    named = [part for option, each in zip(takes, words, strict=False) for part in (option, each)]
+    missing = [option for option in takes if option not in arguments] or takes
+    words = list(takewhile(lambda each: not each.startswith("-"), arguments[at:]))[: len(missing)]
+    named = [part for option, each in zip(missing, words, strict=False) for part in (option, each)]
     return _command_line(program, [*named, *arguments[:at], *arguments[at + len(words) :]])
+
+
+def _with_pairs(context: Any, arguments: Sequence[str]) -> Iterator[str]:
+    """The words of a command line; of a NAME=VALUE that was typed with a space between, both as one."""
+    options = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
+    words = iter(arguments)
+    name, follows = "", next(words, None)
+    while (each := follows) is not None:
+        follows = next(words, None)
+        takes_pair = name in options and re.match(r"\w+=", str(options[name].make_metavar(context)))
+        if takes_pair and "=" not in each and follows is not None and not follows.startswith("-"):
+            each, follows = f"{each}={follows}", next(words, None)
+        yield each
+        name = each
 
 
 _MEANT = {"untag": ("tag", "--delete")}

@@ -568,16 +568,16 @@ class _Pull:
         is_unknown = self.has_own and recall(self._model, self._url) is None
         if self._trust is not None or is_unknown:  # nobody signs tags; nothing tells which are older
             return
-        with writing(self._model), model_lock(self._model):  # who sets a tag has read the others
-            try:
-                ours = tags_document(self._model)
-            except ManifestError:  # tags keep no copy from being fresh
+        had, theirs = self._had(TAGS_FILE), self._stored.holds.get(TAGS_FILE)
+        with suppress(ManifestError):  # tags that cannot be read keep no copy from being fresh
+            if merged_tags(had, ours := tags_document(self._model), theirs) == ours:
                 return
-            merged = merged_tags(self._had(TAGS_FILE), ours, self._stored.holds.get(TAGS_FILE))
-            if merged is None:
-                (self._model / TAGS_FILE).unlink(missing_ok=True)
-            elif merged != ours:
-                self._replace(TAGS_FILE, merged)
+            with writing(self._model), model_lock(self._model):  # who sets a tag has read the others
+                merged = merged_tags(had, tags_document(self._model), theirs)
+                if merged is None:
+                    (self._model / TAGS_FILE).unlink(missing_ok=True)
+                else:
+                    self._replace(TAGS_FILE, merged)
 
     def _replace(self, name: str, content: bytes) -> None:
         path = below(self._model, name, f"{self._url}: the hold")
