@@ -30,7 +30,11 @@ WRONG = [
     ("export-model --ckpt-dir --out models/new", 2, "export-model --ckpt-dir DIR --out models/new"),
     (f"{EXPORT} --hot-rows emb ids.npy", 2, f"{EXPORT} --hot-rows emb=ids.npy"),
     (f"{EXPORT} --input user x:0 --output y z:0", 2, f"{EXPORT} --input user=x:0 --output y=z:0"),
-    (f"{EXPORT} --keep 2 m.py:s", 2, "export-model --model m.py:s --ckpt-dir train --out models/new --keep 2"),
+    (
+        f"{EXPORT} --keep 2 m.py:s",
+        2,
+        "export-model --model m.py:s --ckpt-dir train --out models/new --keep 2",
+    ),
     (f"{EXPORT} --verify byte", 2, "--verify bytes"),
     (f"{EXPORT} --keep three", 2, "--keep N: Keep only the newest N versions."),
     (f"{EXPORT} --keep", 2, "--keep N: Keep only the newest N versions."),
