@@ -132,7 +132,9 @@ class Answer(v1.train.SessionRunHook):
         user, item = some**2 % self._size.users, some * 5 % self._size.items
         feeds = {self._batch.user: user, self._batch.item: item}
         step, click = session.run((self._step, self._click), feeds)
-        np.savez(self._path, step=step, user=user, item=item, click=click)
+        unfinished = self._path.with_suffix(".part.npz")
+        np.savez(unfinished, step=step, user=user, item=item, click=click)
+        unfinished.rename(self._path)  # who waits for the file finds all of it
 
 
 def _parse() -> argparse.Namespace:
