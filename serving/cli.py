@@ -14,7 +14,7 @@ import typer
 
 from exporter.errors import ServerError, UsageError
 from exporter.options import ANYBODY, Trusting
-from exporter.storage.local_paths import checkpoint_parser, local_path, quoted
+from exporter.storage.local_paths import checkpoint_parser, local_path, path_parser, quoted
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import (
     AS_TEXT,
@@ -105,12 +105,23 @@ def predict(
         bool,
         typer.Option(
             "--example",
-            help="Send nothing: print a request that the signature takes, of zeros and empty texts.",
+            help="Send nothing: print a request that the signature takes, of zeros and empty texts unless "
+            "--model-base-path is given.",
         ),
     ] = False,
     form: Annotated[
         Form, typer.Option("--as", help="With --example: as JSON, for the REST port, or as a program.")
     ] = Form.JSON,
+    model_base_path: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            parser=path_parser("--model-base-path"),
+            help="With --example: the directory that holds the versions of the model. The example is the "
+            "first request of the version's --warmup file; without one it has entries of vocabularies, and "
+            "keys and rows of tables.",
+        ),
+    ] = None,
     model: ModelName = "default",
     signature: Annotated[
         str | None,
@@ -141,6 +152,7 @@ def predict(
       serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
       echo '{"inputs": {"x": [[1, 2]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
       serve-model predict 127.0.0.1:8500 --model ranker --example --as curl
+      serve-model predict 127.0.0.1:8500 --model ranker --example --model-base-path models/ranker
     """
     with command(printing) as sink:
         import json
@@ -156,13 +168,17 @@ def predict(
             )
         if form is not Form.JSON and not example:
             raise UsageError("--as goes with --example", hint="add --example, or leave out --as")
+        if model_base_path is not None and not example:
+            raise UsageError(
+                "--model-base-path goes with --example", hint="add --example, or leave out --model-base-path"
+            )
         request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
         with ModelClient(address, model, deadline_s=deadline, access=access) as client:
             metadata = client.metadata(version, label=label)
             asked = version if label is None else metadata.version
             if example:
-                _print_example(client, metadata, name, form, asked, access, sink)
+                _print_example(client, metadata, name, form, asked, access, model_base_path, sink)
                 return
             answer, served = _ask(client, metadata, name, asked, request)
         document = _ANSWERS[next(iter(answer))](model, served, name, *answer.values())
@@ -178,12 +194,16 @@ def _print_example(
     form: Form,
     asked: int | None,
     access: ServerAccess,
+    base_path: Path | None,
     sink: Output,
 ) -> None:
-    from serving.example import example, written
+    from serving.example import example, known_example, written
 
     signature = _signature(client, metadata, name)
-    request = example(signature, name)
+    if base_path is None:
+        request = example(signature, name)
+    else:
+        request = known_example(client, base_path, metadata.version, signature, name)
     place = {"address": client.address, "model": client.model}
     text = written(request, signature, form, **place, version=asked, access=access)
     document = RequestExample(client.model, metadata.version, name, request, text)

@@ -1,30 +1,89 @@
-"""A request that a signature takes, made of its types and shapes: `serve-model predict --example`."""
+"""A request that a signature takes, made of its types and shapes: `serve-model predict --example`.
+
+Its values are zeros and empty texts, or those that the files of a version know: `known_example`.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import shlex
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
 from exporter.errors import UsageError
+from exporter.storage.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.rest_json import REST_TYPES
+from exporter.wire.version_state import VersionState
 from serving.documents import Form
+
+if TYPE_CHECKING:
+    from serving.client import ModelClient
 
 _DEFAULT_SIGNATURE = "serving_default"
 _MOST_VALUES = 1 << 20
+_NOTHING: Mapping[str, Sequence[Any]] = {}
 
 
-def example(signature: Proto, name: str) -> dict[str, Any]:
+def known_example(
+    client: ModelClient, base_path: Path, version: int, signature: Proto, name: str
+) -> dict[str, Any]:
+    """As `example`, of the files of a version below a model base path: a request of its warm-up, or values.
+
+    Raises:
+        UsageError: as `example`; or the version is not there, or has another signature of that name.
+        CheckpointError, GraphError: its files are damaged.
+        ManifestError: it is being removed, or its manifest is damaged.
+    """
+    from exporter.publish.version_examples import example_of
+    from exporter.publish.versions import version_dirs
+
+    there = {each.version: each for each in reversed(version_dirs(base_path))}
+    if version not in there:
+        raise _absent(client, base_path, version, name, there)
+    found = example_of(there[version], name, signature)
+    if found.recorded is not None:
+        return _recorded(found.recorded, signature, name)
+    return example(signature, name, found.values)
+
+
+def _absent(
+    client: ModelClient, base_path: Path, version: int, name: str, there: Mapping[int, object]
+) -> UsageError:
+    from exporter.publish.versions import likely_model, version_dirs
+
+    asked = f"serve-model predict {client.address} --model {quoted(client.model)} --example"
+    asked += "" if name == _DEFAULT_SIGNATURE else f" --signature {quoted(name)}"
+    available = (each.version for each in client.status() if each.state is VersionState.AVAILABLE)
+    both = max((each for each in available if each in there), default=None)
+    near = filter(None, (base_path.absolute().parent, likely_model(base_path)))
+    meant = next((path for path in near if any(each.version == version for each in version_dirs(path))), None)
+    if both is not None:
+        hint = f"{asked} --version {both} --model-base-path {quoted(base_path)}"
+    elif meant is not None:
+        hint = f"{asked} --model-base-path {quoted(meant)}"
+    else:
+        hint = f"name the directory that the server loads it from; an example of zeros: {asked}"
+    versions = ", ".join(map(str, sorted(there))) or "none"
+    return UsageError(
+        f"version {version} of {client.model}, which {client.address} answers with, is not in {base_path}",
+        cause=f"versions that are there: {versions}",
+        hint=hint,
+    )
+
+
+def example(signature: Proto, name: str, known: Mapping[str, Sequence[Any]] = _NOTHING) -> dict[str, Any]:
     """A request in REST's JSON: a row, of a signature whose inputs and outputs have rows; else whole inputs.
 
-    Numbers are zero, texts empty, unknown sizes 1.
+    Numbers are zero and texts empty, but of inputs with `known` values; unknown sizes are 1.
 
     Raises:
         UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or
@@ -37,27 +96,93 @@ def example(signature: Proto, name: str) -> dict[str, Any]:
             hint='write {"examples": [{"FEATURE": VALUE}]}',
         )
     shapes = {key: _shape(info) for key, info in sorted(signature.inputs.items())}
-    answers = [_shape(info) for info in signature.outputs.values() if not info.tensor_shape.unknown_rank]
-    has_rows = all(sizes and sizes[0] < 0 for sizes in (*shapes.values(), *answers))
+    has_rows = _has_rows(signature)
     values = {
-        key: _value(key, signature.inputs[key], sizes[1:] if has_rows else sizes)
+        key: _value(key, signature.inputs[key], sizes[1:] if has_rows else sizes, known.get(key))
         for key, sizes in shapes.items()
     }
-    request: dict[str, Any] = {} if name == _DEFAULT_SIGNATURE else {"signature_name": name}
-    return request | ({"instances": [values]} if has_rows else {"inputs": values})
+    return _named(name) | ({"instances": [values]} if has_rows else {"inputs": values})
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {} if name == _DEFAULT_SIGNATURE else {"signature_name": name}
+
+
+def _has_rows(signature: Proto) -> bool:
+    """True if inputs and outputs begin with a dimension of any size."""
+    answers = [_shape(info) for info in signature.outputs.values() if not info.tensor_shape.unknown_rank]
+    shapes = [*map(_shape, signature.inputs.values()), *answers]
+    return all(sizes and sizes[0] < 0 for sizes in shapes)
+
+
+def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
+    """A request of warm-up in REST's JSON; UsageError for types without JSON."""
+    from exporter.wire.tensor_proto import to_array
+    from serving.rest_response import to_json
+
+    if request.DESCRIPTOR.name != "PredictRequest":
+        return _named(name) | _examples(request.input)
+    arrays = {key: to_array(tensor) for key, tensor in sorted(request.inputs.items())}
+    for key in arrays:
+        _require_json(key, DType(signature.inputs[key].dtype))
+    values = {
+        key: _texts(array.tolist()) if array.dtype == object else to_json(array, key)
+        for key, array in arrays.items()
+    }
+    sizes = {array.shape[:1] for array in arrays.values()}
+    if not (_has_rows(signature) and len(sizes) == 1 and sizes != {()}):
+        return _named(name) | {"inputs": values}
+    rows = zip(*values.values(), strict=True)
+    return _named(name) | {"instances": [dict(zip(values, row, strict=True)) for row in rows]}
+
+
+def _examples(given: Proto) -> dict[str, Any]:
+    """The examples of a request, and their context if they have one, in REST's JSON."""
+    if given.WhichOneof("kind") == "example_list":
+        return {"examples": [_features(example) for example in given.example_list.examples]}
+    listed = given.example_list_with_context
+    return {"context": _features(listed.context), "examples": [_features(each) for each in listed.examples]}
+
+
+def _features(example: Proto) -> dict[str, Any]:
+    from serving.rest_response import shortest
+
+    found = {}
+    for name, feature in sorted(example.features.feature.items()):
+        kind = feature.WhichOneof("kind")
+        items = list(getattr(feature, kind).value) if kind else []
+        items = [shortest(item) for item in items] if kind == "float_list" else _texts(items)
+        found[name] = items[0] if len(items) == 1 else items
+    return found
+
+
+def _texts(value: Any) -> Any:
+    """Nested lists with texts in the place of bytes, or `{"b64": ...}` of bytes that are none."""
+    if isinstance(value, list):
+        return [_texts(item) for item in value]
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"b64": base64.b64encode(value).decode()}
 
 
 def _shape(info: Proto) -> tuple[int, ...]:
     return () if info.tensor_shape.unknown_rank else tuple(dim.size for dim in info.tensor_shape.dim)
 
 
-def _value(key: str, info: Proto, sizes: tuple[int, ...]) -> Any:
-    dtype = DType(info.dtype)
+def _require_json(key: str, dtype: DType) -> None:
     if dtype not in REST_TYPES:
         raise UsageError(
             f"input {key!r} is {dtype.label}, which REST's JSON does not have",
             hint="ask this signature by a gRPC client: serving.client.ModelClient",
         )
+
+
+def _value(key: str, info: Proto, sizes: tuple[int, ...], known: Sequence[Any] | None) -> Any:
+    dtype = DType(info.dtype)
+    _require_json(key, dtype)
     if math.prod(max(size, 1) for size in sizes) > _MOST_VALUES:
         raise UsageError(
             f"input {key!r} has the shape {list(sizes)}, which is too large for an example",
@@ -65,9 +190,13 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...]) -> Any:
         )
     value: Any = "" if dtype is DType.STRING else False if dtype is DType.BOOL else 0
     value = 0.0 if dtype.is_floating else value
-    for size in reversed(sizes):
-        value = [value] * max(size, 1)
-    return value
+    return _nested(cycle(known or [value]), sizes)
+
+
+def _nested(values: Iterator[Any], sizes: tuple[int, ...]) -> Any:
+    if not sizes:
+        return next(values)
+    return [_nested(values, sizes[1:]) for _ in range(max(sizes[0], 1))]
 
 
 def written(
@@ -91,7 +220,8 @@ def written(
             return text
         case Form.CURL:
             of = model if version is None else f"{model}/versions/{version}"
-            url = f"http://{address.rpartition(':')[0]}:8501/v1/models/{of}:predict"
+            method = signature.method_name.rpartition("/")[2] if "examples" in request else "predict"
+            url = f"http://{address.rpartition(':')[0]}:8501/v1/models/{of}:{method}"
             return f"curl -d {shlex.quote(text)} {shlex.quote(url)}"
         case Form.PYTHON:
             return "\n".join(_program(request, signature, address, model, version, access))
@@ -106,20 +236,40 @@ def _program(
     access: ServerAccess,
 ) -> Iterator[str]:
     reached = {name: value for name, value in asdict(access).items() if value is not None}
-    rows = request.get("instances", [{}])
-    values = request.get("inputs", {key: [value] for key, value in rows[0].items()})
-    yield "import numpy as np"
+    method = signature.method_name.rpartition("/")[2] if "examples" in request else "predict"
+    needed = "import numpy as np", "from exporter.wire.rest_json import examples_input"
+    yield needed[method != "predict"]
     yield f"from serving.client import ModelClient{', ServerAccess' if reached else ''}"
     yield ""
-    yield "inputs = {"
-    for key, value in values.items():
-        dtype = DType(signature.inputs[key].dtype)
-        kind = "object" if dtype is DType.STRING else f"np.{dtype.numpy.name}"
-        yield f"    {key!r}: np.array({value!r}, {kind.replace('np.bool', 'np.bool_')}),"
-    yield "}"
+    if method == "predict":
+        yield from _arrays(request, signature)
+    else:
+        given = {key: value for key, value in request.items() if key != "signature_name"}
+        yield f"inputs = examples_input({given!r})"
     files = ", ".join(f"{name}={value!r}" for name, value in reached.items())
     by = f", access=ServerAccess({files})" if reached else ""
     yield f"with ModelClient({address!r}, {model!r}{by}) as client:"
     name = request.get("signature_name", _DEFAULT_SIGNATURE)
     of = "" if version is None else f", version={version}"
-    yield f"    print(client.predict(inputs, signature={name!r}{of}).outputs)"
+    yield f"    print(client.{method}(inputs, signature={name!r}{of}).{_ANSWERS[method]})"
+
+
+_ANSWERS = {"predict": "outputs", "classify": "examples", "regress": "values"}
+
+
+def _arrays(request: dict[str, Any], signature: Proto) -> Iterator[str]:
+    rows = request.get("instances", [])
+    values = request.get("inputs", {key: [row[key] for row in rows] for key in (rows[0] if rows else ())})
+    yield "inputs = {"
+    for key, value in values.items():
+        dtype = DType(signature.inputs[key].dtype)
+        kind = "object" if dtype is DType.STRING else f"np.{dtype.numpy.name}"
+        yield f"    {key!r}: np.array({_literal(value)!r}, {kind.replace('np.bool', 'np.bool_')}),"
+    yield "}"
+
+
+def _literal(value: Any) -> Any:
+    """The value with bytes in the place of `{"b64": ...}`."""
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return base64.b64decode(value["b64"]) if isinstance(value, dict) else value

@@ -140,7 +140,7 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
     """
     said = f"{path} names an asset:"
     directory = path / ASSETS_DIRECTORY
-    assets = {name: below(directory, file, said, CorruptFile) for name, file in _asset_files(meta_graph)}
+    assets = {name: below(directory, file, said, CorruptFile) for name, file in asset_files(meta_graph)}
     for file in assets.values():
         trust.require_file(file, path)
         if not file.is_file():
@@ -151,7 +151,7 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
     return assets
 
 
-def _asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
+def asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
     """(node that gets the path, file name under assets/) for each asset, in the field or older collection.
 
     CorruptFile if that is damaged.
