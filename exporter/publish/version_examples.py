@@ -238,12 +238,19 @@ class _Known:
             first_default = self._first_defaults.get(table, capacity)
             geometry = TableGeometry.of_shapes(groups, slots, capacity, capacity - first_default)
             found = self._first(keys).astype(np.int64)[: geometry.usable_rows]
-            in_groups = geometry.groups_of(found)
-            seeds_of = memory_map(self._catalog, seeds)[in_groups]
-            held = memory_map(self._catalog, rows)[geometry.slots_of(found, in_groups, seeds_of)]
+            seeds_of, row_of = memory_map(self._catalog, seeds), memory_map(self._catalog, rows)
+            live: list[int] = []
+            # A few at a time: around each of their slots, pages of the file are read.
+            for start in range(0, len(found), _MOST):
+                some = found[start : start + _MOST]
+                in_groups = geometry.groups_of(some)
+                held = row_of[geometry.slots_of(some, in_groups, seeds_of[in_groups])]
+                live += some[held == np.arange(start, start + len(some))].tolist()
+                if len(live) > _MOST:
+                    break
         except (ValueError, IndexError) as error:
             raise CorruptFile(f"table {table!r} of {self._version} is damaged", cause=str(error)) from error
-        return [int(key) for key in found[held == np.arange(len(found))]]
+        return live
 
     def _first(self, ref: TensorRef) -> Array:
         """The first elements of a tensor of one dimension, perhaps in slices, as far as they are stored."""

@@ -214,7 +214,8 @@ def test_lookups_in_functions(tmp_path: Path, updates: Updates | None) -> None:
             assert (request["instances"], found) == ([{"words": "a"}], 8.0)
 
 
-def test_a_model_of_keras(tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [None, Updates()])
+def test_a_model_of_keras(tmp_path: Path, updates: Updates | None) -> None:
     """Its vocabularies, and its tables by rows, are layers."""
     import tensorflow as tf
 
@@ -223,8 +224,8 @@ def test_a_model_of_keras(tmp_path: Path) -> None:
     cities = layers.Embedding(4, 2)(layers.StringLookup(vocabulary=["rome", "oslo"])(city))
     users = layers.Embedding(3, 2)(user)
     keras = tf.keras.Model([city, user], layers.Concatenate(axis=1)([cities, users]))
-    keras.export(str(tmp_path / "trained"), verbose=False)
-    export(ExportRequest(tmp_path / "trained", tmp_path / "served"))
+    keras.export(str(tmp_path / "trained"))
+    export(ExportRequest(tmp_path / "trained", tmp_path / "served", updates=updates))
     with serving(tmp_path / "served") as predict:
         request = shown(predict, "--model-base-path", tmp_path / "served")
         assert request["instances"] == [{"string": ["rome"], "int64": [1, 2, 1]}]
