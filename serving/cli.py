@@ -119,7 +119,7 @@ def predict(
             parser=path_parser("--model-base-path"),
             help="With --example: the directory that holds the versions of the model. The example is the "
             "first request of the version's --warmup file; without one it has entries of vocabularies, and "
-            "keys and rows of tables.",
+            "keys of tables by keys.",
         ),
     ] = None,
     model: ModelName = "default",

@@ -50,9 +50,9 @@ def known_example(
     if version not in there:
         raise _absent(client, base_path, version, name, there)
     found = example_of(there[version], name, signature)
-    if found.recorded is not None:
-        return _recorded(found.recorded, signature, name)
-    return example(signature, name, found.values)
+    if isinstance(found, Mapping):
+        return example(signature, name, found)
+    return _recorded(found, signature, name)
 
 
 def _absent(

@@ -1,48 +1,31 @@
-"""Values that a published version knows: of a recorded request, of its vocabularies, of its tables.
+"""Values that a published version knows: of a recorded request, of its vocabularies, of its tables by keys.
 
-Of each table the first rows are read, through maps of the files. Values are what the version was published
-with: deltas that a server applied since may have brought other keys.
+Of each vocabulary and table the first keys are read. They are what the version was published with: deltas
+that a server applied since may have brought others.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from msgspec import Struct
 
-from exporter.catalog import Catalog, TensorRef
-from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
+from exporter.checkpoint.tensor_bundle import memory_map, read_catalog
 from exporter.errors import CorruptFile, UsageError
-from exporter.graph.fed_lookups import (
-    INTEGERS,
-    WHOLE_LINE,
-    ByKeys,
-    ByRows,
-    FedInput,
-    FromFile,
-    Kept,
-    Listed,
-    Lookup,
-    fed_lookups,
-)
+from exporter.graph.fed_lookups import WHOLE_LINE, ByKeys, FromFile, Lookup, fed_lookups
 from exporter.graph.graph_files import read_saved_model
 from exporter.graph.saved_model import choose_graph
 from exporter.publish.versions import VersionDir, lease
 from exporter.storage.files import below, regular_file
 from exporter.storage.layout import ASSETS_DIRECTORY, VARIABLES_PREFIX, WARMUP_FILE
-from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
-from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import first_defaults
-from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS
-from exporter.wire.dtypes import Array, DType
+from exporter.tables.parts import KEYS
+from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 from exporter.wire.tensor_proto import to_array
 from exporter.wire.tfrecord import DamagedRecord, read_records
@@ -52,25 +35,14 @@ Value = int | str
 _MOST = 16  # values of an input: an example shows a few
 _LOOKED_AT = 1 << 10  # keys of a vocabulary or a table, from its beginning
 _MOST_FILE_BYTES = 1 << 20  # of a vocabulary in a file
-_MOST_KEPT = 1 << 18  # keys of a lookup table: where a string begins, the lengths of all tell
-_MOST_KEPT_BYTES = 1 << 23
 _MOST_RECORD_BYTES = 1 << 22  # a request that people read
-_NUMBER = re.compile(rb"-?[0-9]{1,20}")
 
 
-class VersionExample(Struct, frozen=True):
-    """What is known of the requests that a signature of a version gets.
-
-    `recorded` is a request of its warm-up that somebody gave: of Predict, Classify or Regress. `values` has,
-    for inputs that the version looks up, some that it has entries or rows for.
-    """
-
-    recorded: Proto | None
-    values: Mapping[str, tuple[Value, ...]]
-
-
-def example_of(version: VersionDir, name: str, signature: Proto) -> VersionExample:
+def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapping[str, tuple[Value, ...]]:
     """What a version tells of the signature `name`, which a server says is `signature`.
+
+    A request of its warm-up that somebody gave: of Predict, Classify or Regress. Without one {input: values
+    that it is looked up by}; none of inputs of which they are not known.
 
     Raises:
         UsageError: the version's own signature of that name is another one.
@@ -87,25 +59,18 @@ def example_of(version: VersionDir, name: str, signature: Proto) -> VersionExamp
                 cause=f"it has {', '.join(sorted(meta_graph.signature_def)) or 'no signatures'}",
                 hint="name the directory that the server loads this model from with --model-base-path",
             )
-        recorded = _recorded(version.path, name, signature)
-        if recorded is not None:
-            return VersionExample(recorded, {})
-        known = _Known(version.path, meta_graph)
-        found = fed_lookups(meta_graph, own, _update_scope(meta_graph))
-        values = {key: known.values(fed, DType(signature.inputs[key].dtype)) for key, fed in found.items()}
-        return VersionExample(None, {key: some for key, some in values.items() if some})
+        if (recorded := _recorded(version.path, name, signature)) is not None:
+            return recorded
+        values: dict[str, tuple[Value, ...]] = {}
+        for key, lookups in fed_lookups(meta_graph, own).items():
+            read = (_values(_keys(version.path, meta_graph, each), own.inputs[key].dtype) for each in lookups)
+            values[key] = next(filter(None, read), ())
+        return values
 
 
-def _types(signature: Proto) -> dict[str, int]:
-    return {key: info.dtype for key, info in signature.inputs.items()}
-
-
-def _update_scope(meta_graph: Proto) -> str:
-    """The beginning of the names of the nodes that take deltas; "" if there are none."""
-    # They compute a signature once more, in a loop, where its inputs cannot be followed.
-    update = meta_graph.signature_def.get(UPDATE_SIGNATURE)
-    tensor = "" if update is None else next((info.name for info in update.outputs.values()), "")
-    return tensor.partition("/")[0] + "/" if "/" in tensor else ""
+def _types(taken: Proto) -> dict[str, int]:
+    """{input of a signature or a request: its type}."""
+    return {key: each.dtype for key, each in taken.inputs.items()}
 
 
 def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
@@ -114,10 +79,9 @@ def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
     try:
         with regular_file(path) as file:
             for record in read_records(file):
-                request = _request(record) if len(record) <= _MOST_RECORD_BYTES else None
-                if request is None or (request.model_spec.signature_name or "serving_default") != name:
-                    continue
-                if _fits(request, signature) and _is_given(request):
+                request = _request(record, signature) if len(record) <= _MOST_RECORD_BYTES else None
+                of = None if request is None else request.model_spec.signature_name or "serving_default"
+                if of == name and _is_given(request):
                     return request
     except FileNotFoundError:
         pass
@@ -126,20 +90,14 @@ def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
     return None
 
 
-def _request(record: bytes) -> Proto | None:
-    """The request of a record; None if it is of another kind than Predict, Classify and Regress."""
+def _request(record: bytes, signature: Proto) -> Proto | None:
+    """The request of a record; None if it is of another kind than the signature takes."""
     log = message_class("serving.PredictionLog").FromString(record)
-    kind = log.WhichOneof("log_type")
-    return getattr(log, kind).request if kind in ("predict_log", "classify_log", "regress_log") else None
-
-
-def _fits(request: Proto, signature: Proto) -> bool:
-    method = request.DESCRIPTOR.name.removesuffix("Request")
-    takes: str = signature.method_name.rpartition("/")[2]
-    if method != "Predict":
-        return takes == {"Classification": "classify", "Regression": "regress"}.get(method)
-    sent = {key: tensor.dtype for key, tensor in request.inputs.items()}
-    return takes not in ("classify", "regress") and sent == _types(signature)
+    method = signature.method_name.rpartition("/")[2]
+    kind = f"{method if method in ('classify', 'regress') else 'predict'}_log"
+    request = getattr(log, kind).request if log.WhichOneof("log_type") == kind else None
+    is_predict = request is not None and kind == "predict_log"
+    return None if is_predict and _types(request) != _types(signature) else request
 
 
 def _is_given(request: Proto) -> bool:
@@ -154,137 +112,65 @@ def _is_given(request: Proto) -> bool:
     return any(bool(value) for array in arrays for value in array.ravel().tolist())
 
 
-class _Known:
-    """The keys and rows that a version has."""
-
-    def __init__(self, version: Path, meta_graph: Proto) -> None:
-        self._version, self._meta_graph = version, meta_graph
-
-    def values(self, fed: FedInput, dtype: DType) -> tuple[Value, ...]:
-        """Some values of an input that lead to entries and rows of the version; none if that is not known."""
-        if dtype is not DType.STRING and dtype not in INTEGERS:
-            return ()
-        rows = [lookup.rows for lookup in fed.lookups if isinstance(lookup, ByRows)]
-        most = min([*rows, 1 << 63 if dtype is DType.STRING else int(np.iinfo(dtype.numpy).max) + 1])
-        least = 0 if rows or dtype is DType.STRING else int(np.iinfo(dtype.numpy).min)
-        for lookup in fed.lookups:
-            if isinstance(lookup, ByRows):
-                continue
-            read = (_value(key, dtype) for key in self._keys(lookup))
-            found = [value for value in dict.fromkeys(read) if value is not None]
-            if dtype is DType.STRING:
-                found = [text for text in found if not fed.altered or _is_plain(str(text))]
-            else:
-                found = [number for number in found if least <= int(number) < most]
-            # 0 and "" often stand for nothing: another one shows more, if there is one
-            if found := [value for value in found if value] or found:
-                return tuple(found[:_MOST])
-        if rows and fed.is_followed and dtype is not DType.STRING:
-            return tuple(range(min(1, most - 1), min(_MOST, most)))
-        return ()
-
-    def _keys(self, lookup: Lookup) -> Iterable[int | bytes]:
-        match lookup:
-            case FromFile():
-                return self._of_file(lookup)
-            case Listed(keys):
-                return keys.tolist()  # type: ignore[no-any-return]  # numpy says Any
-            case Kept():
-                return self._of_lookup_table(lookup)
-            case ByKeys(table):
-                return self._of_table(table)
-        return ()
-
-    def _of_file(self, lookup: FromFile) -> Iterator[bytes]:
-        directory = self._version / ASSETS_DIRECTORY
-        path = below(directory, lookup.asset, f"{self._version} names an asset:", CorruptFile)
-        try:
-            with regular_file(path) as file:
-                content = file.read(_MOST_FILE_BYTES)
-                is_cut = bool(file.read(1))
-        except FileNotFoundError:
-            raise CorruptFile(f"{self._version} has no {path}, which its graph reads") from None
-        lines = content.split(b"\n")
-        lines = lines[:-1] if is_cut else lines
-        for line in lines[:_LOOKED_AT]:
-            text = line.replace(b"\r", b"")  # as TensorFlow reads lines
-            if lookup.column == WHOLE_LINE:
-                yield text
-            else:
-                columns = text.split(lookup.delimiter.encode())
-                yield from columns[lookup.column : lookup.column + 1] if lookup.column >= 0 else ()
-
-    def _of_lookup_table(self, lookup: Kept) -> Iterable[int | bytes]:
-        ref = self._catalog.tensors.get(lookup.tensor)
-        if ref is None or not ref.shape or ref.elements != ref.shape[0]:  # keys of vectors have more
-            return ()
-        # Of a table with all buckets, most of which are empty, the first thousand may hold no key.
-        if ref.elements > _MOST_KEPT or ref.bytes_ > _MOST_KEPT_BYTES:
-            keys = np.empty(0) if ref.dtype is DType.STRING or ref.slices else self._first(ref)
-        else:
-            keys = read_array(self._catalog, ref)
-        there = (key for key in keys.ravel().tolist() if key not in lookup.empty)
-        return islice(there, _LOOKED_AT)
-
-    def _of_table(self, table: str) -> list[int]:
-        """Keys of the first rows of a table by keys, of those that are in its index."""
-        named = [self._catalog.tensors.get(f"{table}/{part}") for part in (INDEX_SEEDS, INDEX_ROWS, KEYS)]
-        refs = [ref for ref in named if ref is not None and len(ref.shape) == 1]
-        if len(refs) < len(named):
-            return []
-        seeds, rows, keys = refs
-        (groups,), (slots,), (capacity,) = seeds.shape, rows.shape, keys.shape
-        try:
-            first_default = self._first_defaults.get(table, capacity)
-            geometry = TableGeometry.of_shapes(groups, slots, capacity, capacity - first_default)
-            found = self._first(keys).astype(np.int64)[: geometry.usable_rows]
-            seeds_of, row_of = memory_map(self._catalog, seeds), memory_map(self._catalog, rows)
-            live: list[int] = []
-            # A few at a time: around each of their slots, pages of the file are read.
-            for start in range(0, len(found), _MOST):
-                some = found[start : start + _MOST]
-                in_groups = geometry.groups_of(some)
-                held = row_of[geometry.slots_of(some, in_groups, seeds_of[in_groups])]
-                live += some[held == np.arange(start, start + len(some))].tolist()
-                if len(live) > _MOST:
-                    break
-        except (ValueError, IndexError) as error:
-            raise CorruptFile(f"table {table!r} of {self._version} is damaged", cause=str(error)) from error
-        return live
-
-    def _first(self, ref: TensorRef) -> Array:
-        """The first elements of a tensor of one dimension, perhaps in slices, as far as they are stored."""
-        if ref.extent is not None:
-            return memory_map(self._catalog, ref)[:_LOOKED_AT]
-        found = np.empty(0, ref.dtype.numpy)
-        for part in sorted(ref.slices, key=lambda part: part.spec.starts):
-            if len(found) >= _LOOKED_AT or part.extent is None or part.spec.starts[0] != len(found):
-                break
-            piece = memory_map(self._catalog, ref, part)
-            found = np.concatenate([found, piece[: _LOOKED_AT - len(found)]])
-        return found
-
-    @cached_property
-    def _catalog(self) -> Catalog:
-        return read_catalog(self._version / VARIABLES_PREFIX)
-
-    @cached_property
-    def _first_defaults(self) -> Mapping[str, int]:
-        return first_defaults(self._meta_graph.graph_def)
+def _values(keys: Iterable[object], dtype: int) -> tuple[Value, ...]:
+    """Some of the keys that an input of this dtype takes; none that are zero or empty, as any example is."""
+    read = (_value(key, DType(dtype)) for key in islice(keys, _LOOKED_AT))
+    found = [value for value in dict.fromkeys(read) if value]
+    # A model may change other texts before it looks them up, or split them; and "[UNK]" stands for nothing.
+    words = [text for text in found if isinstance(text, str) and text.isalnum() and text == text.lower()]
+    return tuple((words or found)[:_MOST])
 
 
 def _value(key: object, dtype: DType) -> Value | None:
-    """A key as an input of this dtype takes it; None if it is of another type, or no text."""
-    if dtype is DType.STRING:
-        try:
+    try:
+        if dtype is DType.STRING:
             return key.decode() if isinstance(key, bytes) else None
-        except UnicodeDecodeError:
-            return None
-    if isinstance(key, bytes):
-        return int(key) if _NUMBER.fullmatch(key) else None
-    return key if isinstance(key, int) else None
+        number = int(key) if isinstance(key, bytes) else key
+    except ValueError:  # no UTF-8, or no number
+        return None
+    if not isinstance(number, int) or dtype.numpy.kind not in "iu":
+        return None
+    limits = np.iinfo(dtype.numpy)
+    return number if limits.min <= number <= limits.max else None
 
 
-def _is_plain(text: str) -> bool:
-    """True for a text that is one word, in lower case, without punctuation."""
-    return text.isalnum() and text == text.lower()
+def _keys(version: Path, meta_graph: Proto, lookup: Lookup) -> Iterable[object]:
+    match lookup:
+        case FromFile():
+            return _of_file(version, lookup)
+        case ByKeys(table):
+            return _of_table(version, meta_graph, table)
+        case _:
+            return lookup.keys
+
+
+def _of_file(version: Path, lookup: FromFile) -> Iterator[bytes]:
+    path = below(version / ASSETS_DIRECTORY, lookup.asset, f"{version} names an asset:", CorruptFile)
+    try:
+        with regular_file(path) as file:
+            content = file.read(_MOST_FILE_BYTES)
+            is_cut = bool(file.read(1))
+    except FileNotFoundError:
+        raise CorruptFile(f"{version} has no {path}, which its graph reads") from None
+    lines = content.split(b"\n")
+    for line in lines[:-1] if is_cut else lines:
+        text = line.replace(b"\r", b"")  # as TensorFlow reads lines
+        if lookup.column == WHOLE_LINE:
+            yield text
+        else:  # of column -1, the line's number, nothing
+            yield from text.split(lookup.delimiter.encode())[lookup.column : lookup.column + 1]
+
+
+def _of_table(version: Path, meta_graph: Proto, table: str) -> list[object]:
+    """The keys of a table's first rows."""
+    catalog = read_catalog(version / VARIABLES_PREFIX)
+    ref = catalog.tensors.get(f"{table}/{KEYS}")
+    if ref is None:
+        return []
+    try:
+        # The row before the default rows has no key, and unused rows have zeros: see `tables.geometry`.
+        end = first_defaults(meta_graph.graph_def).get(table, 1) - 1
+        part = min(ref.slices, key=lambda each: each.spec.starts, default=None)
+        return list(memory_map(catalog, ref, part)[: min(max(end, 0), _LOOKED_AT)].tolist())
+    except (ValueError, IndexError) as error:
+        raise CorruptFile(f"table {table!r} of {version} is damaged", cause=str(error)) from error
