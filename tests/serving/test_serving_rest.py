@@ -431,7 +431,8 @@ class TestHttp:
         parts = (body[n : n + chunk] for n in range(0, len(body), chunk))
         connection = http.client.HTTPConnection("127.0.0.1", server.rest_port or 0, timeout=WAIT_SECONDS)
         connection.request("POST", "/v1/models/ranker:predict", parts, encode_chunked=True)
-        assert Answer(connection.getresponse()).code == 200
+        answer = Answer(connection.getresponse())
+        assert answer.code == 200, answer.json
 
     def test_trailers_and_extensions_of_chunks(self, server: ModelServer) -> None:
         body = json.dumps({"instances": X}).encode()
