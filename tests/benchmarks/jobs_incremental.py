@@ -304,16 +304,19 @@ def _waits(server: Served) -> Iterator[list[float]]:
     look, waits, done = server.session.make_callable(reads), [], threading.Event()
 
     def watch() -> None:
+        begun = asked = time.time()
         last, _ = look()
-        begun = looked = time.time()
         while not done.is_set():
+            before, asked = asked, time.time()
             sequence, since = look()
             now = time.time()
             if sequence & 1:
                 begun = float(since)
-            elif sequence != last:  # an update that was never seen writing took less than from look to look
-                waits.append(now - (begun if last & 1 else looked))
-            last, looked = sequence, now
+            elif sequence != last:
+                # One that was never seen writing did so since the last look was asked for, which may have
+                # seen the sequence long before it came back.
+                waits.append(now - (begun if last & 1 else before))
+            last = sequence
 
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch)
