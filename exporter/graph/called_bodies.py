@@ -37,7 +37,7 @@ from exporter.wire.protos import Proto
 Array = np.ndarray[Any, Any]
 _FUSED = re.compile(r"_?FusedBatchNorm(Ex|V\d+)?")
 _CONDITIONALS = frozenset({"If", "StatelessIf"})
-_PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+PLAIN_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _PASSED_ON = SWITCHES | NEXT_ITERATIONS | {"Identity"}
 # Operations that repeat or arrange the values of one of their inputs, and which one that is.
@@ -284,7 +284,7 @@ class CalledBody:
         inputs = input_names(node)
         if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
             name, inputs = attr(node, "then_branch" if taken else "else_branch").func.name, inputs[1:]
-        elif node.op in _PLAIN_CALLS:
+        elif node.op in PLAIN_CALLS:
             name = attr(node, "f").func.name
         else:
             name = node.op

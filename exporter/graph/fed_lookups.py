@@ -14,7 +14,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from exporter.graph.lookup_tables import FILLS, FROM_FILE
+from exporter.graph.called_bodies import PLAIN_CALLS
+from exporter.graph.lookup_tables import FILLS, FINDS, FROM_FILE
 from exporter.graph.nodes import (
     GraphIndex,
     attr,
@@ -63,8 +64,6 @@ _HANDS_ON = frozenset(
         *("Unique", "UniqueV2"),
     }
 )
-_FINDS = frozenset({"LookupTableFind", "LookupTableFindV2"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _SAME = frozenset({"Identity", "Enter"})
 
 _MOST_NODES = 1 << 18  # of functions: those that call others twice, on many levels, have any number
@@ -130,7 +129,7 @@ class _Graph:
 
     def _vocabulary(self, find: _Node) -> Lookup | None:
         """The keys of a lookup table; None if the node finds none, or it is not known what fills it."""
-        table = self._table(find) if find.op in _FINDS else None
+        table = self._table(find) if find.op in FINDS else None
         fill = self._fills.get(table) if table is not None else None
         name = None if fill is None else self._behind(fill.inputs[1])
         if fill is None or name is None:
@@ -165,7 +164,7 @@ def _inlined(meta_graph: Proto) -> dict[str, _Node]:
     for prefix, nodes in pending:  # grows while it is walked
         if len(found) > _MOST_NODES:
             break
-        callees = {n.name: attr(n, "f").func.name if n.op in _CALLS else n.op for n in nodes}
+        callees = {n.name: attr(n, "f").func.name if n.op in PLAIN_CALLS else n.op for n in nodes}
         called = {name: functions[callee] for name, callee in callees.items() if callee in functions}
         inner = {name: f"{len(pending) + number}::" for number, name in enumerate(called)}
         for node in nodes:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from exporter.graph.lookup_tables import FILLS, FROM_FILE
+from exporter.graph.lookup_tables import FILLS, FINDS, FROM_FILE
 from exporter.graph.nodes import closure, data_inputs
 from exporter.wire.protos import Proto
-
-_LOOKS_UP = frozenset({"LookupTableFind", "LookupTableFindV2"})
 
 
 def differing_lookups(was: Proto, now: Proto) -> list[str]:
@@ -39,7 +37,7 @@ def _filled(graph_def: Proto) -> dict[str, bytes]:
     looked_up = (
         (node.name, each.node)
         for node in graph_def.node
-        if node.op in _LOOKS_UP
+        if node.op in FINDS
         for each in data_inputs(node)[:1]
     )
     return {name: contents[table] for name, table in looked_up if table in contents}

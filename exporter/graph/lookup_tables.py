@@ -49,6 +49,7 @@ from exporter.wire.protos import Proto
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _MUTABLE = re.compile(r"(Anonymous)?Mutable(Dense)?HashTable\w*")
 FROM_FILE = re.compile(r"InitializeTableFromTextFile(V2)?")
+FINDS = frozenset({"LookupTableFind", "LookupTableFindV2"})
 FILLS = re.compile(r"InitializeTable(FromTextFile|FromDataset)?(V2)?|LookupTableImport(V2)?")
 _ASSET_COLLECTION = "asset_filepaths"
 _INIT_COLLECTION = "table_initializer"
@@ -104,7 +105,7 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
             filled |= tables.behind([name, *(source.node for source in data_inputs(node))])
     empty = sorted(wanted - filled)
     if empty:
-        finds = (node for node in index.nodes.values() if node.op.startswith("LookupTableFind"))
+        finds = (node for node in index.nodes.values() if node.op in FINDS)
         reader = next((node.name for node in finds if empty[0] in tables.behind(_table_of(node))), "")
         where = f", which {reader!r} reads" if reader else ""
         given = ": StringLookup and IntegerLookup take vocabulary=[...]" if _OF_KERAS.match(empty[0]) else ""

@@ -147,10 +147,14 @@ def _tags_in(content: bytes) -> dict[str, PositionTag]:
 def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> bytes | None:
     """Merge two documents that were both `had` once, each tag for itself; None without any.
 
-    A tag that both have changed is as `theirs`, which also counts whole if a document cannot be read.
+    A tag that both have changed is as `theirs`; so are all, if theirs have changed and a document cannot be
+    read.
     """
+    if theirs == had:
+        return ours
     try:
-        before, here, there = (_tags_in(content) if content else {} for content in (had, ours, theirs))
+        documents = (had, ours, theirs)
+        before, here, there = ({} if each is None else _tags_in(each) for each in documents)
     except DocumentError:
         return theirs
     names = {*before, *here, *there}

@@ -235,13 +235,11 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
     # A server prepares how a delta is read when it reads the first one: for 90 ms, beside the 15 that a delta
     # of 100,000 rows takes. So the first call, a warm-up record as a rule, reads one even if there is none.
     is_idle = tf.equal(start.choice, _NONE) & tf.logical_not(state.read("warm"))
-    first = [
-        *astuple(replace(start, choice=tf.where(is_idle, tf.constant(_UNREADABLE, tf.int64), start.choice)))
-    ]
-    ends, names = (
-        tf.concat([tf.zeros([1], tf.int64), published.ends], 0),
-        tf.concat([[""], published.names], 0),
-    )
+    choice = tf.where(is_idle, tf.constant(_UNREADABLE, tf.int64), start.choice)
+    first = [*astuple(replace(start, choice=choice))]
+    # Before the listed deltas stands one without a name.
+    ends = tf.concat([tf.zeros([1], tf.int64), published.ends], 0)
+    names = tf.concat([[""], published.names], 0)
 
     def advance(*variables: Tensor) -> list[Tensor]:
         before = UpdateProgress(*variables)

@@ -384,7 +384,7 @@ class _Pull:
 
     def _leave_untrusted(self) -> None:
         """Leave out deltas whose log has no trusted base, and holds that lead servers of the copy back."""
-        items, here = self._stored.items, _holds_here(self._model)
+        items, here = self._stored.items, local_holds(self._model, has_tags=False)
         bases = (item for each in (items, self.here) for item in each.values() if not item.is_delta)
         logs = {item.manifest.lineage for item in bases}
         items = {
@@ -545,7 +545,7 @@ class _Pull:
                 name = (
                     f"{item.log}/{HOLD_FILE}"  # a rollback of long ago, put back into the store, holds nobody
                 )
-                if brought < self._least_hold(name, _holds_here(self._model).get(name)):
+                if brought < self._least_hold(name, local_holds(self._model, has_tags=False).get(name)):
                     brought = None
             if brought is not None:
                 held = hold.prepare(brought, staging)
@@ -556,7 +556,7 @@ class _Pull:
                 hold.settle(held)
 
     def _set_holds(self) -> None:
-        here, stored = _holds_here(self._model), self._stored.holds
+        here, stored = local_holds(self._model, has_tags=False), self._stored.holds
         for name, content in sorted(stored.items(), reverse=True):  # a document before its number
             number = _number_of(name)
             stays = number not in stored or self._is_own(number, here)  # a left-over, or of this copy
@@ -595,7 +595,7 @@ class _Pull:
         """
         self._set_holds()
         self._set_tags()
-        here = _holds_here(self._model)
+        here = local_holds(self._model, has_tags=False)
         for name in here.keys() - self._stored.holds.keys():
             hold = Hold((self._model / name).parent)
             if name == TAGS_FILE or hold.path.name != Path(name).name:
@@ -618,9 +618,10 @@ class _Pull:
         return None if known is None else (known.hold_files or {}).get(name)
 
     def _prune(self, *, is_current: bool) -> tuple[str, ...]:
-        removed, tagged = [], self._tagged()
+        gone = superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current)
+        removed, tagged = [], self._tagged() if gone else set()
         with writing(self._model):
-            for item in superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current):
+            for item in gone:
                 if item.path in tagged:
                     continue
                 with suppress(OSError):  # a reader has a lease of it: the next look tries again
@@ -650,11 +651,6 @@ class _Pull:
 def _number_of(name: str) -> str:
     """The path of the hold that a file is of."""
     return f"{name.rpartition('/')[0]}/{HOLD_FILE}".lstrip("/")
-
-
-def _holds_here(model: Path) -> dict[str, bytes]:
-    """The local holds."""
-    return local_holds(model, has_tags=False)
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

@@ -174,6 +174,21 @@ def test_tags_that_cannot_be_read_are_not_pushed_and_keep_no_copy_from_being_fre
     assert (refused.code, refused.error["error"]) == (6, "ManifestError"), refused.err
 
 
+def test_a_document_that_is_none_stays_until_the_store_has_other_tags(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    for damaged in (b"", b"{}", b"x"):
+        (copy / "tags.json").write_bytes(damaged)
+        pull(url, copy)
+        assert (copy / "tags.json").read_bytes() == damaged
+    exporter.tag(url, "good", 20)
+    pull(url, copy)
+    assert named(copy) == {"good": 20}
+
+
 def test_a_pull_waits_for_somebody_who_sets_a_tag(machine: Machine, url: str, tmp_path: Path) -> None:
     """Who sets one has read the others, and would write them over those of the store."""
     copy = tmp_path / "copy"
