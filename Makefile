@@ -6,9 +6,10 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo test test-all lint unit durations thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
+.PHONY: help demo demo-digits test test-all lint unit durations thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
 help:
-	@echo "make demo    train on a loopback cluster, export, serve, predict; then keep a running model fresh"
+	@echo "make demo    a version and a delta at once; then two servers are kept fresh while a cluster trains"
+	@echo "make demo-digits  train a classifier on a loopback cluster, export, serve, predict, compare"
 	@echo "make test    lint, types, and the tests that show within ten minutes whether a change is right"
 	@echo "make test-all  all other tests: real processes in every combination, kills, campaigns; half an hour"
 	@echo "make durations  how long each test file takes, measured anew: on an idle machine, so that long ones begin first"
@@ -36,10 +37,44 @@ $(STAMP): pyproject.toml
 	-@$(COMPILE) $(VENV)/lib
 	@touch $@
 
-demo: $(STAMP)
-	@$(BIN)/python examples/digits/demo.py
+# The demo has environments of its own, unless there is one for contributors already: the first, without TensorFlow, shows
+# something while the second is installed. They are two, because pip may replace packages that a running command imports.
+PIP = -m pip install --disable-pip-version-check --no-compile --config-settings editable_mode=compat
+DEMO_BIN = $(if $(wildcard $(STAMP)),$(BIN),build/demo/bin)
+
+demo: build/demo/.begun
+	@$(DEMO_BIN)/python examples/ranker/demo.py
+
+demo-digits: build/demo/.begun
+	@test $(DEMO_BIN) = $(BIN) || build/demo/bin/python $(PIP) --quiet -e '.[server,agent,serving-api]'
+	@$(DEMO_BIN)/python examples/digits/demo.py
+
+.PHONY: build/demo/.begun
+ifneq ($(wildcard $(STAMP)),)
+build/demo/.begun:
+	@$(BIN)/python examples/first/demo.py
 	@echo
-	@$(BIN)/python examples/ranker/demo.py
+else
+build/demo/.begun: build/first/.installed
+	@$(MAKE) --no-print-directory build/demo/.installed > build/demo.log 2>&1 & installing=$$!; \
+	build/first/bin/python examples/first/demo.py; \
+	tail -n +1 -f --pid=$$installing build/demo.log & \
+	wait $$installing || { echo "error: see build/demo.log"; exit 1; }
+	@echo
+endif
+
+build/first/.installed: pyproject.toml deploy/requirements-slim.txt
+	@echo "1 of 2: everything but TensorFlow into build/first, 60 MB"
+	@$(PYTHON) -m venv build/first
+	@build/first/bin/python $(PIP) -r deploy/requirements-slim.txt
+	@build/first/bin/python $(PIP) --quiet --no-deps -e .
+	@touch $@
+
+build/demo/.installed: pyproject.toml
+	@echo "2 of 2: TensorFlow and the rest into build/demo, 600 MB"
+	@$(PYTHON) -m venv build/demo
+	@build/demo/bin/python $(PIP) -e '.[server,agent]'
+	@touch $@
 
 test: lint unit
 
