@@ -56,7 +56,7 @@ build/demo/.begun:
 	@echo
 else
 build/demo/.begun: build/first/.installed
-	@$(MAKE) --no-print-directory build/demo/.installed > build/demo.log 2>&1 & installing=$$!; \
+	@$(MAKE) --no-print-directory --silent build/demo/.installed > build/demo.log 2>&1 & installing=$$!; \
 	build/first/bin/python examples/first/demo.py; \
 	tail -n +1 -f --pid=$$installing build/demo.log & \
 	wait $$installing || { echo "error: see build/demo.log"; exit 1; }

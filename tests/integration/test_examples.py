@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,24 @@ from tests.support.clusters import DIGITS, DigitsTraining
 
 ROOT = DIGITS.parents[1]
 RANKER = DIGITS.with_name("ranker")
+
+
+def test_the_first_look_needs_no_tensorflow(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "tensorflow.py").write_text("raise ModuleNotFoundError(name='tensorflow')\n")
+    command = [sys.executable, DIGITS.with_name("first") / "demo.py", "--keep", tmp_path / "kept"]
+    environment = os.environ | {"PYTHONPATH": str(absent)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("   $ export-model ") == 4
+    assert "published   models/plain/300" in done.stdout
+    assert re.search(r"users +40 +800 ", done.stdout)
+    assert "delta         239 rows in 3 variables" in done.stdout
+    assert re.search(r"delta +320 +320 +from 300 on; 239 rows", done.stdout)
+    (delta,) = (tmp_path / "kept/models/clicks/deltas").glob("*/*-*/manifest.json")
+    assert delta.stat().st_size > 0
 
 
 @pytest.mark.landing
