@@ -28,7 +28,7 @@ from tools.reference.failures import messages
 EXTRAS = PROJECT["project"]["optional-dependencies"].keys() - {"dev", "docs"}
 BUILT_FROM = ("exporter", "serving", "deploy", "pyproject.toml", "README.md", "LICENSE")
 OURS = re.compile(
-    r"python3 -m pip install (?:'\.\[(?P<extras>[a-z,]+)\]'|\.|-r deploy/requirements-slim\.txt)$"
+    r"python3 -m pip install (?:'\.\[(?P<extras>[a-z,-]+)\]'|\.|-r deploy/requirements-slim\.txt)$"
 )
 """In a clone, the ways to install it."""
 OTHERS = {"tensorflow", "ml-dtypes", "tf-keras", "…"}
@@ -161,7 +161,7 @@ def test_pages_and_hints_say_what_readme_says() -> None:
 def test_readme_names_every_extra() -> None:
     table = Page("README.md").text.partition("| extra |")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines()[2:]]
-    assert set(re.findall("`([a-z]+)`", " ".join(cells))) == EXTRAS
+    assert set(re.findall("`([a-z-]+)`", " ".join(cells))) == EXTRAS
 
 
 @pytest.mark.landing
