@@ -32,7 +32,14 @@ from exporter.errors import (
 )
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.by_layer import left_over_twins, match_unnamed
-from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule, row_order
+from exporter.mapping.mapping_rules import (
+    TF_AVERAGE,
+    CastRule,
+    MappingRules,
+    RenameRule,
+    average_slots,
+    row_order,
+)
 from exporter.mapping.tensor_source import CASTABLE, TensorSource, cast_for, group_parts, stored_names
 from exporter.options import ExportRequest
 from exporter.tables.parts import VALUES
@@ -143,10 +150,6 @@ def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
     )
 
 
-# The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another.
-TF_AVERAGE = "ExponentialMovingAverage"
-
-
 _SLOT_NAME = re.compile(
     r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
     r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
@@ -252,7 +255,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
             wanted, graph, TrainedObjects(objects, catalog.tensors, rules.object_path), rules
         )
     else:
-        renamed = {key for key in wanted if any(rule.apply(key) for rule in rules.renames)}
+        renamed = {key for key in wanted if rules.renamed(key) is not None}
         unnamed = match_unnamed(graph, catalog, renamed, by_order=rules.by_order)
         matches = {key: _find_name(key, catalog, rules, unnamed) for key in wanted}
     missing = [key for key in wanted if not _is_usable(catalog.tensors.get(matches[key].name), wanted[key])]
@@ -268,7 +271,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         if objects is not None and tensor.slices:
             trained = trained or PartitionStrategy.DIV  # a ShardedVariable: TensorFlow 2 looks ids up by div
         order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
-        cast = cast_for(key, tensor, rules.casts)
+        cast = cast_for(key, tensor, rules)
         sources.append(
             TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
@@ -341,11 +344,9 @@ def _find_name(
     if unnamed and renamed is None and key in unnamed:
         name = unnamed[key]
         via = "name" if name == key else _VIA[catalog.naming]
-    if rules.average:
-        suffixes = (TF_AVERAGE, "ema") if rules.average == "ema" else (rules.average,)
-        for suffix in suffixes:
-            if f"{name}/{suffix}" in catalog.tensors:
-                return _Match(f"{name}/{suffix}", name, "average")
+    for slot in average_slots(rules.average):
+        if f"{name}/{slot}" in catalog.tensors:
+            return _Match(f"{name}/{slot}", name, "average")
     return _Match(name, name, via)
 
 

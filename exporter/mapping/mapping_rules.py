@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -22,7 +22,6 @@ from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageErro
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.storage.files import read_regular
 from exporter.wire.dtypes import DType
-from exporter.wire.json_documents import DtypeLabel, Pattern, Text, doc
 
 if TYPE_CHECKING:
     from exporter.catalog import Catalog, SliceSpec, TensorRef
@@ -194,11 +193,14 @@ def parse_renames(text: str, path: Path) -> RenameTable:
 _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.*)=ranker/\1'"
 
 
-class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
-    r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group)."""
+class RenameRule(Struct, frozen=True):
+    r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group).
 
-    pattern: Annotated[Pattern, doc("a regular expression of variables' names")]
-    replacement: Annotated[Text, doc("the tensor's name")]
+    Rules that run are made from a request alone: manifests have their texts, and names that they gave.
+    """
+
+    pattern: re.Pattern[str]
+    replacement: str
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
@@ -221,11 +223,14 @@ class RenameRule(Struct, frozen=True, rename={"replacement": "name"}):
         return match.expand(self.replacement) if match else None
 
 
-class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
+CASTS = ("bfloat16", "float16", "int8")
+
+
+class CastRule(Struct, frozen=True):
     """Variables whose whole name matches are stored as `dtype`."""
 
-    pattern: Annotated[Pattern, doc("a regular expression of variables' names")]
-    label: Annotated[DtypeLabel, doc("what they are stored as")]
+    pattern: re.Pattern[str]
+    label: str
 
     @property
     def dtype(self) -> DType:
@@ -239,7 +244,7 @@ class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
         UsageError for another text.
         """
         pattern, _, label = text.rpartition("=")
-        if label not in ("bfloat16", "float16", "int8"):
+        if label not in CASTS:
             raise UsageError(
                 f"--cast {text!r}: expected bfloat16, float16 or int8, found {label!r}",
                 hint="--cast 'embedding.*=bfloat16'",
@@ -250,31 +255,36 @@ class CastRule(Struct, frozen=True, rename={"label": "dtype"}):
             raise UsageError(f"--cast {text!r}: not a regular expression", cause=str(error)) from error
 
 
-_Strategies: TypeAlias = Mapping[Text, PartitionStrategy]
+# The slot name of `tf.train.ExponentialMovingAverage` unless the trainer chose another.
+TF_AVERAGE = "ExponentialMovingAverage"
+
+
+def average_slots(average: str | None) -> tuple[str, ...]:
+    """The slot names that `--average` looks for, in their order."""
+    return (TF_AVERAGE, "ema") if average == "ema" else (average,) if average else ()
 
 
 class MappingRules(Struct, frozen=True):
-    """The rules that variables are mapped to tensors by; a base's manifest holds them.
+    """The rules that variables are mapped to tensors by.
 
     `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
     TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
     variables. `strategies` has the lookups in training that the user names, `trained` those of the trainer's
     graph. `object_path` leads to the served model in an object-based checkpoint. `tensors` has, by variable,
-    what was found among the objects of another checkpoint of the same trainer.
+    what was found among the objects of another checkpoint of the same trainer. `names` and `dtypes` have, by
+    whole names, what renames and casts of an earlier export gave.
     """
 
-    renames: Annotated[tuple[RenameRule, ...], doc("--rename")] = ()
-    average: Annotated[Text | None, doc("--average")] = None
-    casts: Annotated[tuple[CastRule, ...], doc("--cast")] = ()
-    by_order: Annotated[bool, doc("--by-order")] = False
-    strategies: Annotated[_Strategies, doc("--partition-strategy")] = field(default_factory=dict)
-    trained: Annotated[_Strategies, doc("how training looked tables up, as its graph says")] = field(
-        default_factory=dict
-    )
-    object_path: Annotated[Text | None, doc("--object-path")] = None
-    tensors: Annotated[Mapping[Text, Text], doc("the tensor that was found for each variable")] = field(
-        default_factory=dict
-    )
+    renames: tuple[RenameRule, ...] = ()
+    average: str | None = None
+    casts: tuple[CastRule, ...] = ()
+    by_order: bool = False
+    strategies: Mapping[str, PartitionStrategy] = field(default_factory=dict)
+    trained: Mapping[str, PartitionStrategy] = field(default_factory=dict)
+    object_path: str | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def renamed(self, key: str) -> str | None:
         """The tensor name that the rename rules give a variable, None if none is about it.
@@ -286,7 +296,12 @@ class MappingRules(Struct, frozen=True):
             raise AmbiguousRename(
                 f"variable {key!r}: rename rules disagree: {', '.join(sorted(map(repr, names)))}"
             )
-        return names.pop() if names else None
+        return names.pop() if names else self.names.get(key)
+
+    def cast(self, key: str) -> DType | None:
+        """The dtype that the first matching cast stores a float variable in; None if none is about it."""
+        ruled = next((rule.label for rule in self.casts if rule.pattern.fullmatch(key)), self.dtypes.get(key))
+        return DType.of(ruled) if ruled else None
 
 
 def parse_rules(request: ExportRequest) -> MappingRules:

@@ -1,16 +1,17 @@
 """The recipe by which served variables come from a trainer's checkpoint, kept so that deltas need no
 graph.
 
-It holds what the mapping was made from: the graph's variables, how their parts are looked up, the rules. From
-it the same mapping is made for the next checkpoint, also if that partitions its tensors in another way,
-without TensorFlow and without the user's code.
+It holds what the mapping was made from: the graph's variables, how their parts are looked up, what the rules
+gave. From it the same mapping is made for the next checkpoint, also if that partitions its tensors in another
+way, without TensorFlow and without the user's code. A document holds no program: the patterns of rules are
+kept as texts, to be compared with those of a later command line, and are never run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import asdict, replace
@@ -25,7 +26,7 @@ from exporter.graph.inference_graph import (
     InferenceGraph,
     PartitionStrategy,
 )
-from exporter.mapping.mapping_rules import MappingRules
+from exporter.mapping.mapping_rules import CASTS, MappingRules
 from exporter.mapping.tensor_source import TensorSource, cast_for, group_parts, stored_names
 from exporter.options import ExportRequest, option_of
 from exporter.tables.parts import PARTS
@@ -36,6 +37,10 @@ T = TypeVar("T")
 
 if TYPE_CHECKING:
     from exporter.mapping.build import VariableMapping
+
+    CastLabel = str
+else:
+    CastLabel = Literal[CASTS]
 
 
 class DynamicTable(
@@ -115,7 +120,57 @@ class PlaceDocument(Struct, frozen=True, omit_defaults=True):
         return TensorRef(self.name, DType.of(self.dtype), self.shape, owner=self.owner)
 
 
-class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"stored": "variables"}):
+class RenameText(Struct, frozen=True):
+    """A rename rule as it was typed."""
+
+    pattern: Annotated[Text, doc("a regular expression of variables' names")]
+    name: Annotated[Text, doc("the tensor's name")]
+
+
+class CastText(Struct, frozen=True):
+    """A cast rule as it was typed."""
+
+    pattern: Annotated[Text, doc("a regular expression of variables' names")]
+    dtype: Annotated[DtypeLabel, doc("what they are stored as")]
+
+
+_Strategies: TypeAlias = Mapping[Text, PartitionStrategy]
+
+
+class RulesDocument(Struct, frozen=True):
+    """The rules of a base as its manifest has them: `MappingRules`, whose patterns are texts here."""
+
+    renames: Annotated[tuple[RenameText, ...], doc("--rename")] = ()
+    average: Annotated[Text | None, doc("--average")] = None
+    casts: Annotated[tuple[CastText, ...], doc("--cast")] = ()
+    by_order: Annotated[bool, doc("--by-order")] = False
+    strategies: Annotated[_Strategies, doc("--partition-strategy")] = field(default_factory=dict)
+    trained: Annotated[_Strategies, doc("how training looked tables up, as its graph says")] = field(
+        default_factory=dict
+    )
+    object_path: Annotated[Text | None, doc("--object-path")] = None
+    tensors: Annotated[Mapping[Text, Text], doc("the tensor that was found for each variable")] = field(
+        default_factory=dict
+    )
+
+    @classmethod
+    def of(cls, rules: MappingRules) -> RulesDocument:
+        """The document of rules, in the order of names."""
+        return cls(
+            tuple(RenameText(rule.pattern.pattern, rule.replacement) for rule in rules.renames),
+            rules.average,
+            tuple(CastText(rule.pattern.pattern, rule.label) for rule in rules.casts),
+            rules.by_order,
+            _sorted(rules.strategies),
+            _sorted(rules.trained),
+            rules.object_path,
+            _sorted(rules.tensors),
+        )
+
+
+class MappingSpec(
+    Struct, frozen=True, omit_defaults=True, dict=True, rename={"stored": "variables", "given": "rules"}
+):
     """How a base's variables come from a trainer's checkpoint: `recipe` in its manifest.
 
     `dynamic` are tables by arbitrary keys, whose variables are among the others. `not_in_8_bits` are the
@@ -125,7 +180,7 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
 
     stored: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
     lookups: Annotated[Mapping[Text, PartitionStrategy], doc("how the graph looks each of them up")]
-    rules: Annotated[MappingRules, doc("the rules that variables were mapped to tensors by")]
+    given: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[GraphTable, ...], doc("lookup tables whose contents are served")] = ()
     dynamic: Annotated[tuple[DynamicTable, ...], doc("tables by arbitrary keys")] = ()
     min_freq: Annotated[Count, doc("--min-freq")] = 0
@@ -135,6 +190,12 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         Mapping[Text, tuple[PlaceDocument, ...]],
         doc("where Keras looks for each variable of the model in a weights file; the last place counts"),
     ] = field(default_factory=dict)
+    renamed: Annotated[
+        Mapping[Text, Text], doc("the name that --rename gave, by that of each variable and table")
+    ] = field(default_factory=dict)
+    dtypes: Annotated[Mapping[Text, CastLabel], doc("what --cast stores variables as, by name")] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(
@@ -146,33 +207,46 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
             replace(table, key_shape=stored.key_shape or (), value_shape=stored.value_shape or ())
             for table, stored in zip(graph.tables, mapping.tables, strict=True)
         )
+        names = {variable.key for variable in graph.variables}
+        names |= {name for table in graph.tables for name in (table.keys, table.values)}
+        names |= {table.name for table in graph.dynamic_tables}
         return cls(
             tuple(map(VariableDocument.of, graph.variables)),
             _sorted(graph.lookups),
-            replace(
-                rules,
-                strategies=_sorted(rules.strategies),
-                trained=_sorted(rules.trained),
-                tensors=_sorted({source.key: source.tensor.name for source in ours}),
-            ),
+            RulesDocument.of(replace(rules, tensors={source.key: source.tensor.name for source in ours})),
             tuple(tables),
             tuple(DynamicTable.of(table) for table in graph.dynamic_tables if not table.is_laid_out),
             admission.min_freq,
             admission.max_age_steps,
             tuple(
-                s.key
-                for s in ours
-                if not s.is_in_8_bits and cast_for(s.key, s.tensor, rules.casts) is DType.INT8
+                s.key for s in ours if not s.is_in_8_bits and cast_for(s.key, s.tensor, rules) is DType.INT8
             ),
             {key: tuple(map(PlaceDocument.of, at)) for key, at in _sorted(graph.layers).items()}
             if mapping.catalog.naming is Naming.LAYERS or any(source.tensor.owner for source in ours)
             else {},
+            {name: new for name in sorted(names) if (new := rules.renamed(name)) is not None},
+            _sorted({s.key: s.cast.label for s in ours if s.cast is not None}),
         )
 
     @cached_property
     def variables(self) -> tuple[GraphVariable, ...]:
         """The graph's variables, in the dtypes that the graph computes with."""
         return tuple(variable.read() for variable in self.stored)
+
+    @cached_property
+    def rules(self) -> MappingRules:
+        """The rules for the next checkpoint: no patterns, but what they gave."""
+        given = self.given
+        return MappingRules(
+            average=given.average,
+            by_order=given.by_order,
+            strategies=given.strategies,
+            trained=given.trained,
+            object_path=given.object_path,
+            tensors=given.tensors,
+            names=self.renamed,
+            dtypes=self.dtypes,
+        )
 
     @property
     def admission(self) -> Admission:
@@ -194,19 +268,15 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
             "the published base", None, ordinary, lookups=self.lookups, tables=self.tables, layers=layers
         )
         try:
-            mapping = build_mapping(graph, catalog, self.rules)
+            return build_mapping(graph, catalog, self.rules)
         except MappingError as error:
             raise SchemaChanged(
                 f"{catalog.prefix.name} does not fit what is published: {error.message}", cause=error.cause
             ) from error
-        return replace(mapping, sources=tuple(map(self._as_chosen, mapping.sources)))
-
-    def _as_chosen(self, source: TensorSource) -> TensorSource:
-        return replace(source, cast=None) if source.key in self.not_in_8_bits else source
 
     def trained_name(self, table: DynamicTable) -> str:
         """The name that a dynamic table has in the checkpoint."""
-        return self.rules.renamed(table.name) or table.name
+        return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
         """The served variables as they lie in a bundle published by this recipe, whatever the trainer had."""
@@ -214,14 +284,13 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
     def _contents(self, table: GraphTable) -> Iterator[TensorSource]:
-        keys, values = stored_names(table, self.rules.renamed)
+        keys, values = stored_names(table, self.renamed.get)
         for name, dtype in ((keys, table.key_dtype), (values, table.value_dtype)):
             yield TensorSource(name, (), TensorRef(name, dtype, ()), "table")
 
     def _published(self, key: str, parts: tuple[GraphVariable, ...]) -> TensorSource:
         tensor = TensorRef(key, parts[0].dtype, parts[0].full_shape)
-        cast = cast_for(key, tensor, self.rules.casts)
-        return self._as_chosen(TensorSource(key, parts, tensor, cast=cast))
+        return TensorSource(key, parts, tensor, cast=cast_for(key, tensor, self.rules))
 
     def check_rules(self, given: MappingRules, admission: Admission) -> None:
         """Refuse rules of a later command line that differ from these; it may leave all of them out.
@@ -229,13 +298,13 @@ class MappingSpec(Struct, frozen=True, omit_defaults=True, dict=True, rename={"s
         Raises:
             SchemaChanged: names the options that differ.
         """
-        given = replace(given, trained={}, tensors={})
-        if given == MappingRules() and admission == Admission():
+        asked = replace(RulesDocument.of(given), trained={}, tensors={})
+        if asked == RulesDocument() and admission == Admission():
             return
-        own = replace(self.rules, trained={}, tensors={})
+        own = replace(self.given, trained={}, tensors={})
         was, now = (
             as_builtins(rules) | asdict(filter_)
-            for rules, filter_ in ((own, self.admission), (given, admission))
+            for rules, filter_ in ((own, self.admission), (asked, admission))
         )
         differing = [name for name in was if was[name] != now[name]]
         if differing:

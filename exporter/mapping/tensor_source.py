@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.graph.inference_graph import GraphTable, GraphVariable
-from exporter.mapping.mapping_rules import CastRule
+from exporter.mapping.mapping_rules import MappingRules
 from exporter.wire.dtypes import DType
 
 CASTABLE = {DType.FLOAT, DType.DOUBLE}
@@ -86,11 +86,9 @@ def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tup
     return renamed(table.keys) or table.keys, renamed(table.values) or table.values
 
 
-def cast_for(key: str, tensor: TensorRef, casts: Iterable[CastRule]) -> DType | None:
+def cast_for(key: str, tensor: TensorRef, rules: MappingRules) -> DType | None:
     """The dtype that the rules store a variable in, None for the tensor's own."""
-    if tensor.dtype not in CASTABLE:
-        return None
-    return next((rule.dtype for rule in casts if rule.pattern.fullmatch(key)), None)
+    return rules.cast(key) if tensor.dtype in CASTABLE else None
 
 
 def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:

@@ -18,7 +18,8 @@ from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
 from exporter.errors import MissingTensors, TrainingModeServed
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
-from exporter.mapping.build import TF_AVERAGE, VariableMapping, check_fits
+from exporter.mapping.build import VariableMapping, check_fits
+from exporter.mapping.mapping_rules import TF_AVERAGE
 from exporter.mapping.tensor_source import TensorSource
 
 _STATISTICS = frozenset(

@@ -42,7 +42,7 @@ from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_spec import MappingSpec
 from exporter.newer_python import StrEnum
 from exporter.options import Updates, option_of
-from exporter.publish.served_check import Stored, require_fitting
+from exporter.publish.served_check import Stored, require_fitting, resolved
 from exporter.storage.layout import MANIFEST_FILE, VARIABLES_DIRECTORY, flaw_of
 from exporter.wire.json_documents import (
     Count,
@@ -78,14 +78,14 @@ class BaseEntry(
     frozen=True,
     omit_defaults=True,
     dict=True,
-    rename={"schema_rows": "schema", "mapping_spec": "recipe", "origin": "graph"},
+    rename={"schema_rows": "schema", "origin": "graph"},
 ):
     """`incremental` in the manifest of a base that takes deltas."""
 
     log: Annotated[Count, doc("the position of the base that its log began with")]
     trained: Annotated[TrainerVersion, doc("the trainer's state that it serves")]
     schema_rows: Annotated[list[list[Any]], doc("name, dtype, shape and kind of each served variable")]
-    mapping_spec: Annotated[MappingSpec, doc("how the next delta is made of a checkpoint")]
+    recipe: Annotated[MappingSpec, doc("how the next delta is made of a checkpoint")]
     updates: Annotated[Updates, doc("how its graph takes deltas")]
     state: Annotated[Id | None, doc("the state that it was merged from")] = None
     origin: Annotated[GraphOrigin | None, doc("what its graph was made from; absent: that was not kept")] = (
@@ -106,6 +106,11 @@ class BaseEntry(
             return Schema.from_json(self.schema_rows)
         except ValueError as error:
             raise DocumentError(f"manifest.incremental.schema: {error}") from error
+
+    @cached_property
+    def mapping_spec(self) -> MappingSpec:
+        """How the next delta is made of a checkpoint, whatever release wrote it."""
+        return resolved(self.recipe, self.schema)
 
     def check_updates(self, given: Updates | None) -> None:
         """Refuse a later command line whose update options, if it gives any, differ from the base's."""

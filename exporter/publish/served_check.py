@@ -6,13 +6,17 @@ A manifest where these differ is damaged, or another program's: nothing can be m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import SliceSpec
 from exporter.delta.format import OPEN, Schema, ServedVariable
+from exporter.mapping.mapping_rules import CASTS, average_slots
+from exporter.mapping.tensor_source import CASTABLE
 from exporter.wire.json_documents import DocumentError
 
 if TYPE_CHECKING:
@@ -28,6 +32,43 @@ class Stored(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+def resolved(spec: MappingSpec, schema: Schema) -> MappingSpec:
+    """The recipe with the names and dtypes that its rules gave; releases up to 0.2 kept the rules alone.
+
+    The schema shows which variables were cast, and the names of lookup tables; `tensors` has a tensor for
+    each variable. A table by keys keeps its own name unless a rule names it without any pattern.
+    """
+    given, dtypes, renamed = spec.given, spec.dtypes, spec.renamed
+    if given.casts and not dtypes:
+        served = {variable.name: variable.dtype for variable in schema.variables}
+        found = {v.key: served.get(v.served_name, v.dtype) for v in spec.variables if v.dtype in CASTABLE}
+        dtypes = {key: dtype.label for key, dtype in found.items() if dtype.label in CASTS}
+    if given.renames and not renamed:
+        renamed = {name: new for name, new in _renamed(spec, schema) if name != new}
+    return replace(spec, dtypes=dtypes, renamed=renamed)
+
+
+def _renamed(spec: MappingSpec, schema: Schema) -> Iterator[tuple[str, str]]:
+    for name, tensor in spec.given.tensors.items():
+        slots = [f"/{slot}" for slot in average_slots(spec.given.average) if tensor.endswith(f"/{slot}")]
+        yield name, tensor.removesuffix(max(slots, default=""))
+    lookups = {keys.contents.table: (keys, values) for keys, values in schema.lookups if keys.contents}
+    for table in spec.tables:
+        if table.node in lookups:
+            yield from zip(
+                (table.keys, table.values), (half.name for half in lookups[table.node]), strict=True
+            )
+    tables = {table.name for table in spec.dynamic}
+    for rule in spec.given.renames:
+        name = _ESCAPED.sub(r"\1", rule.pattern)
+        if name in tables and _LITERAL.fullmatch(rule.pattern) and "\\" not in rule.name:
+            yield name, rule.name
+
+
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_LITERAL = re.compile(r"(\\[^0-9A-Za-z]|[^\\.^$*+?{}\[\]|()])*")
 
 
 def require_fitting(schema: Schema, spec: MappingSpec, tensors: Mapping[str, Stored]) -> None:

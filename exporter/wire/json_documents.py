@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -30,7 +30,6 @@ Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 Crc = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$(?!\n)")]
 Release = Annotated[str, Meta(pattern=r"^[0-9]{1,3}\.[0-9]{1,3}$(?!\n)")]
 Shape = tuple[Count, ...]
-Pattern = Annotated[re.Pattern[str], Meta(extra_json_schema={"type": "string"})]
 Moment = Annotated[datetime, Meta(tz=True)]
 if TYPE_CHECKING:
     DtypeLabel = str
@@ -112,12 +111,12 @@ def refuse_doubled_keys(text: str | bytes, where: str) -> None:
 
 def encode(value: Any) -> bytes:
     """A value in compact ASCII."""
-    return _in_ascii(msgspec.json.encode(value, enc_hook=_written))
+    return _in_ascii(msgspec.json.encode(value))
 
 
 def as_builtins(value: Any) -> Any:
     """A value as the dicts, lists, texts and numbers that are written for it."""
-    return msgspec.to_builtins(value, enc_hook=_written)
+    return msgspec.to_builtins(value)
 
 
 def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
@@ -160,26 +159,7 @@ _MAKING = threading.Lock()
 
 @cache
 def _made(type_: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(type_, dec_hook=_read)
-
-
-def _written(value: Any) -> str:
-    """The text of a value that JSON has no form for: a regular expression's pattern.
-
-    NotImplementedError for any other.
-    """
-    if isinstance(value, re.Pattern):
-        return str(value.pattern)
-    raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
-
-
-def _read(type_: Any, value: Any) -> re.Pattern[str]:
-    """The reverse of `_written`; msgspec names the field of a ValueError."""
-    assert get_origin(type_) is re.Pattern, type_
-    try:
-        return re.compile(value)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"not a regular expression: {error}") from None
+    return msgspec.json.Decoder(type_)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

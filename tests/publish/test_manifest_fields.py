@@ -169,14 +169,15 @@ INCREMENTAL = "incremental"
 SERVED: dict[str, At] = {
     "schema": (INCREMENTAL, "schema"),
     "variables": (INCREMENTAL, "recipe", "variables"),
-    "casts": (INCREMENTAL, "recipe", "rules", "casts"),
     "tensors": ("tensors",),
 }
+CASTS: At = (INCREMENTAL, "recipe", "dtypes")
 EMB: At = (INCREMENTAL, "recipe", "variables", 0)
 TABLE: At = ("mapped", "tables", 0)
 DAMAGES: dict[str, Callable[[Document], Document]] = {
     **{f"no {name} of a table": _without(name) for name in SERVED},
     "another shape in the recipe": lambda it: changed(it, (*EMB, "shape"), [20_001, 16]),
+    "another cast in the recipe": lambda it: changed(it, CASTS, dict.fromkeys(at_of(it, CASTS), "float16")),
     "another dtype in the recipe": lambda it: changed(it, (*EMB, "dtype"), "int32"),
     "a part that is outside": lambda it: changed(
         changed(it, (*EMB, "full_shape"), [20_000, 16]), (*EMB, "starts"), [1, 0]

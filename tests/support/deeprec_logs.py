@@ -19,7 +19,7 @@ from exporter.increments.history import identify
 from exporter.increments.trained import TrainerVersion
 from exporter.mapping.build import build_mapping
 from exporter.mapping.mapping_rules import CastRule, MappingRules
-from exporter.mapping.mapping_spec import DynamicTable, MappingSpec, VariableDocument
+from exporter.mapping.mapping_spec import DynamicTable, MappingSpec, RulesDocument, VariableDocument
 from exporter.options import ExportRequest, Updates
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
@@ -167,7 +167,8 @@ def publish_base(
         spec = MappingSpec(
             tuple(map(VariableDocument.of, variables)),
             {},
-            rules,
+            RulesDocument.of(rules),
+            dtypes={source.key: source.cast.label for source in mapping.sources if source.cast},
             dynamic=dynamic,
             min_freq=admission.min_freq,
             max_age_steps=admission.max_age_steps,

@@ -21,7 +21,7 @@ from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
 from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
-from exporter.mapping.mapping_spec import MappingSpec, VariableDocument
+from exporter.mapping.mapping_spec import MappingSpec, RulesDocument, VariableDocument
 from exporter.options import ExportRequest, Updates
 from exporter.pipeline.rebase import FIRST_POSITION
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
@@ -194,7 +194,14 @@ class Serving:
             casts=(CastRule.parse("s/(users|items)=bfloat16"),) if self.cast else (),
             trained=trained,
         )
-        return MappingSpec(tuple(map(VariableDocument.of, self._variables())), strategies, rules)
+        variables = tuple(map(VariableDocument.of, self._variables()))
+        return MappingSpec(
+            variables,
+            strategies,
+            RulesDocument.of(rules),
+            renamed={v.key: new for v in variables if (new := rules.renamed(v.key))},
+            dtypes={v.key: cast.label for v in variables if (cast := rules.cast(v.key))},
+        )
 
     def schema(self) -> Schema:
         mapping_spec = self.mapping_spec()
