@@ -11,7 +11,8 @@
     │   ├── UnsupportedFormat            another version, byte order, compression or family
     │   ├── LfsPointer                   a pointer of Git LFS stands where the file should be
     │   ├── UnsafeArchive                an archive has files outside itself, or unpacks to far too much
-    │   └── CheckpointChanged            files changed or vanished while they were read
+    │   ├── CheckpointChanged            files changed or vanished while they were read
+    │   └── StoreUnavailable             an object store does not answer, or refuses what it is asked
     ├── GraphError                   1   the inference graph cannot be made
     │   ├── BuilderError                 the user's builder raised or returned something else
     │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
@@ -45,7 +46,8 @@
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
     │   │   └── NotTrusted                   no trusted key has signed it, for this place and this model
     │   ├── NotFinite                    NaN or infinity would be published, which the model refuses
-    │   └── WildValues                   rows are beyond --max-norm, and --on-wild refuse was given
+    │   ├── WildValues                   rows are beyond --max-norm, and --on-wild refuse was given
+    │   └── PublicationDamaged           a publication in a store is not what its manifest says
     ├── PublishError                 1   the target could not be written
     │   ├── TargetNotWritable            no permission, read-only file system, not a directory
     │   ├── DiskFull                     no space left, or a quota
@@ -229,6 +231,12 @@ class CheckpointChanged(CheckpointError):
 
     may_pass = True
     default_hint = "run the command again: a newer checkpoint is probably complete by now"
+
+
+class StoreUnavailable(CheckpointError):
+    """An object store does not answer, or refuses what it is asked: its key, its region, the network."""
+
+    default_hint = "look at the variables that name the store and its credentials, then run the command again"
 
 
 class GraphError(ExportError):
@@ -457,6 +465,12 @@ class WildValues(VerificationError):
         "correct the training, or restart it from a checkpoint without such rows; to serve all other rows: "
         "--on-wild hold-row; to serve them: --on-wild warn"
     )
+
+
+class PublicationDamaged(VerificationError):
+    """A publication in a store is not what its manifest says: an object is cut, changed or exchanged."""
+
+    default_hint = "publish a new base: the same export with --updatable --again"
 
 
 class PublishError(ExportError):

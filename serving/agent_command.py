@@ -453,6 +453,7 @@ def agent(
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
         from serving.agent import view
+        from serving.agent.by_model import by_model
         from serving.agent.canary_keeper import Canaries, canary_rules
         from serving.agent.fleet import Fleet, Targets
         from serving.agent.journal import Journal
@@ -468,7 +469,8 @@ def agent(
                 f"--signed-as names one model, and there are {len(paths)}",
                 hint="leave it out, and sign each under the last part of its path or URL",
             )
-        pullers = pullers_of(pull or (), paths, journal, times.poll_seconds, trusting)
+        has_canary = by_model("--canary", canary.canary, paths)
+        pullers = pullers_of(pull or (), paths, journal, times.poll_seconds, trusting, has_canary)
         models = _followed(paths, pullers)
         rules_of_labels = labels.rules(paths, is_trusting=bool(trusting.trust))
         settings = replace(_settings(times, pacing, audits, access, paths), labels=rules_of_labels)

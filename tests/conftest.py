@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,6 +32,13 @@ from tests.support.once import once_a_run
 from tests.support.serving_models import write_models
 
 ROOT = Path(__file__).parent.parent
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
+"""Commands keep what they were typed with here, not in the directory of whoever runs the tests."""
+
+
+@atexit.register
+def _remove_states() -> None:
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers() -> int:

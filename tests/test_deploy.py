@@ -402,6 +402,11 @@ FIRES = {
     "NothingPublished": [UP, metric("worst_served_age_seconds", "3601x60")],
     "TrainingEventsOld": [UP, metric("worst_event_age_seconds", "3601x60")],
     "CopyOld": [UP, metric("copy_age_seconds", "301x60")],
+    "StoreUnseen": [UP, metric("store_visible", "0x60")],
+    "PublicationDamaged": [UP, metric("store_damaged", "1x60"), metric("store_damaged", "1x60", pod="b")],
+    "CopyDiskFull": [UP, metric("copy_disk_full", "1x60")],
+    "ReplicaRestarts": [UP, metric("replica_restarts", "3x60")],
+    "TwoPublishers": [UP, metric("publishers", "2x60"), metric("publishers", "2x60", pod="b")],
     "PublicationsWithheld": [UP, metric("withheld_publications", "1x60")],
     "ModelDirectoryUnseen": [UP, metric("published_visible", "0x60")],
 }
@@ -415,6 +420,11 @@ SILENT = {
                 "replica_fresh": "1x60",
                 "replica_up": "1x60",
                 "replica_right": "1x60",
+                "replica_restarts": "2x60",
+                "publishers": "1x60",
+                "store_visible": "1x60",
+                "store_damaged": "0x60",
+                "copy_disk_full": "0x60",
                 "superseded_seconds": "900x60",
                 "base_wanted": "0x60",
                 "waiting_publications": "0x60",
@@ -532,7 +542,7 @@ def every_metric() -> str:
     version = VersionView(1, "AVAILABLE", 5, 5, 0, 0.0, 1.0, 2.0, "", 0.0, 0, ServedTables(1, 1, 5))
     replica = ReplicaView("m", "h:1", True, "", (version,), Audited(5, 1), PaceView(0.1, 0.01, 0.02))
     canary = CanaryView(5, 0.0, None, "")
-    store = StoreView("s3://b/m", 0.0, "", ())
+    store = StoreView("s3://b/m", 0.0, None, ())
     model = ModelView(
         "m",
         "/m",

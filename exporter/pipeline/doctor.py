@@ -40,7 +40,18 @@ from exporter.publish.commit import NO_SYNC_HINT, cannot_sync
 from exporter.publish.delta_log import DeltaLog, LogDelta, read_log
 from exporter.publish.finite import lasting, refused
 from exporter.publish.hold import Hold
-from exporter.publish.judge import Code, Finding, Habit, Level, Limits, Server, command, judge, silent
+from exporter.publish.judge import (
+    Code,
+    Finding,
+    Habit,
+    Level,
+    Limits,
+    Server,
+    command,
+    judge,
+    silent,
+    two_publishers,
+)
 from exporter.publish.made_by import new_base
 from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.mapped_state import mapped_elsewhere, network_file_system, why_restored
@@ -106,6 +117,7 @@ CHECKS = {
     Code.ROOM: Check.ROOM,
     Code.AGENT_DOWN: Check.AGENT,
     Code.PUBLISHER_SILENT: Check.PUBLISHER,
+    Code.TWO_PUBLISHERS: Check.PUBLISHER,
     Code.DURABILITY: Check.DURABILITY,
     Code.UNREADABLE: Check.PERMISSIONS,
     Code.KEPT_OUT: Check.PERMISSIONS,
@@ -492,10 +504,13 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def publisher(model: Path, now: float) -> Iterator[Finding]:
-    """Find a publisher that is silent for longer than it usually is."""
-    found = Habit.of(Model.read(model)).silence(datetime.fromtimestamp(now, timezone.utc))
+    """Find a publisher that is silent for longer than it usually is, and publishers on several machines."""
+    seen = Model.read(model)
+    found = Habit.of(seen).silence(datetime.fromtimestamp(now, timezone.utc))
     if found.is_too_long:
         yield silent(model, found)
+    if seen.publishers:
+        yield two_publishers(model, seen.publishers)
 
 
 def room(model: Path) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ from exporter.errors import (
     os_error,
 )
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
-from exporter.publish.hold import HeldBy
+from exporter.publish.hold import HeldBy, this_user
 from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Keep, KeptVersion, Retired, retire
@@ -476,7 +476,10 @@ def _complete(
 ) -> Manifest:
     """Write the manifest, signed for `target` if a key is in force; the bundle is whole, and on disk."""
     manifest = draft.complete(
-        position=position, created=datetime.fromtimestamp(now, timezone.utc), files=files
+        position=position,
+        created=datetime.fromtimestamp(now, timezone.utc),
+        files=files,
+        publisher=this_user(),
     )
     if (signer := signer_of(staging.model)) is not None:
         manifest = signer.signed(manifest, target.relative_to(staging.model).as_posix())

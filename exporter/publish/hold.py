@@ -75,7 +75,7 @@ class HeldBy(Struct, frozen=True):
         if len(why) > _LONGEST_REASON:
             why = f"{why[: _LONGEST_REASON - 3]}..."
         when = datetime.now(timezone.utc).replace(microsecond=0)
-        return cls(position, _user(), when, why, canary)
+        return cls(position, this_user(), when, why, canary)
 
     @property
     def origin(self) -> str:
@@ -95,7 +95,8 @@ class HoldDocument(HeldBy, frozen=True):
     instead_of: HeldBy | None = None
 
 
-def _user() -> str:
+def this_user() -> str:
+    """Who runs this process, and where: `user@machine`."""
     import getpass  # late: most commands read holds, and few set one
 
     try:

@@ -55,6 +55,7 @@ class Code(StrEnum):
         return member
 
     DAMAGED = "damaged", "damaged", Level.WRONG
+    DISK_FULL = "disk-full", "disk full", Level.WRONG
     UNTRUSTED = "untrusted", "not trusted", Level.WRONG
     NO_WAY = "no-way", "no way", Level.WRONG
     NOT_FINITE = "not-finite", "not finite", Level.WRONG
@@ -81,6 +82,8 @@ class Code(StrEnum):
     LATE = "late", "late", Level.WRONG
     PUBLISHER_SILENT = "publisher-silent", "publisher silent", Level.WARNING
     OVERLAY = "overlay", "overlay fills", Level.WARNING
+    TWO_PUBLISHERS = "two-publishers", "two publishers", Level.WARNING
+    RESTARTS = "restarts", "restarts", Level.WARNING
     CANARY_LATE = "canary-late", "canary waits", Level.WARNING
     STORE = "store", "store unseen", Level.WARNING
     WITHHELD = "withheld", "withheld", Level.WARNING
@@ -293,13 +296,19 @@ class Habit(Struct, frozen=True):
         times = model.times
         return cls(max(times, default=None), longest_silence_s(times))
 
-    def silence(self, now: datetime, expected_s: float | None = None) -> Silence:
-        """How long the publisher has been silent; without `expected_s` its habit says what is too long."""
-        seconds = None if self.newest is None else seconds_since(self.newest, now)
+    def silence(
+        self, now: datetime, expected_s: float | None = None, in_store: datetime | None = None
+    ) -> Silence:
+        """How long the publisher has been silent; without `expected_s` its habit says what is too long.
+
+        `in_store` is when the newest publication was made of the store that this is a copy of.
+        """
+        newest = max(filter(None, (self.newest, in_store)), default=None)
+        seconds = None if newest is None else seconds_since(newest, now)
         return Silence(seconds, self.longest_s if expected_s is None else expected_s)
 
 
-def silent(model: Path, found: Silence, *, is_learned: bool = True) -> Finding:
+def silent(model: str | Path, found: Silence, *, is_learned: bool = True) -> Finding:
     """The finding that a publisher is silent for too long."""
     seconds, longest = found.seconds or 0.0, found.longest_s or 0.0
     usual = "it is usually quicker than" if is_learned else "it is expected at least every"
@@ -308,6 +317,16 @@ def silent(model: Path, found: Silence, *, is_learned: bool = True) -> Finding:
         f"nothing was published for {human_time(seconds)}",
         f"{usual} {human_time(longest)}: does the trainer run, does the exporter run?",
         look_at_trainer(model),
+    )
+
+
+def two_publishers(place: str | Path, machines: Sequence[str]) -> Finding:
+    """The finding that several machines publish one model in turn."""
+    return Finding(
+        Code.TWO_PUBLISHERS,
+        f"{' and '.join(machines)} publish this model in turn",
+        "each makes what the other has made already, and one of two trainers overwrites the other: end one",
+        command("export-model", "history", place),
     )
 
 

@@ -1,12 +1,14 @@
 """The command that publishes a new base of a model, whole, so that it can be typed.
 
 An export keeps its own arguments beside the model, for its own user alone: neither servers nor stores read
-the file. Without it, as for models of earlier releases and copies, the base's manifest knows the
-names of what it was made from.
+the file. Of a model in a store they are kept in this user's directory for states (`XDG_STATE_HOME`). Without
+it, as for models of earlier releases and copies, the base's manifest knows the names of what it was made
+from.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +24,8 @@ from exporter.publish.versions import newest_version, read_manifest
 from exporter.storage.files import read_regular
 from exporter.storage.layout import MADE_BY_FILE
 from exporter.storage.local_paths import quoted
+from exporter.storage.mirror import shown
+from exporter.storage.url import Url
 
 _LONGEST_BYTES = 1 << 16
 
@@ -33,12 +37,23 @@ class _Kept(Struct, frozen=True):
     arguments: list[str]
 
 
-def _kept(model: Path) -> _Kept | None:
+def _place(model: str | Path) -> Path:
+    """The file in which the arguments of a model's export are kept, by the model's path or URL."""
+    url = Url.parse(shown(os.fspath(model)))
+    if url is None:
+        return Path(model) / MADE_BY_FILE
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    name = hashlib.sha256(str(url).encode()).hexdigest()[:32]
+    return Path(home).expanduser() / "export-model" / name / MADE_BY_FILE
+
+
+def _kept(model: str | Path) -> _Kept | None:
     """What an export of this user kept; None without it, or if it cannot be read."""
-    with suppress(OSError, msgspec.DecodeError):
-        if (model / MADE_BY_FILE).lstat().st_uid != os.getuid():
+    place = _place(model)
+    with suppress(OSError, RuntimeError, msgspec.DecodeError):
+        if place.lstat().st_uid != os.getuid():
             return None  # a command that others wrote is not one to type
-        return msgspec.json.decode(read_regular(model / MADE_BY_FILE, _LONGEST_BYTES), type=_Kept)
+        return msgspec.json.decode(read_regular(place, _LONGEST_BYTES), type=_Kept)
     return None
 
 
@@ -47,8 +62,8 @@ def keep_command(request: ExportRequest) -> None:
 
     It is for people, so that a failure to write it fails nothing.
     """
-    place = request.out / MADE_BY_FILE
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):
+        place = _place(request.out)
         if request.model is not None and not isinstance(request.model, str):
             place.unlink(missing_ok=True)
             return
@@ -57,6 +72,8 @@ def keep_command(request: ExportRequest) -> None:
         except UnicodeEncodeError:  # a name that is not UTF-8 has no form in JSON
             place.unlink(missing_ok=True)
             return
+        if place.parent != request.out:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = place.with_name(f"{MADE_BY_FILE}.{os.getpid()}")
         # for its owner alone: an argument of a builder may be nobody else's business
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -66,19 +83,23 @@ def keep_command(request: ExportRequest) -> None:
 
 def _arguments(request: ExportRequest) -> Iterator[str]:
     where = request.ckpt_dir
-    yield f"--ckpt-dir={where if where.is_dir() else where.parent}"
-    yield f"--out={request.out}"
+    yield f"--ckpt-dir={shown(str(where if where.is_dir() else where.parent))}"
+    yield f"--out={shown(str(request.out))}"
     yield from arguments(request)
 
 
-def new_base(model: Path, ckpt_dir: Path | None = None) -> str:
-    """The command that publishes a new base; `ckpt_dir` where nothing else says where the trainer saves."""
+def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | None = None) -> str:
+    """The command that publishes a new base of a model, by its path or URL.
+
+    Without the arguments of its export the manifest of the newest version has their names: of `model`, or of
+    `manifests`, which is a copy of it. `ckpt_dir` is where the trainer saves, where nothing else says it.
+    """
     if (kept := _kept(model)) is not None:
         typed = " ".join(map(quoted, kept.arguments))
         return f"cd {quoted(kept.directory)} && export-model {typed} --updatable --again"
     words = ["export-model", "--ckpt-dir", str(ckpt_dir or "DIR"), "--model", "WHAT", "--out", str(model)]
     with suppress(ManifestError, OSError):
-        newest = newest_version(model)
+        newest = newest_version(manifests or Path(model))
         manifest = None if newest is None else read_manifest(newest.path)
         entry = None if manifest is None else manifest.incremental
         if manifest is not None:
@@ -88,13 +109,17 @@ def new_base(model: Path, ckpt_dir: Path | None = None) -> str:
                 named = entry.origin.files[0].path, entry.origin.function
                 words[4] = ":".join(filter(None, named))
             words += arguments(entry.updates) if entry.updates != Updates() else ()
+        if manifest is not None and manifest.signature is not None:
+            words += ["--sign-key", "KEY"]
     return " ".join([*map(quoted, words), "--updatable", "--again"])
 
 
-def look_at_trainer(model: Path) -> str:
+def look_at_trainer(model: str | Path) -> str:
     """The command that says whether the trainer writes, and whether an export would publish."""
-    directory = "DIR"
+    words = ["export-model", "doctor", model]
     if (kept := _kept(model)) is not None:
         given = (word.partition("=")[2] for word in kept.arguments if word.startswith("--ckpt-dir="))
-        directory = str(Path(kept.directory, next(given, "DIR")))
-    return f"export-model doctor {quoted(model)} --ckpt-dir {quoted(directory)}"
+        if named := next(given, ""):
+            is_url = Url.parse(named) is not None
+            words += ["--ckpt-dir", named if is_url else str(Path(kept.directory, named))]
+    return " ".join(map(quoted, words))

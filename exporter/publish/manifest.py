@@ -287,9 +287,11 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     for_server: str | None = None
     oldest_server: str | None = None
 
-    def complete(self, *, position: int, created: datetime, files: tuple[FileEntry, ...]) -> Manifest:
+    def complete(
+        self, *, position: int, created: datetime, files: tuple[FileEntry, ...], publisher: str | None = None
+    ) -> Manifest:
         """The manifest to publish."""
-        return Manifest(**asdict(self), position=position, created=created, files=files)
+        return Manifest(**asdict(self), position=position, created=created, files=files, publisher=publisher)
 
 
 class Manifest(ManifestDraft, frozen=True, kw_only=True):
@@ -298,6 +300,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
     position: int
     created: datetime
     files: tuple[FileEntry, ...]
+    publisher: str | None = None
     signature: Signature | None = None
 
     def __repr__(self) -> str:
@@ -369,6 +372,7 @@ class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
 class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     """`<model>/<version>/manifest.json`."""
 
+    publisher: Annotated[Text | None, doc("who published it: `user@machine`; absent: not known")] = None
     incremental: Annotated[BaseEntry | None, doc("how it takes deltas; absent: it takes none")] = None
     taken_back: Annotated[RestoredValues | None, doc("why it was published again")] = None
     plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
@@ -382,6 +386,7 @@ class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
     """`<model>/deltas/<log>/<from>-<to>/manifest.json`."""
 
     from_position: Annotated[Count, doc("the first position that it fits")]
+    publisher: Annotated[Text | None, doc("who published it: `user@machine`; absent: not known")] = None
     incremental: Annotated[DeltaEntry | None, doc("its place in its log")] = None
     plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
 

@@ -53,6 +53,9 @@ from exporter.storage.files import FileIdentity, is_gone, read_regular
 from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 
 _MOST_COMMITS = 20_000
+_LAST_PUBLISHERS = 16
+_OF_PERSONS = frozenset({DeltaOrigin.MERGE, DeltaOrigin.ROLLBACK, DeltaOrigin.RESUME})
+"""What is published from a person's machine, who may have another one than the exporter."""
 
 
 class PublicationKind(StrEnum):
@@ -250,6 +253,7 @@ class _Known(Struct):
     Another model may take its place: a base counts as long as its manifest is the same file. What is read now
     appeared after `since`, by this machine's clock; None: times are those of whoever published. `skew_s`: by
     how much, at least, the publisher's clock was ahead when something appeared last; negative: behind.
+    `publishers` are who published what a trainer has made, by position.
     """
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
@@ -260,6 +264,7 @@ class _Known(Struct):
     since: datetime | None = None
     skew_s: float | None = None
     untrusted: dict[Path, NotTrusted] = field(default_factory=dict)
+    publishers: dict[int, str] = field(default_factory=dict)
 
     def base(self, path: Path) -> LogBase | None:
         """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
@@ -349,6 +354,9 @@ class _Known(Struct):
         if isinstance(entry, DeltaEntry):
             back = entry.made is DeltaOrigin.ROLLBACK
             found = [replace(found[0], rows=entry.rows, bytes_=manifest.bytes_, is_rollback=back)]
+        made = entry.made if isinstance(entry, DeltaEntry) else DeltaOrigin.COMPARISON
+        if manifest.publisher and made not in _OF_PERSONS:
+            self.publishers[manifest.position] = manifest.publisher
         if manifest.position in commits:
             found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
         event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)
@@ -508,6 +516,17 @@ class Model(Struct, frozen=True, dict=True):
             return []
         of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
         return [*of_logs, *self.known.plain.values()]
+
+    @property
+    def publishers(self) -> tuple[str, ...]:
+        """The machines that publish this model in turn, as `user@machine`; empty if only one does.
+
+        One that took over from another for good is one.
+        """
+        known = dict(self.known.publishers)
+        last = [known[position] for position in sorted(known)[-_LAST_PUBLISHERS:]]
+        turns = [name for name, before in zip(last, [None, *last], strict=False) if name != before]
+        return tuple(sorted({*turns})) if len(turns) > 2 else ()
 
     @property
     def skew_s(self) -> float | None:

@@ -30,6 +30,7 @@ from exporter.errors import (
     CheckpointError,
     CheckpointNotFound,
     PublishError,
+    StoreUnavailable,
     UsageError,
     os_error,
     to_install,
@@ -37,7 +38,7 @@ from exporter.errors import (
 from exporter.storage.open_files import write_at
 from exporter.storage.requests import Request, requests, upload_parts
 from exporter.storage.url import Url
-from exporter.storage.waiting import awaited, workers
+from exporter.storage.waiting import awaited, calling, workers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -446,6 +447,13 @@ _KINDS = {
     "token file": "the file of its token cannot be read",
     "redirect without LOCATION": "the bucket is in another region than AWS_REGION says",
 }
+_OF_CONNECTIONS = ("TimedOut", "ConnectionRefused", "dns error", "InvalidContentType")
+
+
+_NO_CONNECTION = frozenset(
+    {"no connection, or no answer to be read", *(_KINDS[word] for word in _OF_CONNECTIONS)}
+)
+"""Answers that say that no store was reached."""
 
 
 class BrokenOff(Exception):
@@ -473,7 +481,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     """Raise errors by name for a store's answers to reading.
 
     CheckpointNotFound without the bucket, CheckpointChanged if the object `key` vanished or was replaced,
-    else CheckpointError.
+    CheckpointError for a name that is no path, else StoreUnavailable.
     """
     from obstore import exceptions
 
@@ -481,13 +489,14 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
     bucket = f"{'container' if url.scheme == 'az' else 'bucket'} {url.scheme}://{url.bucket}"
     absent = CheckpointNotFound(f"there is no {bucket}", hint="name one that is there")
 
-    def refused(error: Exception) -> CheckpointError:
-        code = "".join(f" ({found})" for found in _CODE.findall(str(error))[:1])
-        said = f"{where}: the store refuses these credentials{code}"
-        return CheckpointError(said, hint=f"{HINTS[url.scheme]}; {_MAY}")
+    def refused(error: Exception) -> StoreUnavailable:
+        code = next(iter(_CODE.findall(str(error))), "")
+        said = f"{where}: the store refuses these credentials{code and f' ({code})'}"
+        return StoreUnavailable(said, hint=_advice(url.scheme, code or "refused"))
 
     try:
-        yield
+        with calling(where):
+            yield
     except (exceptions.PreconditionError, FileNotFoundError) as error:
         if key is None:
             raise absent from None
@@ -505,11 +514,11 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
             hint="name the directory of the checkpoint alone, or remove that object",
         ) from None
     except BrokenOff as error:
-        raise CheckpointError(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
+        raise StoreUnavailable(f"{where}: the store cannot be read", cause=str(error), hint=_LATER) from None
     except exceptions.BaseError as error:
         said = _status_or_kind(error)
         if why := missing_credentials(url.scheme, str(error)):
-            raise CheckpointError(
+            raise StoreUnavailable(
                 f"{where}: there are no credentials", cause=f"{why}: {said}", hint=HINTS[url.scheme]
             ) from None
         if said[:3] in ("401", "403") or (said[:3] == "400" and _CODE.search(str(error))):
@@ -517,8 +526,38 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
         if said[:3] == "404" and key is None:
             raise absent from None
         is_ill = said[:3] == "429" or (said[:1] == "5" and said[:3] != NOT_IMPLEMENTED)
-        hint = _LATER if is_ill else HINTS[url.scheme]
-        raise CheckpointError(f"{where}: the store cannot be read", cause=said, hint=hint) from None
+        hint = _LATER if is_ill else _advice(url.scheme, said)
+        raise StoreUnavailable(f"{where}: the store cannot be read", cause=said, hint=hint) from None
+
+
+_VARIABLES_OF = {
+    "InvalidAccessKeyId": "AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "AWS_SECRET_ACCESS_KEY",
+    "ExpiredToken": "AWS_SESSION_TOKEN",
+    "InvalidToken": "AWS_SESSION_TOKEN",
+    "AuthorizationHeaderMalformed": "AWS_REGION",
+    _KINDS["redirect without LOCATION"]: "AWS_REGION",
+}
+"""The variable that is wrong, by what S3 says of it."""
+
+
+def _advice(scheme: str, said: str) -> str:
+    """The hint for an answer of a store: which variable to look at, of those that are set.
+
+    Variables are named, and their values never.
+    """
+    if said == "RequestTimeTooSkewed":
+        return "this machine's clock is wrong: timedatectl status"
+    if said in _NO_CONNECTION:
+        name = next(filter(os.environ.get, _ENDPOINTS), None)
+        what = f"the address in {name}" if name else "this machine's network and name server"
+        return f"look at {what}, and at whether the store runs"
+    if scheme == "s3" and (name := _VARIABLES_OF.get(said)):
+        is_set = "is set, and" if os.environ.get(name) else "is not set, and what is found elsewhere"
+        return f"correct {name}: it {is_set} is not what this store expects; {_MAY}"
+    if scheme == "s3" and (named := next((names for names in _AWS if all(map(os.environ.get, names))), None)):
+        return f"{' with '.join(named)} {'is' if len(named) == 1 else 'are'} set: {_MAY}"
+    return f"{HINTS[scheme]}; {_MAY}"
 
 
 def _status_or_kind(error: Exception) -> str:

@@ -1,5 +1,7 @@
 """Waits for a store's answer that end with the wish for it: a silent store may take minutes.
 
+Who waits in another thread sees in `Calls` which are under way, and since when.
+
 Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when the block that set them to
 work is interrupted, and those of a thread in `until` once its event is set. The store may still do it, as it
 may after the process was killed.
@@ -8,9 +10,10 @@ may after the process was killed.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -22,10 +25,33 @@ class GivenUp(BaseException):
     """The work is not wanted any more. That is not a failure, and nothing reports it as one."""
 
 
+class Calls:
+    """The calls to stores that a block has under way, in its thread and in the workers that it has."""
+
+    def __init__(self) -> None:
+        self._began: dict[object, tuple[float, str]] = {}
+
+    def oldest(self) -> tuple[str, float] | None:
+        """The call that is under way for the longest time, and its seconds; None if there is none."""
+        began, what = min(tuple(self._began.values()), default=(0.0, ""))
+        return (what, time.monotonic() - began) if what else None
+
+    @contextmanager
+    def entered(self, what: str) -> Iterator[None]:
+        """Count a call as under way inside the block."""
+        key = object()
+        self._began[key] = time.monotonic(), what
+        try:
+            yield
+        finally:
+            del self._began[key]
+
+
 class _Thread(threading.local):
-    """The events that end the requests of a thread."""
+    """The events that end the requests of a thread, and who counts its calls."""
 
     ends: tuple[threading.Event, ...] = ()
+    calls = Calls()
 
 
 _this = _Thread()
@@ -40,6 +66,22 @@ def until(end: threading.Event) -> Iterator[None]:
         yield
     finally:
         _this.ends = before
+
+
+@contextmanager
+def counted(calls: Calls) -> Iterator[None]:
+    """Count the calls of this thread, and of the workers that it has, in `calls`."""
+    before = _this.calls
+    _this.calls = calls
+    try:
+        yield
+    finally:
+        _this.calls = before
+
+
+def calling(what: str) -> AbstractContextManager[None]:
+    """A block in which a call to a store is under way; `what` names it for people."""
+    return _this.calls.entered(what)
 
 
 @contextmanager
@@ -77,7 +119,12 @@ def workers(count: int, name: str) -> Iterator[Executor]:
     from concurrent.futures import ThreadPoolExecutor
 
     end = threading.Event()
-    pool = ThreadPoolExecutor(count, name, setattr, (_this, "ends", (*_this.ends, end)))
+    ends, calls = (*_this.ends, end), _this.calls
+
+    def begin() -> None:
+        _this.ends, _this.calls = ends, calls
+
+    pool = ThreadPoolExecutor(count, name, begin)
     try:
         with setting_if_interrupted(end):
             yield pool

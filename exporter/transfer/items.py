@@ -22,7 +22,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_catalog
-from exporter.errors import CheckpointChanged, ManifestError, NotTrusted, VerificationError
+from exporter.errors import CheckpointChanged, ManifestError, NotTrusted
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
 from exporter.publish.tags import LONGEST_TAGS, tags_document
@@ -365,18 +365,6 @@ def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
     sizes = {file.path: file.bytes_ for file in item.manifest.files}
     whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
     return whole if len(whole) == len(found) else None
-
-
-def require_sizes(model: StoredModel, item: Item, where: object) -> None:
-    """Refuse an object of another size than its manifest says; one that is missing may still come."""
-    for file in item.manifest.files:
-        each = model.objects.get(f"{item.path}/{file.path}")
-        if each is not None and each.size != file.bytes_:
-            raise VerificationError(
-                f"{where}/{item.path}/{file.path} has {each.size} bytes, expected {file.bytes_}",
-                cause=f"{MANIFEST_FILE} beside it says so; nothing was fetched",
-                hint="push it again from where it was published, or remove it there: the copy then goes on",
-            )
 
 
 def require_sound(item: Item, path: Path) -> None:

@@ -24,6 +24,9 @@ count yet: only what is settled does. What the store no longer has is removed
 
 So the last base stays, whatever is removed from the store.
 
+What is damaged in the store is not taken, and keeps the copy where it is: PublicationDamaged. Once something
+newer is there that takes its place, a base or a merger, it is passed by, with the deltas that need it.
+
 Who may write a store is not always who may publish. With keys that are trusted (`exporter.publish.signing`)
 
 - what none of them has signed is not fetched, nor a delta whose log has no base that one has signed;
@@ -44,6 +47,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -59,13 +63,16 @@ from exporter.errors import (
     MissingShard,
     NotTrusted,
     PositionMoved,
+    PublicationDamaged,
     TruncatedFile,
     UnsupportedFormat,
     UsageError,
     VerificationError,
 )
 from exporter.publish.commit import model_lock
+from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Hold, position_in
+from exporter.publish.manifest import BaseEntry
 from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
 from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
@@ -98,7 +105,6 @@ from exporter.transfer.items import (
     local_holds,
     local_items,
     looking_again,
-    require_sizes,
     stored_items,
 )
 from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, parse
@@ -209,16 +215,28 @@ class LocalCopy:
 
     Connections, what a cloud gave for credentials, and manifests are kept from one update to the next. After
     a failure the store is opened again: files of credentials may have been replaced. With `trust` nothing is
-    taken but what one of its keys has signed; their files are read again at each update.
+    taken but what one of its keys has signed; their files are read again at each update. With
+    `holds_new_logs`, for a canary, a log that is not here yet is held at its first base before servers see
+    that: so they start where the canary judges first.
 
     Raises:
         UsageError: the URL is of no model.
     """
 
-    def __init__(self, url: str, model: Path, *, prune: bool = False, trust: Trust | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: Path,
+        *,
+        prune: bool = False,
+        trust: Trust | None = None,
+        holds_new_logs: bool = False,
+    ) -> None:
         self.url = parse(url)
+        self._holds_new_logs = holds_new_logs
         self._model, self._prune, self._trust = model, prune, trust
         self._keys: list[str] = []
+        self._damaged = dict[frozenset[RemoteObject], str]()
         self._store: ObjectWriter | None = None
         self._seen = Seen()
 
@@ -229,6 +247,12 @@ class LocalCopy:
         done = looking_again(lambda: self._update(store, fetched, progress))
         self._store = store
         return done
+
+    @property
+    def newest(self) -> tuple[int, datetime] | None:
+        """The newest publication that was seen in the store, its position and its time; None before."""
+        seen = [each.manifest for each in self._seen.stored.items.values()]
+        return max(((each.position, each.created) for each in seen), default=None)
 
     def _update(self, store: ObjectWriter, fetched: list[Item], progress: ProgressFactory) -> Pulled:
         model = self._model
@@ -249,9 +273,10 @@ class LocalCopy:
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
-            job = _Pull(store, self.url, model, stored, fetched, self._trust)
+            job = _Pull(store, self.url, model, stored, fetched, self._damaged, self._trust)
+            job.holds_new_logs = self._holds_new_logs
             done = job.run(None if head is None else head[0], progress, prune=self._prune)
-            is_level = job.has_own or job.here.keys() >= stored.items.keys()
+            is_level = job.has_own or job.here.keys() | job.passed_by >= stored.items.keys()
             if head is not None and is_level and head[0].path in stored.items:
                 remember(model, self.url, head[0])
         self._seen = seen
@@ -304,10 +329,13 @@ class _Pull:
         model: Path,
         stored: StoredItems,
         fetched: list[Item],
+        damaged: dict[frozenset[RemoteObject], str],
         trust: Trust | None = None,
     ) -> None:
         self._store, self._url, self._model, self._stored = store, url, model, stored
-        self._fetched = fetched
+        self._fetched, self._damaged = fetched, damaged
+        self.passed_by = set[str]()
+        self.holds_new_logs = False
         self.here = by_path(local_items(model))
         self._kept_log: str | None = None
         self.has_own = False
@@ -352,7 +380,7 @@ class _Pull:
         if not incomplete:
             self._settle_holds()
         elif not self._fetched:
-            require_sizes(self._stored, self._stored.items[incomplete[0]], self._url)
+            self._require_sizes(self._stored.items[incomplete[0]])
         return self._done(removed, incomplete, waiting)
 
     def _done(
@@ -442,19 +470,45 @@ class _Pull:
         whole = dict[str, dict[str, RemoteObject]]()
         for item in wanted:
             files = files_of(self._stored, item)
-            if files is None:
+            if files is not None:
+                whole[item.path] = files
+            elif not self._passes_by(item, wanted):
                 break
-            whole[item.path] = files
-        coming, left = wanted[: len(whole)], wanted[len(whole) :]
+        coming = [item for item in wanted if item.path in whole]
+        left = [item for item in wanted if item.path not in whole and item.path not in self.passed_by]
         size = sum(item.bytes_ for item in wanted)
         with progress("fetching", size) as bar, self._ahead(coming, whole, bar) as staged:
             for item in coming:
-                path = staged(item)
+                if item.path in self.passed_by:
+                    continue
+                try:
+                    path = staged(item)
+                except PublicationDamaged:
+                    if not self._passes_by(item, wanted):
+                        raise
+                    continue
                 self._announce(item)
                 self._publish(item, path)
                 self.here[item.path] = item
                 self._fetched.append(item)
         return tuple(item.path for item in left)
+
+    def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
+        """Pass by a damaged item, and deltas that need it, if something in the store takes its place."""
+        stored = self._stored.items.values()
+        instead = min(
+            (each for each in stored if each.path != item.path and _replaces(each, item)),
+            key=lambda each: each.order,
+            default=None,
+        )
+        if instead is None:
+            return False
+        self.passed_by |= {item.path} | {
+            each.path
+            for each in wanted
+            if each.log == item.log and item.order < each.order < instead.order and not _replaces(each, item)
+        }
+        return True
 
     @contextmanager
     def _ahead(
@@ -502,18 +556,38 @@ class _Pull:
     def _staged(self, item: Item, files: dict[str, RemoteObject], bar: Progress) -> Path:
         """The publication, whole and checked, where servers do not look."""
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
+        objects = frozenset(files.values())
+        if objects in self._damaged:
+            raise self._damage_of(item, self._damaged[objects])
+        if not staged.exists():
+            _require_room(staged, item.bytes_)
         with writing(staged):
             make_directories(staged)
             try:
                 self._fill(item, staged, files, bar)
             except (VerificationError, CorruptFile, MissingShard, TruncatedFile, UnsupportedFormat) as error:
                 remove_tree(staged)  # to be fetched again
-                error.message = error.message.replace(str(staged), f"{self._url}/{item.path}")
-                raise
+                said = self._damaged[objects] = error.message.replace(str(staged), f"{self._url}/{item.path}")
+                raise self._damage_of(item, said) from error
             (staged / MANIFEST_FILE).unlink(missing_ok=True)
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
         return staged
+
+    def _require_sizes(self, item: Item) -> None:
+        """Refuse an object of another size than its manifest says; one that is missing may still come."""
+        for file in item.manifest.files:
+            each = self._stored.objects.get(f"{item.path}/{file.path}")
+            if each is not None and each.size != file.bytes_:
+                place = f"{self._url}/{item.path}/{file.path}"
+                raise self._damage_of(item, f"{place} has {each.size} bytes, expected {file.bytes_}")
+
+    def _damage_of(self, item: Item, why: str) -> PublicationDamaged:
+        return PublicationDamaged(
+            f"publication {item.manifest.position} is damaged in the store",
+            cause=why,
+            hint=f"what to publish in its place: export-model doctor {quoted(self._url)}",
+        )
 
     def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> None:
         """Fetch what is missing of a publication, and compare all of it with the manifest."""
@@ -547,6 +621,11 @@ class _Pull:
                 )
                 if brought < self._least_hold(name, local_holds(self._model, has_tags=False).get(name)):
                     brought = None
+            entry = item.manifest.incremental
+            if self.holds_new_logs and isinstance(entry, BaseEntry):
+                log = Hold(log_path(self._model, entry.log))
+                if not log.directory.exists():  # else servers follow it, and the canary has begun
+                    log.put(item.manifest.position, staging, canary=True, why="the base is judged first")
             if brought is not None:
                 held = hold.prepare(brought, staging)
                 hold.promise(target.name, held, staging)
@@ -664,11 +743,11 @@ def _require_room(staged: Path, size: int) -> None:
     and counts as room.
     """
     parts = sum(path.stat().st_size for path in staged.rglob(".*.part"))
-    free = shutil.disk_usage(staged).free + parts
+    free = shutil.disk_usage(staged.parent).free + parts
     if size > free:
         raise DiskFull(
             f"no space left to fetch into {staged.parent}",
-            cause=f"{human_bytes(size)} are to be fetched, and {human_bytes(free)} are free",
+            cause=f"{human_bytes(size)} are needed, and {human_bytes(free)} are free",
             hint="free space, or keep fewer versions where they are published (--keep)",
         )
 

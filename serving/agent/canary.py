@@ -18,6 +18,7 @@ A base that servers load by themselves is also asked the golden requests, but no
     | the canary's, at G | one was never asked, none is on trial   | `Idle`: it may be beyond G        |
     | the canary's, at G | two in a row stopped responding         | `RollBack`                        |
     | the canary's, at G | one can take a delta beyond G           | `Go`: first, for a limited time   |
+    | the canary's, at G | none can, and one loads or was never up | `Idle`: it is loading             |
     | the canary's, at G | none can                                | `Idle`: they refuse, or are down  |
 
 A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta, or
@@ -34,6 +35,7 @@ from msgspec.structs import replace
 from exporter.publish.model import Log
 from exporter.publish.served import Served
 from serving.agent.rollout import Observed
+from serving.status import VersionState
 
 LOST_MEANS_BAD = 2
 """If this many replicas in a row stop responding after they were sent to take the same deltas, the deltas are
@@ -225,6 +227,10 @@ def _send(
     if able and not fresh:  # every replica had its time: start with the first again
         trial, fresh = replace(trial, lost=()), able
     if not fresh:
+        if starting := _starting(replicas):
+            is_loading = any(replicas[address].versions for address in starting)
+            what = "load the base" if is_loading else "start"
+            return Idle(f"waiting for {' and '.join(starting)} to {what}", is_stuck=not is_loading), trial
         return Idle("no replica can go first: they refuse, or do not answer", is_stuck=True), trial
     if trial.address not in fresh:
         trial = replace(trial, address=fresh[0], began=now)
@@ -240,6 +246,17 @@ def _lose(trial: Trial, replicas: Mapping[str, Observed], now: float) -> Trial:
 
 def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
     return address in replicas and bool(replicas[address].failures)
+
+
+def _starting(replicas: Mapping[str, Observed]) -> list[str]:
+    """The replicas that load a version, or have not served any yet since the agent began."""
+    loading = (VersionState.START, VersionState.LOADING)
+    return [
+        address
+        for address, observed in replicas.items()
+        if observed.served is None
+        and (not observed.versions or any(version.state in loading for version in observed.versions))
+    ]
 
 
 def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -> bool:

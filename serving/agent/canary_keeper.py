@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from exporter.errors import CallFailed, ExportError, TargetBusy, UsageError
 from exporter.publish.approval import approve
 from exporter.publish.commit import model_lock
+from exporter.publish.judge import command
 from exporter.publish.model import Log, Model
 from exporter.publish.versions import newest_version
 from exporter.storage.layout import CANARY_LOCK_FILE
@@ -338,7 +339,14 @@ class Canary:
         self.publications.look()
         if done.returncode == 0:
             self._troubles = 0
-            self._report(EventKind.ROLLED_BACK, f"rolled back to the values of {to}: {reason}", position=to)
+            path = self.publications.model.path
+            self._report(
+                EventKind.ROLLED_BACK,
+                f"rolled back to the values of {to}: {reason}",
+                position=to,
+                why=f"canary: {reason}",
+                command=command("export-model", "resume", path, "--lift-only"),
+            )
             return 0.0
         now = self.publications.current.logs.get(log.lineage)
         if now is not None and now.is_canary:  # no operator has decided meanwhile
@@ -365,14 +373,29 @@ class Canary:
         self._answers = {**dict(kept), (log.lineage, position): answers}
 
     def _report(
-        self, what: EventKind, message: str, replica: str | None = None, position: int | None = None
+        self,
+        what: EventKind,
+        message: str,
+        replica: str | None = None,
+        position: int | None = None,
+        *,
+        why: str = "",
+        command: str = "",
     ) -> None:
         key, now = (what, message, replica), time.monotonic()
         if now - self._reported.get(key, -_SILENT_S) < _SILENT_S:
             return
         self._reported = {**dict(list(self._reported.items())[-_KEPT:]), key: now}
         self._journal.write(
-            AgentEvent(what, message, self.publications.model.name, replica, position=position)
+            AgentEvent(
+                what,
+                message,
+                self.publications.model.name,
+                replica,
+                position=position,
+                why=why,
+                command=command,
+            )
         )
 
 

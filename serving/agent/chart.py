@@ -14,6 +14,8 @@ from msgspec import Struct
 from exporter.publish.model import Published
 
 SPAN_S = 3600.0
+_LEAST_SPAN_S = 60.0
+"""What is shown at least, of an agent that has just started."""
 WIDTH, HEIGHT = 720, 56
 _EDGE = 3
 _LEAST_BAR = 1.5
@@ -48,10 +50,11 @@ class Panel(Struct, frozen=True):
 
 
 class Chart(Struct, frozen=True):
-    """The panels, one below the other, and what is marked in all of them."""
+    """The panels, one below the other, what is marked in all of them, and the time that they span."""
 
     panels: tuple[Panel, ...]
     marks: tuple[Mark, ...]
+    span_s: float = SPAN_S
     width: int = WIDTH
     height: int = HEIGHT
 
@@ -64,7 +67,7 @@ def chart(
     seconds: Callable[[float], str],
     size: Callable[[float], str],
 ) -> Chart | None:
-    """The chart of the hour before `now`; None if nothing is known of it.
+    """The chart of the hour before `now`, or of what is known of it; None if nothing is.
 
     Args:
         now: the time at its right edge.
@@ -80,11 +83,17 @@ def chart(
     if not recent and not taken:
         return None
 
+    before = max((one.position for one in published if one.created < began), default=None)
+    span_s = SPAN_S
+    if before is None:
+        first = min([one.created for one in recent] + [one.at for one in taken])
+        span_s = max(_LEAST_SPAN_S, (now - first).total_seconds())
+        began = now - timedelta(seconds=span_s)
+
     def x(at: datetime) -> float:
-        return round(WIDTH * max(0.0, min(1.0, (at - began).total_seconds() / SPAN_S)), 1)
+        return round(WIDTH * max(0.0, min(1.0, (at - began).total_seconds() / span_s)), 1)
 
     steps = [(x(one.created), float(one.position)) for one in recent]
-    before = max((one.position for one in published if one.created < began), default=None)
     if before is not None:
         steps.insert(0, (0.0, float(before)))
     if steps:
@@ -108,7 +117,7 @@ def chart(
     stale = [(x(one.at), one.stale_s) for one in taken]
     worst = max((value for _, value in stale if value is not None), default=0.0)
     lines = (("stale", line(stale, 0.0, max(1.0, worst))),)
-    panels.append(Panel("Behind", lines, "0 s", seconds(worst) if worst else "never"))
+    panels.append(Panel("Behind", lines, "0 s", seconds(max(1.0, worst))))
     for title, values, write in (
         ("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda value: f"{value:,.0f}"),
         ("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size),
@@ -121,7 +130,7 @@ def chart(
         Mark("rollback", x(one.created), f"rollback at {one.position}") for one in recent if one.is_rollback
     ]
     marks += [Mark("swap", x(at), text) for at, text in swaps if at >= began]
-    return Chart(tuple(panels), tuple(marks))
+    return Chart(tuple(panels), tuple(marks), span_s)
 
 
 def line(

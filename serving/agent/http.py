@@ -135,13 +135,27 @@ def _allowed_content() -> str:
 
 
 @cache
-def _template() -> Template:
+def _template(name: str = "page.html") -> Template:
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(_HERE)
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-        "page.html"
+        name
     )
+
+
+@cache
+def _findings() -> str:
+    """The page that says what each finding means, and what to do."""
+    from serving.agent.meanings import MEANINGS
+
+    return _template("findings.html").render(meanings=MEANINGS.items(), parts=_parts)
+
+
+def _parts(text: str) -> list[tuple[bool, str]]:
+    """The parts of a text in Markdown, without its links, and for each whether it is code."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    return [(bool(number % 2), part) for number, part in enumerate(plain.split("`"))]
 
 
 class Site(Struct, frozen=True):
@@ -186,6 +200,8 @@ class Site(Struct, frozen=True):
         match path:
             case "/":
                 return "200 OK", "text/html", self.page().encode()
+            case "/findings":
+                return "200 OK", "text/html", _findings().encode()
             case "/metrics":
                 return "200 OK", "text/plain; version=0.0.4", self.metrics.text()
             case "/healthz":
@@ -206,7 +222,7 @@ class Site(Struct, frozen=True):
                 return (
                     "404 Not Found",
                     "text/plain",
-                    b"see /, /metrics, /status.json, /healthz, /livez, /readyz or /freshz\n",
+                    b"see /, /findings, /metrics, /status.json, /healthz, /livez, /readyz or /freshz\n",
                 )
 
     def _probe(self, reasons: tuple[str, ...], summary: str) -> tuple[str, str, bytes]:

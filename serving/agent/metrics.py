@@ -62,6 +62,10 @@ _OF_MODEL: _Gauges[ModelView] = {
         "absent until something is published.",
         lambda model: model.skew_s,
     ),
+    "publishers": (
+        "Machines that publish the model in turn; 1 if only one does.",
+        lambda model: max(1, len(model.publishers)),
+    ),
     "rolled_back": ("1 while the model is held at a rollback.", lambda model: model.rollback is not None),
 }
 _OF_CANARY: _Gauges[CanaryView] = {
@@ -84,8 +88,16 @@ _OF_STORE: _Gauges[StoreView] = {
         lambda store: store.age_s,
     ),
     "store_visible": (
-        "1 if the last look into the store succeeded.",
-        lambda store: not store.problem,
+        "1 if the last look into the store succeeded; what it found may be damaged, or not fit on the disk.",
+        lambda store: store.trouble is None or store.trouble.code in (Code.DAMAGED, Code.DISK_FULL),
+    ),
+    "store_damaged": (
+        "1 if what comes next in the store is damaged, so that the copy stays where it is.",
+        lambda store: store.trouble is not None and store.trouble.code is Code.DAMAGED,
+    ),
+    "copy_disk_full": (
+        "1 if what comes next has no room on the copy's disk.",
+        lambda store: store.trouble is not None and store.trouble.code is Code.DISK_FULL,
     ),
     "withheld_publications": (
         "Publications in the store that do not fit after a canary's rollback.",
@@ -94,6 +106,10 @@ _OF_STORE: _Gauges[StoreView] = {
 }
 _OF_REPLICA: _Gauges[ReplicaView] = {
     "replica_up": ("1 if the replica responded to the last call.", lambda replica: replica.is_answering),
+    "replica_restarts": (
+        "How often the replica came back in the last ten minutes after nothing had listened.",
+        lambda replica: replica.restarts,
+    ),
     "replica_ready": (
         "1 if the replica serves a version and has caught up once since it started, as /readyz says.",
         lambda replica: replica.is_ready,

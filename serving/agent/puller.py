@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,18 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import ExportError, TargetBusy, UsageError
+from exporter.errors import (
+    DiskFull,
+    ExportError,
+    NotTrusted,
+    PublicationDamaged,
+    StoreUnavailable,
+    TargetBusy,
+    UsageError,
+)
 from exporter.options import Trusting
-from exporter.storage.waiting import GivenUp, until
+from exporter.publish.judge import Code
+from exporter.storage.waiting import Calls, GivenUp, counted, until
 from exporter.transfer.opened import trust_in
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
@@ -31,18 +41,37 @@ _END_SECONDS = 5.0
 """How long the agent waits at its end for a publication that is being written."""
 
 
+_SILENT_SECONDS = 15.0
+"""A call to a store that is not answered for so long is said, whatever becomes of it: it may take minutes."""
+
+
+class Trouble(Struct, frozen=True):
+    """Why a look into a store failed, or waits: `text` says what, `why` the call and its answer.
+
+    `code` is that of the finding; `since` is when looks began to fail.
+    """
+
+    code: Code
+    text: str
+    why: str
+    since: datetime
+    hint: str = ""
+
+
 class Fetched(Struct, frozen=True):
     """The state of a model's directory compared with its store.
 
     `complete` is the start of the last look into the store after which nothing was left to fetch (monotonic
-    seconds), or the agent's start before the first one. `problem` says why the last look failed, empty if it
-    succeeded; `waiting` lists publications that do not fit after a canary's rollback, `untrusted` says why
-    others are left where they are.
+    seconds), or the agent's start before the first one. `trouble` says why the last look failed, None if it
+    succeeded; `newest` is the newest publication in the store, its position and time, None before one was
+    seen. `waiting` lists publications that do not fit after a canary's rollback, `untrusted` says why others
+    are left where they are.
     """
 
     url: str
     complete: float
-    problem: str = ""
+    trouble: Trouble | None = None
+    newest: tuple[int, datetime] | None = None
     waiting: tuple[str, ...] = ()
     untrusted: tuple[str, ...] = ()
 
@@ -57,35 +86,55 @@ class Puller:
         journal: Journal,
         poll_s: float,
         trust: Trust | None = None,
+        *,
+        has_canary: bool = False,
     ) -> None:
         self._model, self._url, self._journal, self._poll_s = model, url, journal, poll_s
+        self._has_canary = has_canary
         self._trust = trust
-        self.fetched = Fetched(url, time.monotonic())
+        self._calls = Calls()
+        self._fetched = Fetched(url, time.monotonic())
+
+    @property
+    def fetched(self) -> Fetched:
+        """The state after the last look; a look whose call is not answered for long is trouble already."""
+        found, call = self._fetched, self._calls.oldest()
+        if call is None or call[1] < _SILENT_SECONDS or found.trouble is not None:
+            return found
+        what, seconds = call
+        since = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+        why = f"{what} was asked for, and nothing was answered"
+        return replace(found, trouble=Trouble(Code.STORE, "the store does not answer", why, since))
 
     def follow(self, stop: threading.Event) -> None:
         """Look into the store every `poll_s`, until `stop`."""
-        copy = LocalCopy(self._url, self._model.path, prune=True, trust=self._trust)
-        with suppress(GivenUp), until(stop):
+        copy = LocalCopy(
+            self._url, self._model.path, prune=True, trust=self._trust, holds_new_logs=self._has_canary
+        )
+        with suppress(GivenUp), until(stop), counted(self._calls):
             while not stop.is_set():
                 self._look(copy)
                 stop.wait(self._poll_s)
 
     def _look(self, copy: LocalCopy) -> None:
-        began, before = time.monotonic(), self.fetched
+        began, before = time.monotonic(), self._fetched
+        at = datetime.now(timezone.utc)
         try:
             done = copy.update()
         except TargetBusy:  # another agent fetches into the directory; if it hangs, `complete` shows it
             return
         except ExportError as error:
-            why = f"{error.message}: {error.cause}" if error.cause else error.message
-            self._fail(why, error.message)
+            self._fail(_trouble(error, at), copy)
         except Exception as error:  # noqa: BLE001 - report any error, and try again
-            self._fail(f"{type(error).__name__}: {error}", str(error))
+            self._fail(
+                Trouble(Code.STORE, "the store cannot be fetched", f"{type(error).__name__}: {error}", at),
+                copy,
+            )
         else:
             complete = before.complete if done.incomplete else began
             untrusted = tuple(error.message for error in done.untrusted)
-            self.fetched = Fetched(self._url, complete, waiting=done.waiting, untrusted=untrusted)
-            if before.problem:
+            self._fetched = Fetched(self._url, complete, None, copy.newest, done.waiting, untrusted)
+            if before.trouble is not None:
                 self._report(EventKind.SEEN, f"{self._url} is fetched again")
             if done.waiting and done.waiting != before.waiting:
                 what = ", ".join(done.waiting)
@@ -96,14 +145,34 @@ class Puller:
             if untrusted and untrusted != before.untrusted:
                 self._report(EventKind.FAILED, f"not taken: {untrusted[0]}")
 
-    def _fail(self, why: str, kind: str) -> None:
-        problem = f"{self._url} cannot be fetched: {why}"
-        before, self.fetched = self.fetched, replace(self.fetched, problem=problem)
-        if kind not in before.problem or not before.problem:
-            self._report(EventKind.FAILED, problem)
+    def _fail(self, trouble: Trouble, copy: LocalCopy) -> None:
+        before = self._fetched
+        if before.trouble is not None:
+            trouble = replace(trouble, since=before.trouble.since)
+        self._fetched = replace(before, trouble=trouble, newest=copy.newest or before.newest)
+        if before.trouble is None or before.trouble.text != trouble.text:
+            self._report(EventKind.FAILED, f"{self._url} cannot be fetched: {trouble.text}: {trouble.why}")
 
     def _report(self, what: EventKind, message: str) -> None:
         self._journal.write(AgentEvent(what, message, self._model.name))
+
+
+def _trouble(error: ExportError, at: datetime) -> Trouble:
+    """What an error of a look means for the copy."""
+    text, why = error.message, error.cause
+    match error:
+        case PublicationDamaged():
+            code = Code.DAMAGED
+        case DiskFull():
+            code, text, why = Code.DISK_FULL, f"no space left: {error.cause}", error.message
+        case NotTrusted():
+            code = Code.UNTRUSTED
+        case StoreUnavailable():
+            code, text = Code.STORE, "the store cannot be read"
+            why = f"{error.message}: {error.cause}" if error.cause else error.message
+        case _:
+            code = Code.STORE
+    return Trouble(code, text, why, at, error.hint)
 
 
 def pullers_of(
@@ -112,8 +181,11 @@ def pullers_of(
     journal: Journal,
     poll_s: float,
     trusting: Trusting,
+    canaries: Container[str] = (),
 ) -> dict[str, Puller]:
     """The pullers by model; `options` are `[NAME=]URL`, and may leave out the name if there is one model.
+
+    Of models in `canaries` each new log is held at its base from its first moment on.
 
     Raises:
         UsageError: an option names an unknown model, or a model twice, or its URL is not that of a model; two
@@ -130,7 +202,9 @@ def pullers_of(
                 hint="give each its own: --model-base-path NAME=DIR",
             )
     return {
-        model.name: Puller(model, url, journal, poll_s, trust_in(trusting, url))
+        model.name: Puller(
+            model, url, journal, poll_s, trust_in(trusting, url), has_canary=model.name in canaries
+        )
         for model in fetched
         for url in [urls[model.name]]
     }

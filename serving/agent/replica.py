@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
@@ -47,6 +48,8 @@ from serving.updates import Updated, call_until_there, read_served
 BYTES_A_SECOND = 20e6
 """A catch-up gets the time that its deltas take at this rate, in addition to the deadline of any call."""
 _AFTER_A_SURPRISE_S = 1.0
+RESTARTS_S = 600.0
+_MOST_RESTARTS = 1000
 _LONGEST_WAIT_S = 60.0
 _REFUSED = "INVALID_ARGUMENT"
 _MAY_BE_DAMAGE = frozenset(
@@ -154,6 +157,7 @@ class Replica:
         self.last_applied = 0.0
         self.last_audit = time.monotonic()
         self.audited: Audited | None = None
+        self._restarted = deque[float](maxlen=_MOST_RESTARTS)
         self._rebuilder = rebuilder
         self._why_not_rebuilt = ""
         self._why_not_labelled: Sequence[str] = ()
@@ -204,6 +208,12 @@ class Replica:
         """True if it serves a version that passed its last audit, or was not audited."""
         is_wrong = self.audited is not None and bool(self.audited.differing)
         return self.served_version is not None and not is_wrong and not self.observed.failures
+
+    @property
+    def restarts(self) -> int:
+        """How often it answered again, in the last ten minutes, after nothing had listened at its address."""
+        since = time.monotonic() - RESTARTS_S
+        return sum(at >= since for at in tuple(self._restarted))
 
     def _pacer(self) -> Pacer | None:
         pace, access = self._settings.pace, self._settings.access
@@ -256,8 +266,10 @@ class Replica:
             self._failed(error)
             self.readiness = Readiness()
             return
-        before = self.observed
-        self._saw(before.answered(versions, time.monotonic()))
+        before, now = self.observed, time.monotonic()
+        if before.failures and before.was_away and before.versions:
+            self._restarted.append(now)
+        self._saw(before.answered(versions, now))
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
             if EventKind(what) is EventKind.RESTARTED:
                 self.audited = None

@@ -13,17 +13,29 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.publish.judge import Code, Finding, Level, Limits, code_of, command, silent
+from exporter.publish.judge import (
+    Code,
+    Finding,
+    Level,
+    Limits,
+    code_of,
+    command,
+    silent,
+    two_publishers,
+)
 from exporter.publish.made_by import new_base
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count, human_time
-from serving.agent.view import FleetView, ModelView, ReplicaView
+from serving.agent.puller import Trouble
+from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView
 from serving.documents import FleetFinding
 from serving.status import VersionState
 
 _LONG_WAIT_S = 60.0
 """Publications that a canary keeps back for longer than this are trouble; until then it is at work."""
 _NAMED = 3
+_MANY_RESTARTS = 3
+"""A server that came back so often in ten minutes does not run."""
 SKEW_S = 60.0
 """Clocks of machines differ; by less than this it is no matter."""
 _NEARLY_FULL_PERCENT = 80
@@ -167,6 +179,7 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
     if not rows:
         yield Finding(Code.NO_REPLICA, "no replica is known", "does the name that --target gives resolve?")
         return
+    yield from _of_restarts(model, rows)
     if all(row.standing.code is Code.DOWN for row in rows) and len(rows) > 1:
         text = f"none of {len(rows)} replicas answers"
         yield Finding(Code.SILENT, text, rows[0].standing.why, _ask(Code.SILENT, model, rows[0]))
@@ -227,16 +240,19 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             "" if by is None else by.text,
             f"export-model resume {quoted(model.path)}",
         )
-    if model.problem:
+    trouble = None if model.store is None else model.store.trouble
+    if model.problem and trouble is None:
         yield Finding(Code.UNSEEN, "what is published cannot be seen", model.problem, _doctor(model))
     if model.base_wanted:
         yield Finding(
             Code.BASE_WANTED,
             "a new base is needed: replicas refuse a delta, and no other leads past it",
-            command=new_base(Path(model.path)),
+            command=_new_base(model),
         )
     if model.silence.is_too_long:
-        yield silent(Path(model.path), model.silence, is_learned=model.silence_is_learned)
+        yield silent(_place(model), model.silence, is_learned=model.silence_is_learned)
+    if model.publishers:
+        yield two_publishers(_place(model), model.publishers)
     if abs(skew := model.skew_s or 0.0) > SKEW_S:
         way = "ahead of" if skew > 0 else "behind"
         text = f"the publisher's clock is {human_time(abs(skew))} {way} this machine's"
@@ -249,16 +265,14 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             code, what = Code.DAMAGED, f"delta {found.delta} is damaged, and every replica refuses it"
         yield Finding(code, what, found.reason, _doctor(model))
     if model.untrusted:
-        place = model.path if model.store is None else model.store.url
         yield Finding(
             Code.UNTRUSTED,
             f"{count(len(model.untrusted), 'publication')} that no trusted key has signed",
             model.untrusted[0],
-            f"export-model history {quoted(place)}",
+            f"export-model history {quoted(_place(model))}",
         )
-    if model.store is not None and model.store.problem:
-        history = command("export-model", "history", model.store.url)
-        yield Finding(Code.STORE, "the store cannot be read", model.store.problem, history)
+    if model.store is not None and trouble is not None:
+        yield _of_store(model, model.store, trouble)
     if model.store is not None and model.store.waiting:
         yield Finding(
             Code.WITHHELD,
@@ -266,6 +280,32 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             "rollback here",
             command=f"export-model merge {quoted(model.store.url)}",
         )
+
+
+def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
+    """Why what is in the store is not here, since when, and the command that helps or says more."""
+    since = f"since {trouble.since:%H:%M:%S} UTC"
+    text = f"{trouble.text}, {since}"
+    doctor = command("export-model", "doctor", store.url)
+    level = Level.WRONG if model.problem else None
+    match trouble.code:
+        case Code.DAMAGED:
+            why = f"{trouble.why}; servers stay where they are until something takes its place: {doctor}"
+            return Finding(Code.DAMAGED, text, why, _new_base(model))
+        case Code.DISK_FULL:
+            return Finding(Code.DISK_FULL, text, trouble.why, command("df", "-h", model.path))
+        case Code.UNTRUSTED:
+            return Finding(Code.UNTRUSTED, text, trouble.why, command("export-model", "history", store.url))
+    return Finding(trouble.code, text, trouble.why, doctor, known_level=level)
+
+
+def _place(model: ModelView) -> str:
+    """Where the model is published: the URL of its store, or its directory."""
+    return model.path if model.store is None else model.store.url
+
+
+def _new_base(model: ModelView) -> str:
+    return new_base(_place(model), manifests=Path(model.path))
 
 
 def _of_overlays(model: ModelView) -> Iterator[Finding]:
@@ -279,7 +319,23 @@ def _of_overlays(model: ModelView) -> Iterator[Finding]:
             Code.OVERLAY,
             f"the overlay of mapped tables is {max(fills)} % full",
             "a watch publishes a new base when it is; --overlay-rows N makes it larger",
-            new_base(Path(model.path)),
+            _new_base(model),
+        )
+
+
+def _of_restarts(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Find replicas that come back again and again, whatever their state is at this moment."""
+    found = [row for row in rows if row.replica.restarts >= _MANY_RESTARTS]
+    if found:
+        found.sort(key=lambda row: -row.replica.restarts)
+        names = [f"{row.replica.address} ({row.replica.restarts} times)" for row in found[:_NAMED]]
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        said = "restarts" if len(found) == 1 else "restart"
+        yield Finding(
+            Code.RESTARTS,
+            f"{len(found)} of {count(len(rows), 'replica')} {said} again and again: {', '.join(names)}{more}",
+            "in the last ten minutes; its log says why it ended, the machine's whether it had memory",
+            _ask(Code.RESTARTS, model, found[0]),
         )
 
 

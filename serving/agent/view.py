@@ -16,7 +16,7 @@ from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
 from exporter.publish.hold import HeldBy
-from exporter.publish.judge import Silence, lag, seconds_since, superseded_since
+from exporter.publish.judge import Code, Silence, lag, seconds_since, superseded_since
 from exporter.publish.model import Model, Published, Rollback
 from exporter.publish.served import Served, ServedTables
 from serving.agent import rollout
@@ -26,7 +26,7 @@ from serving.agent.canary_keeper import Canaries
 from serving.agent.chart import SPAN_S, Hour
 from serving.agent.fleet import Fleet
 from serving.agent.publications import Publications
-from serving.agent.puller import Puller
+from serving.agent.puller import Puller, Trouble
 from serving.agent.replica import Replica
 from serving.agent.rollout import Quarantined
 from serving.status import VersionState
@@ -68,7 +68,8 @@ class PaceView(Struct, frozen=True):
 class ReplicaView(Struct, frozen=True):
     """One model of one server. `is_answering` is False after a call without a response; `audited` is the
     result of the last audit; `pace` is None without pacing. `is_ready`: it serves a version, and has caught
-    up once since it started (see `readiness`).
+    up once since it started (see `readiness`). `restarts` counts how often it came back in the last ten
+    minutes after nothing had listened.
     """
 
     model: str
@@ -79,6 +80,7 @@ class ReplicaView(Struct, frozen=True):
     audited: Audited | None = None
     pace: PaceView | None = None
     is_ready: bool = False
+    restarts: int = 0
 
     @property
     def others(self) -> tuple[VersionView, ...]:
@@ -122,15 +124,21 @@ class CanaryView(Struct, frozen=True):
 
 class StoreView(Struct, frozen=True):
     """The store of a model's directory. `age_s`: seconds since the directory last held everything in the
-    store; the agent does not know what was published since then. `problem` says why the last look into the
-    store failed, empty if it succeeded; `waiting` lists publications that do not fit after a canary's
-    rollback.
+    store; the agent does not know what was published since then. `trouble` says why the last look into the
+    store failed, or waits, and since when, None if it succeeded; `newest` is the newest position that was
+    seen in the store; `waiting` lists publications that do not fit after a canary's rollback.
     """
 
     url: str
     age_s: float
-    problem: str
+    trouble: Trouble | None
     waiting: tuple[str, ...]
+    newest: int | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why the store's publications are not here, in words; empty if they are."""
+        return "" if self.trouble is None else f"{self.url}: {self.trouble.text}: {self.trouble.why}"
 
 
 class ModelView(Struct, frozen=True):
@@ -142,7 +150,8 @@ class ModelView(Struct, frozen=True):
     rollback at which the model is held. `store` is None without `--pull`. `silence` is the publisher's, whose
     longest is learned from its habit, or was given. `recent` are the last publications, by time.
     `skew_s`: by how much, at least, the publisher's clock is ahead, negative if it is behind.
-    `untrusted` says why publications are left, the newest first.
+    `untrusted` says why publications are left, the newest first. `publishers` are the machines that publish
+    it in turn, empty if one does.
     """
 
     name: str
@@ -166,6 +175,7 @@ class ModelView(Struct, frozen=True):
     recent: tuple[Published, ...] = ()
     skew_s: float | None = None
     untrusted: tuple[str, ...] = ()
+    publishers: tuple[str, ...] = ()
 
     @property
     def stale_s(self) -> float | None:
@@ -208,12 +218,12 @@ class FleetView(Struct, frozen=True):
         """The reasons why this agent's replicas are not fresh; empty if they are.
 
         A fresh replica responds, serves a version, and has not lacked a published delta for longer than
-        `fresh_within_s`. A store that cannot be read is not a reason, because replicas serve what was
-        fetched.
+        `fresh_within_s`. A store from which nothing could be fetched for that long is a reason: nobody knows
+        what was published since.
         """
         return (
             *self.wrong(),
-            *(why for model in self.models for why in _unseen(model)),
+            *(why for model in self.models for why in _unseen(model, fresh_within_s)),
             *self._without_replicas(),
             *(why for name, each in self._replicas() if (why := _why_stale(name, each, fresh_within_s))),
         )
@@ -253,12 +263,13 @@ class FleetView(Struct, frozen=True):
         }
 
 
-def _unseen(model: ModelView) -> Iterator[str]:
+def _unseen(model: ModelView, fresh_within_s: float) -> Iterator[str]:
     """Yield the reasons why it is unknown what is published; nothing if it is known."""
     if model.problem:
         yield model.problem
-        if model.store is not None and model.store.problem:
-            yield model.store.problem
+    store = model.store
+    if store is not None and store.trouble is not None and (model.problem or store.age_s > fresh_within_s):
+        yield f"{store.problem}; {model.name} is as its store was {store.age_s:.0f} s ago"
 
 
 def _why_unready(name: str, replica: ReplicaView) -> str:
@@ -287,8 +298,8 @@ def view(
     now = datetime.now(timezone.utc)
     models = [
         replace(
-            _with_store(_model(fleet, each, canaries, now), pullers.get(each.model.name)),
-            silence=each.habit.silence(now, expected_s),
+            _with_store(_model(fleet, each, canaries, now), puller := pullers.get(each.model.name)),
+            silence=_silence(each, puller, now, expected_s),
             silence_is_learned=expected_s is None,
             recent=each.recent,
             skew_s=each.current.skew_s,
@@ -298,12 +309,23 @@ def view(
     return FleetView(now, tuple(models))
 
 
+def _silence(found: Publications, puller: Puller | None, now: datetime, expected_s: float | None) -> Silence:
+    """The publisher's silence: of a copy, that of its store, which is unknown while that cannot be seen."""
+    if puller is None:
+        return found.habit.silence(now, expected_s)
+    fetched = puller.fetched
+    if fetched.trouble is not None and fetched.trouble.code is Code.STORE:
+        return Silence()
+    return found.habit.silence(now, expected_s, None if fetched.newest is None else fetched.newest[1])
+
+
 def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     if puller is None:
         return model
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
-    store = StoreView(fetched.url, age, fetched.problem, fetched.waiting)
+    newest = None if fetched.newest is None else fetched.newest[0]
+    store = StoreView(fetched.url, age, fetched.trouble, fetched.waiting, newest)
     return replace(model, store=store, untrusted=fetched.untrusted)
 
 
@@ -330,6 +352,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         is_held=log is not None and log.limit is not None and not log.is_canary,
         held_by=None if log is None else log.held_by,
         untrusted=tuple(error.message for error in published.untrusted),
+        publishers=published.publishers,
     )
 
 
@@ -380,6 +403,7 @@ def _replica(replica: Replica, now: datetime) -> ReplicaView:
         replica.audited,
         _pace(replica),
         replica.readiness.is_ready,
+        replica.restarts,
     )
 
 

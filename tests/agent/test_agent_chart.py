@@ -46,7 +46,7 @@ def test_publications_are_steps_from_edge_to_edge_and_bars() -> None:
     assert line[0][1] > line[-1][1], "upwards"
     assert [x for x, _ in line].count(WIDTH / 2) == 2, "a step"
     assert (position.least, position.most) == ("100", "300")
-    assert (behind.title, behind.most) == ("Behind", "never")
+    assert (behind.title, behind.most) == ("Behind", "1.0 s")
     assert [panel.most for panel in (rows, size)] == ["40", "3.9 KiB"]
     assert rows.lines[0][1].count("M") == 2
     assert all(0 <= y <= HEIGHT for panel in found.panels for _, path in panel.lines for _, y in points(path))

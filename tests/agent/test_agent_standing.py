@@ -14,6 +14,7 @@ from exporter.publish.hold import HeldBy
 from exporter.publish.judge import Code, Level
 from exporter.publish.model import Rollback
 from serving.agent.audit import Audited
+from serving.agent.puller import Trouble
 from serving.agent.rollout import Quarantined
 from serving.agent.standing import FleetStanding, assess, natural
 from serving.agent.view import CanaryView, FleetView, ModelView, ReplicaView, StoreView, VersionView
@@ -39,6 +40,13 @@ def found(*models: ModelView) -> FleetStanding:
 
 HELD = {"hold": 65, "position": 65, "waiting": 3, "is_held": True}
 AT_65 = {"position": 65, "step": 65}
+AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
+
+
+def trouble(code: Code, text: str) -> Trouble:
+    return Trouble(code, text, "s3://b/m/head.json: 500", AT)
+
+
 BY_ANN = HeldBy(65, "ann@web-1", datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc), "NaN in scores")
 DIFFERS = Audited(120, 1, (Chunk("table", 0, 4),))
 OF_ONE: dict[str, tuple[ReplicaView, Code]] = {
@@ -138,11 +146,30 @@ MODELS: dict[str, tuple[ModelView, str]] = {
         "A new base is needed: replicas refuse a delta, and no other leads past it",
     ),
     "a store": (
-        model(replica(), store=StoreView("s3://b/m", 90.0, "timed out", ())),
-        "The store cannot be read",
+        model(replica(), store=StoreView("s3://b/m", 90.0, trouble(Code.STORE, "it cannot be read"), ())),
+        "It cannot be read, since 03:04:05 UTC",
+    ),
+    "a store, before anything was fetched": (
+        model(
+            problem="/m does not exist",
+            store=StoreView("s3://b/m", 9.0, trouble(Code.DISK_FULL, "no space left: 7 B are needed"), ()),
+        ),
+        "No space left: 7 B are needed, since 03:04:05 UTC",
+    ),
+    "damage in a store": (
+        model(replica(), store=StoreView("s3://b/m", 9.0, trouble(Code.DAMAGED, "publication 7 is bad"), ())),
+        "Publication 7 is bad, since 03:04:05 UTC",
+    ),
+    "two publishers": (
+        model(replica(), publishers=("ann@a", "ann@b")),
+        "Ann@a and ann@b publish this model in turn",
+    ),
+    "one that restarts": (
+        model(replica(), replace(replica("r2"), restarts=4)),
+        "1 of 2 replicas restarts again and again: r2 (4 times)",
     ),
     "a store that went on from what was rolled back": (
-        model(replica(), store=StoreView("s3://b/m", 0.0, "", ("66-80", "80-95"))),
+        model(replica(), store=StoreView("s3://b/m", 0.0, None, ("66-80", "80-95"))),
         "2 publications of the store cannot be fetched after the rollback here",
     ),
     "a new version": (

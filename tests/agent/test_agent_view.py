@@ -9,9 +9,11 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.delta.chunk_digest import Chunk
+from exporter.publish.judge import Code
 from serving.agent.audit import Audited
 from serving.agent.journal import AgentEvent, EventKind
 from serving.agent.metrics import Metrics
+from serving.agent.puller import Trouble
 from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView, VersionView
 
 
@@ -37,6 +39,11 @@ FRESH = {
 }
 
 
+TIMED_OUT = Trouble(
+    Code.STORE, "the store cannot be read", "s3://b/m/head.json: 500", datetime.now(timezone.utc)
+)
+
+
 @pytest.mark.parametrize("case", FRESH)
 def test_a_fleet_is_fresh(case: str) -> None:
     replicas, expected = FRESH[case]
@@ -56,7 +63,7 @@ READY = {
 @pytest.mark.parametrize("case", READY)
 def test_a_replica_is_ready_whatever_all_of_them_share(case: str) -> None:
     each, why = READY[case]
-    store = StoreView("s3://b/m", 400.0, "s3://b/m is not fetched", ())
+    store = StoreView("s3://b/m", 400.0, TIMED_OUT, ())
     model = ModelView("m", "/m", "/m does not exist", 1, 5, None, (), False, (each,), store=store)
     assert FleetView(datetime.now(timezone.utc), (model,)).why_not_ready() == ((why,) if why else ())
 
@@ -76,13 +83,18 @@ def test_what_differs_or_cannot_be_seen_is_not_fresh() -> None:
     assert view.wrong()[0] in view.why_not_ready()
 
 
-def test_a_store_that_cannot_be_read_is_a_reason_only_while_nothing_was_fetched() -> None:
-    store = StoreView("s3://b/m", 400.0, "s3://b/m is not fetched", ())
+def test_a_store_from_which_nothing_came_for_long_is_a_reason() -> None:
+    """Nobody knows what was published since, or whether somebody has emptied it."""
+    why = "s3://b/m: the store cannot be read: s3://b/m/head.json: 500; m is as its store was 400 s ago"
+    store = StoreView("s3://b/m", 400.0, TIMED_OUT, ())
     served = ModelView("m", "/m", "", 1, 5, None, (), False, (replica(),), store=store)
-    assert FleetView(datetime.now(timezone.utc), (served,)).why_not_fresh(30.0) == ()
+    at = datetime.now(timezone.utc)
+    assert FleetView(at, (served,)).why_not_fresh(30.0) == (why,)
+    assert FleetView(at, (served,)).why_not_fresh(500.0) == (), "for a moment it is none"
+    slow = replace(served, store=replace(store, trouble=None))
+    assert FleetView(at, (slow,)).why_not_fresh(30.0) == (), "a large base comes"
     empty = ModelView("m", "/m", "/m does not exist", None, None, None, (), False, (replica(),), store=store)
-    found = FleetView(datetime.now(timezone.utc), (empty,)).why_not_fresh(30.0)
-    assert found == ("/m does not exist", "s3://b/m is not fetched")
+    assert FleetView(at, (empty,)).why_not_fresh(500.0) == ("/m does not exist", why)
 
 
 def test_replicas_that_are_gone_leave_the_metrics() -> None:

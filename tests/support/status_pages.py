@@ -23,13 +23,14 @@ from msgspec.structs import replace
 
 from exporter.delta.chunk_digest import Chunk
 from exporter.delta.spans import Span
-from exporter.publish.judge import Silence
+from exporter.publish.judge import Code, Silence
 from exporter.publish.model import Published, Rollback
 from serving.agent.audit import Audited
 from serving.agent.chart import Hour
 from serving.agent.http import Site, page, serving
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.metrics import Metrics
+from serving.agent.puller import Trouble
 from serving.agent.rollout import Quarantined
 from serving.agent.view import (
     CanaryView,
@@ -147,7 +148,10 @@ def scenes() -> dict[str, FleetView]:
     loading = VersionView(48_000, "LOADING", None, None, None, None, None, None, "")
     canary = CanaryView(47_900, 0.4, "r1:8500", "is judged at 48200")
     differs = Audited(_NEWEST, 1, (Chunk("table", 0, 4),))
-    store = StoreView("s3://models/ranker", 400.0, "s3://models/ranker cannot be fetched: timed out", ())
+    away = Trouble(
+        Code.STORE, "the store does not answer", "s3://models/ranker/head.json was asked for", NOON
+    )
+    store = StoreView("s3://models/ranker", 400.0, away, ())
     return {
         "none": fleet(model()),
         "two": fleet(model(*two())),
