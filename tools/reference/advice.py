@@ -84,10 +84,11 @@ ADVICE: dict[type[ExportError], Advice] = {
         "more checkpoints.",
     ),
     errors.StoreUnavailable: Advice(
-        "An object store did not answer, or refused what it was asked: a wrong key, a wrong region, a name that "
-        "does not resolve, a network that swallows packets. The message has the object that was asked for, the "
-        "`cause:` line the answer.",
-        "Follow the hint: it names the variable to look at, of those that are set. An agent asks again by itself.",
+        "An object store did not answer, or refused what it was asked: a wrong key, a wrong region, a name "
+        "that does not resolve, a network that swallows packets. The message has the object that was asked "
+        "for, the `cause:` line the answer.",
+        "Follow the hint: it names the variable to look at, of those that are set. An agent asks again by "
+        "itself.",
     ),
     errors.GraphError: Advice(
         "The graph in the `.meta` or SavedModel contradicts itself (edges to nodes that are not there, "
@@ -287,10 +288,10 @@ ADVICE: dict[type[ExportError], Advice] = {
         "rows that they have and get all others.",
     ),
     errors.PublicationDamaged: Advice(
-        "An object of a publication in a store is cut, changed or exchanged. Nothing of it was fetched, and the "
-        "copy stays at the publication before.",
-        "`export-model doctor URL` has the command that publishes a new base in its place. Copies then pass the "
-        "damaged publication by.",
+        "An object of a publication in a store is cut, changed or exchanged. Nothing of it was fetched, and "
+        "the copy stays at the publication before.",
+        "`export-model doctor URL` has the command that publishes a new base in its place. Copies then pass "
+        "the damaged publication by.",
     ),
     errors.PublishError: Advice(
         "Writing failed for a reason other than space and permission; the `cause:` line is the operating "
