@@ -342,15 +342,15 @@ def rollback(
     """Publish the values of position `to` as the next position, and hold the model there.
 
     `to` is a number, or a name: a tag ("prod"), "@latest", "@previous", "@yesterday", "@2h" (two hours ago)
-    or "@2026-11-26T08:00" (UTC): the newest position that was published by then. Where the newest version
-    takes no deltas, `to` is a version, which is published again as the newest. The `reason` is kept with it,
-    and `export-model history` shows it. `if_canary`: only if a canary's hold stands at `to`. `model` is a
-    model base path, or its URL. A `dry_run` checks what it would read, writes nothing, and returns what would
-    be done.
+    or "@2026-11-26T08:00" (UTC): the newest position that was published by then. Values from before a change
+    of structure are published as a new base; of a version that takes no deltas, as the newest version. The
+    `reason` is kept with it, and `export-model history` shows it. `if_canary`: only if a canary's hold stands
+    at `to`. `model` is a model base path, or its URL. A `dry_run` checks what it would read, writes nothing,
+    and returns what would be done.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
-        UsageError: `to` is the newest position, a version that takes deltas, or names none.
+        UsageError: `to` is the newest position, or names none.
         ModelHeld: a canary decides about the log, and the values of `to` did not pass.
         ExportError: any other of exporter.errors.
     """

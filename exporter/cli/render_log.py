@@ -99,6 +99,7 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
         lines = [
             labelled("values", f"of position {done.values_of}"),
             labelled(_would("publish", "published", dry_run), str(done.path or "nothing: the values stay")),
+            *_why_base(done),
             labelled(*(lifted if done.hold is None else held)),
         ]
     if (old := done.replaced) is not None:
@@ -116,9 +117,17 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
         hold=done.hold,
         is_canary=done.is_canary,
         replaced=done.replaced,
+        made=None if done.made is None else done.made.value,
     )
     sink.result(document, lines, is_done=not dry_run)
     _warn(done.published, sink)
+
+
+def _why_base(done: RollbackResult) -> list[str]:
+    """The line that says why the values come back by a new base; none if they do not."""
+    if done.made is None or done.made.value != "base":
+        return []
+    return [labelled("a new base", f"the log of position {done.values_of} has ended: servers load it")]
 
 
 def _status(dry_run: bool) -> Status:

@@ -31,7 +31,7 @@ from exporter.delta.row_hashes import BlockHasher
 from exporter.delta.row_reader import RowReader, SliceOrder, row_readers
 from exporter.delta.spans import Position
 from exporter.delta.table_changes import ServedTable
-from exporter.errors import NotUpdatable, UsageError
+from exporter.errors import UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.graph.keys import trained_strategies
 from exporter.graph.metagraph import read_metagraph
@@ -39,9 +39,9 @@ from exporter.increments.changed_tables import TrainedTable
 from exporter.jobs.runner import Runner
 from exporter.mapping.mapping_rules import mod_lengths
 from exporter.mapping.mapping_spec import MappingSpec
-from exporter.publish.delta_log import DeltaLog, read_log
-from exporter.publish.tags import resolve_position, split_position
-from exporter.publish.versions import newest_version, published_versions
+from exporter.publish.delta_log import DeltaLog
+from exporter.publish.tags import Standing, resolve_position, split_position
+from exporter.publish.versions import newest_version
 from exporter.storage import mirror
 from exporter.storage.layout import VARIABLES_PREFIX
 from exporter.storage.local_paths import local_name
@@ -454,16 +454,12 @@ def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
 
 
 def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
-    """Read a position of a model's log, or one of its plain versions; the newest if none is named."""
-    try:
-        log = read_log(model)
-    except NotUpdatable:
-        versions = published_versions(model)
-        found = next((child for child in versions if position in (None, child.version)), None)
-        if found is None:
-            raise
-        return _of_catalog(without_layout(read_catalog(found.path / VARIABLES_PREFIX)), label)
-    at = log.at.position if position is None else position
+    """Read a position of a model, of logs that have ended, too; the newest if none is named."""
+    there = Standing.of(model)
+    at = there.newest if position is None else position
+    there.require(at)
+    if (log := there.log_at(at)) is None:
+        return _of_catalog(without_layout(read_catalog(there.plain[at] / VARIABLES_PREFIX)), label)
     return ComparedState(label, Position(at, log.trained_at(at)[1]), log=log)
 
 

@@ -51,6 +51,7 @@ from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
+from exporter.publish.permission import require_not_taken_back
 from exporter.publish.versions import (
     VersionDir,
     is_trusting,
@@ -202,10 +203,23 @@ def plan_incremental(
     Raises:
         NotUpdatable: nothing is published that takes deltas.
         SchemaChanged: the checkpoint, or the rules of the request, do not fit what is published.
+        ModelHeld: as both, but a rollback brought back what is published, and holds the model.
         CheckpointError, ManifestError: see errors.py.
     """
     require_local(request)
-    log = read_log(request.out) if versions is None else log_of(request.out, versions)
+    try:
+        log = read_log(request.out) if versions is None else log_of(request.out, versions)
+        return _plan(log, request, is_watching, marker_seconds, look_seconds)
+    except (SchemaChanged, NotUpdatable) as error:
+        if not request.despite_hold:
+            require_not_taken_back(request.out, error)
+        raise
+
+
+def _plan(
+    log: DeltaLog, request: ExportRequest, is_watching: bool, marker_seconds: float, look_seconds: float
+) -> IncrementalPlan:
+    """Plan the next delta of a log; see `plan_incremental`."""
     require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
     entry.mapping_spec.check_rules(_rules(request), parse_admission(request))

@@ -43,7 +43,7 @@ from exporter.publish.commit import (
     model_lock,
     next_delta_position,
 )
-from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, log_of, read_log
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, list_deltas, log_of, read_log
 from exporter.publish.delta_publication import Publication, header_of, publish_changes, publish_written
 from exporter.publish.finite import require_merger_finite, unchecked
 from exporter.publish.hold import HeldBy, Hold
@@ -54,6 +54,7 @@ from exporter.publish.tags import resolve_position
 from exporter.publish.versions import (
     is_taken,
     is_trusting,
+    log_directories,
     newest_of,
     newest_version,
     nothing_published,
@@ -68,7 +69,7 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 if TYPE_CHECKING:
     from exporter.delta.merge_deltas import DeltaMerger
     from exporter.jobs.runner import Runner
-    from exporter.pipeline.restoration import Restoration, Restorer
+    from exporter.pipeline.restoration import Restoration, Restored, Restorer
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
@@ -281,7 +282,8 @@ class RollbackResult(Struct, frozen=True):
     `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
     that is left is a canary's. `was_held` is False where there is no hold to lift: there is nothing to do.
     `published` is None of a plan, and if the values did not have to change. `replaced` is the hold of a
-    person whose place a rollback's takes.
+    person whose place a rollback's takes. `made` is the form in which the values come back: a base, where
+    they are of a log that has ended. None if they stay.
     """
 
     before: Position
@@ -293,6 +295,7 @@ class RollbackResult(Struct, frozen=True):
     was_held: bool = True
     published: PublishedDelta | PublishedVersion | None = None
     replaced: HeldBy | None = None
+    made: Restored | None = None
 
 
 def rollback(
@@ -300,13 +303,13 @@ def rollback(
 ) -> RollbackResult:
     """Publish the values of position `to`, a number or a name, as the next position; hold the model there.
 
-    Where the newest version takes no deltas, `to` is a version, which is published again as the newest. The
-    `reason` is kept with what is published. `if_canary`: only if a canary's hold stands at `to`; others may
-    have decided meanwhile. What of the `reason` is not Unicode is kept escaped.
+    Values of a log that has ended are published as a new base; those of a version that takes no deltas, as
+    the newest version. The `reason` is kept with what is published. `if_canary`: only if a canary's hold
+    stands at `to`; others may have decided meanwhile. What of the `reason` is not Unicode is kept escaped.
 
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
-        UsageError: `to` is the newest position, or a version that takes deltas.
+        UsageError: `to` is the newest position.
         ModelHeld: a canary decides about the log, and the values of `to` did not pass.
         PositionMoved: no canary's hold stands at `to`, if one is to.
         TargetBusy: another exporter had the model's lock for too long.
@@ -324,7 +327,14 @@ def rollback(
             done = restorer.publish(asked, staging)
         position, values = done.manifest.position, Position(to, done.manifest.step)
         return RollbackResult(
-            restorer.at, values, done.path, position, position, published=done, replaced=replaced
+            restorer.at,
+            values,
+            done.path,
+            position,
+            position,
+            published=done,
+            replaced=replaced,
+            made=restorer.form_of(asked),
         )
 
 
@@ -394,7 +404,8 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
             raise
         path, position = (None, at.position) if done is None else (done.path, done.manifest.position)
         is_canary = approved is not None
-        return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done)
+        made = None if asked is None else restorer.form_of(asked)
+        return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done, made=made)
 
 
 def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
@@ -419,7 +430,8 @@ def _rollback_plan(
         return RollbackResult(at, at, None, at.position, approved, is_canary, was_held)
     found = restorer.plan(asked)
     hold = found.position if asked.is_rollback else approved
-    return RollbackResult(at, Position(asked.of, found.step), found.path, found.position, hold, is_canary)
+    values = Position(asked.of, found.step)
+    return RollbackResult(at, values, found.path, found.position, hold, is_canary, made=found.made)
 
 
 def _resumption(
@@ -454,27 +466,24 @@ def _resumption(
 
 def restorer_of(model: Path) -> Restorer:
     """Read what is published of a model: a log, or plain versions; NotUpdatable if nothing is."""
-    from exporter.pipeline.restoration import (  # late: deltas bring nothing back
-        DeltaRestorer,
-        VersionRestorer,
-    )
+    from exporter.pipeline.restoration import Restorer  # late: deltas bring nothing back
 
     versions = version_dirs(model)
     try:
-        return DeltaRestorer(log_of(model, versions))
+        return Restorer(model, versions, log_of(model, versions))
     except NotUpdatable:
         if newest_of(versions) is None:
             raise
-        return VersionRestorer(model, versions)
+        return Restorer(model, versions, None)
 
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
     """Return a plan of what is published; it is made again if other processes removed files meanwhile."""
-    from exporter.pipeline.restoration import DeltaRestorer
+    from exporter.pipeline.restoration import Restorer
 
-    if not isinstance(first, DeltaRestorer):
+    if first.published is None:
         return plan(first)
-    return undisturbed(model, lambda log: plan(DeltaRestorer(log)), first.published)
+    return undisturbed(model, lambda log: plan(Restorer(model, log.versions, log)), first.published)
 
 
 @contextmanager
@@ -488,7 +497,17 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
     with Staging(model) as staging, writing(staging.path), model_lock(model):
         restorer = restorer_of(model)
         restorer.hold.sweep()
+        _lift_unborn(model)
         yield restorer, staging
+
+
+def _lift_unborn(model: Path) -> None:
+    """Lift the hold of a log without base and deltas: of a rollback that was killed before its base came."""
+    newest = max(child.version for child in version_dirs(model))
+    for path in log_directories(model):
+        hold = Hold(path)
+        if path.name.isdecimal() and int(path.name) > newest and hold.is_set and not list_deltas(path):
+            hold.lift()
 
 
 def _require_no_canary_at_work(model: Path) -> None:

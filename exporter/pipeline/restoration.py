@@ -33,25 +33,42 @@ copied, after they were compared with their manifest and checksums. Servers load
 themselves; what a rollback must keep off is the trainer's next export. So the model is held before the
 version is there, and lifted after the other one is: a process that is killed in between has not rolled back,
 or not resumed, and the same command again does it.
+
+*Values of a log that has ended*, as after a change of structure, come back by a base that begins a log of its
+own: its graph, and base and deltas merged (`exporter.pipeline.rebase`). First servers of the newest log are
+stopped where they are, which binds publishers, too; then the new log is held, in which there is no base yet;
+then the base appears. What a killed process leaves binds publishers until the command is run again, or
+`resume`. Resuming brings the newer structure back in the same way.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.format import DeltaHeader
 from exporter.delta.layers import restoring
-from exporter.delta.spans import Position, Span
-from exporter.errors import ManifestError, ModelHeld, OverlayFull, PositionUnknown, UsageError
+from exporter.delta.spans import Position, Span, merged
+from exporter.errors import (
+    ManifestError,
+    ModelHeld,
+    OverlayFull,
+    PositionUnknown,
+    PublishError,
+    UsageError,
+)
+from exporter.newer_python import StrEnum
 from exporter.options import DeltaDtype
 from exporter.pipeline.overlay_room import OverlaidRows
 from exporter.publish.approval import did_fail
@@ -63,13 +80,15 @@ from exporter.publish.commit import (
     VersionRule,
     next_delta_position,
     publish_version,
+    reserve_position,
 )
-from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
+from exporter.publish.delta_log import DeltaLog, LogDelta, log_path
 from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.finite import require_finite
+from exporter.publish.finite import require_finite, require_merger_finite
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin, Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
+from exporter.publish.tags import Standing
 from exporter.publish.versions import (
     VersionDir,
     greatest,
@@ -83,6 +102,14 @@ from exporter.storage import mirror
 from exporter.storage.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
 from exporter.version import __version__
+
+
+class Restored(StrEnum):
+    """The form in which earlier values come back."""
+
+    DELTA = "delta"
+    BASE = "base"
+    VERSION = "version"
 
 
 class Restoration(Struct, frozen=True):
@@ -100,120 +127,196 @@ class Restoration(Struct, frozen=True):
     by_canary: bool = False
 
     @property
+    def told(self) -> RestoredValues:
+        """What the manifest of a version says of it."""
+        made: Literal["rollback", "resume"] = "rollback" if self.is_rollback else "resume"
+        return RestoredValues(made, self.of, self.before, self.reason)
+
+    @property
     def is_rollback(self) -> bool:
         """True if the model is held at the position that is published."""
         return self.made is DeltaOrigin.ROLLBACK
 
 
 class Planned(Struct, frozen=True):
-    """Where a restoration is published, and the training step of its values."""
+    """The form and place of a restoration, and the training step of its values."""
 
+    made: Restored
     path: Path
     position: int
     step: int | None
 
 
-class Restorer(ABC):
+class Restorer:
     """What is published of a model at one moment, and how earlier values of it come back.
 
-    `at` is where the model stands, `log` the number of the newest version's log, None where it takes no
-    deltas, and `hold` the hold that a rollback sets.
+    `versions` are as `version_dirs` lists them, at least one of them published by this program; `published`
+    is the newest version's log, None where that takes no deltas. `at` is where the model stands, `hold` the
+    hold that a rollback sets first.
     """
 
-    noun: ClassVar[str]
+    def __init__(self, model: Path, versions: Sequence[VersionDir], published: DeltaLog | None) -> None:
+        newest = newest_of(versions)
+        assert newest is not None
+        self.model, self.published, self._versions = model, published, versions
+        if published is not None:
+            self.at, self.hold = published.at, published.hold
+            self._manifest = published.newest.manifest
+        else:
+            self._manifest = read_manifest(newest.path)
+            self.at, self.hold = Position(newest.version, self._manifest.step), Hold(model)
 
-    def __init__(self, at: Position, log: int | None, hold: Hold) -> None:
-        self.at, self.log, self.hold = at, log, hold
+    @property
+    def log(self) -> int | None:
+        """The number of the newest version's log; None if that takes no deltas."""
+        return None if self.published is None else self.published.number
 
     def rollback_of(self, to: int) -> Restoration:
-        """Return the rollback that leads to the values of `to`; UsageError, or ModelHeld, if none may."""
+        """Return the rollback that leads to the values of `to`.
+
+        Raises:
+            UsageError: `to` is the newest position.
+            PositionUnknown: nothing published stands there, or no base leads there any more.
+            ModelHeld: a canary decides about the log, and the values did not pass.
+        """
         at = self.at.position
         if to == at:
             raise UsageError(
-                f"{self.noun} {to} is the newest: there is nothing to roll back",
-                hint="list earlier ones: export-model history MODEL",
+                f"{'version' if self.published is None else 'position'} {to} is the newest: there is nothing "
+                "to roll back",
+                hint=f"list earlier ones: export-model history {quoted(self.model)}",
             )
-        is_canaried = self._require_judged(to)
-        before = self.before_rollbacks() if self.hold.binds else None  # those that were lifted are accepted
-        earlier = at if before is None else before
-        return Restoration(to, DeltaOrigin.ROLLBACK, earlier, is_canaried=is_canaried)
-
-    def _require_judged(self, to: int) -> bool:
-        """Refuse values that a canary has failed; True if a canary decides about the model."""
-        return False
-
-    @abstractmethod
-    def before_rollbacks(self) -> int | None:
-        """Return where the model stood before the first rollback still in force; None without one."""
-
-    @abstractmethod
-    def leads_back_to(self, position: int) -> bool:
-        """True if the newest publication restored the values of this position."""
-
-    def approved_by_canary(self) -> int | None:
-        """Return how far a canary approved the log, also if a rollback holds it there; None without one."""
-        return None
-
-    @abstractmethod
-    def plan(self, restoration: Restoration) -> Planned:
-        """Return what `publish` would do; its input is read and checked, and nothing is written."""
-
-    @abstractmethod
-    def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
-        """Publish the values; of a rollback the model is held before they can be seen.
-
-        The caller has the model's lock.
-        """
-
-
-class DeltaRestorer(Restorer):
-    """Earlier values of a log come back by a delta; `published` is the log."""
-
-    noun = "position"
-
-    def __init__(self, log: DeltaLog) -> None:
-        super().__init__(log.at, log.number, log.hold)
-        self.published = log
-
-    def _require_judged(self, to: int) -> bool:
-        log = self.published
-        log.standing(to)
-        is_judged = is_canaried(log)
-        if is_judged and did_fail(log, to):
+        way, judged = self._way(to), self.published is not None and is_canaried(self.published)
+        if judged and isinstance(way, _ByDelta | _ByBase) and did_fail(way.log, to):
             raise ModelHeld(
                 f"the canary of an agent judged the values of {to}, and they did not pass",
                 hint="let it judge again what was reverted: export-model resume "
-                f"{quoted(log.model)}; to do without it: --lift-canary",
+                f"{quoted(self.model)}; to do without it: --lift-canary",
             )
-        return is_judged
+        before = self.before_rollbacks() if self.hold.binds else None  # those that were lifted are accepted
+        if before is None:
+            # All servers load a base: what no canary has approved does not come back in one.
+            approved = None if way.made is Restored.DELTA else self.approved_by_canary()
+            before = at if approved is None else min(at, approved)
+        return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
 
     def before_rollbacks(self) -> int | None:
-        """As `Restorer.before_rollbacks`; those of earlier releases begin where the log stood before.
+        """Return where the model stood before the first rollback still in force; None without one.
 
-        None if the newest delta is no rollback.
+        Delta rollbacks of earlier releases begin where the log stood before.
         """
-        at: LogBase | LogDelta = self.published.newest
-        before = None
+        if self.published is None:
+            return _before(self._manifest)
+        at, before = self.published.newest, None
         while isinstance(at, LogDelta) and at.entry.made is DeltaOrigin.ROLLBACK:
             if at.entry.before is not None:
                 return at.entry.before
             before = at.start
             ending = [delta for delta in self.published.deltas if delta.end == before]
             at = max(ending, key=lambda delta: delta.start, default=self.published.base)
-        return before
+        return _before(at.manifest) if before is None else before
 
     def leads_back_to(self, position: int) -> bool:
-        """As `Restorer.leads_back_to`."""
-        newest = self.published.newest
-        return isinstance(newest, LogDelta) and newest.entry.back_to == position
+        """True if the newest publication restored the values of this position."""
+        newest = None if self.published is None else self.published.newest
+        if isinstance(newest, LogDelta):
+            return newest.entry.back_to == position
+        told = self._manifest.taken_back
+        return told is not None and told.back_to == position
 
     def approved_by_canary(self) -> int | None:
-        """As `Restorer.approved_by_canary`."""
-        return approved_by_canary(self.published)
+        """Return how far a canary approved the log, also if a rollback holds it there; None without one."""
+        return None if self.published is None else approved_by_canary(self.published)
+
+    def plan(self, restoration: Restoration) -> Planned:
+        """Return what `publish` would do; its input is read and checked, and nothing is written."""
+        return self._way(restoration.of).plan(restoration)
+
+    def form_of(self, restoration: Restoration) -> Restored:
+        """Return the form in which the values come back."""
+        return self._way(restoration.of).made
+
+    def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
+        """Publish the values; of a rollback the model is held before they can be seen.
+
+        The caller has the model's lock.
+        """
+        way = self._way(restoration.of)
+        if restoration.is_rollback:
+            self._stop(way, staging, restoration.reason)
+        done = way.publish(restoration, staging)
+        if restoration.is_rollback and self.published is None and way.made is Restored.BASE:
+            with suppress(PublishError, OSError):  # the new log's hold is in force
+                self.hold.lift()
+        return done
+
+    def _way(self, of: int) -> _Way:
+        """Return how the values of a position come back; PositionUnknown if they cannot."""
+        if self.published is not None and self.published.has(of):
+            return _ByDelta(self.published)
+        there = Standing(self.model, self.published, self._versions)
+        if why := there.loss(of):
+            known = ", ".join(map(str, sorted(there.paths)[-20:]))
+            hint = f"list the positions: export-model history {quoted(self.model)}"
+            if self.hold.binds:
+                hint += (
+                    f"; to leave the values as they are: export-model resume {quoted(self.model)} --lift-only"
+                )
+            raise PositionUnknown(
+                f"nothing published stands at position {of}",
+                cause=f"{why}; published positions: {known}",
+                hint=hint,
+            )
+        log = there.log_at(of)
+        return _ByVersion(self.model, self._versions, self.published) if log is None else _ByBase(log)
+
+    def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
+        """Hold the model before a version replaces what it serves: servers stop where they are, or before."""
+        if isinstance(way, _ByDelta):
+            return  # which begins with a hold of its own
+        if self.published is None:
+            if isinstance(way, _ByBase):
+                self.hold.put(way.next_position(), staging, why=why)
+            return
+        try:
+            held = self.hold.read()
+        except ManifestError:
+            return  # no server passes it
+        if held is None or not self.hold.binds:
+            self.hold.put(self.at.position if held is None else held, staging, why=why)
+
+
+def _before(manifest: Manifest) -> int | None:
+    """Return where the model stood before the rollback that published a version; None if none did."""
+    told = manifest.taken_back
+    return told.before if told is not None and told.made == "rollback" else None
+
+
+class _Way(ABC):
+    """How the values of one position come back."""
+
+    made: ClassVar[Restored]
+
+    @abstractmethod
+    def plan(self, restoration: Restoration) -> Planned:
+        """As `Restorer.plan`."""
+
+    @abstractmethod
+    def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
+        """As `Restorer.publish`."""
+
+
+class _ByDelta(_Way):
+    """Values of the newest version's log come back by a delta."""
+
+    made = Restored.DELTA
+
+    def __init__(self, log: DeltaLog) -> None:
+        self.log, self.hold = log, log.hold
 
     def plan(self, restoration: Restoration) -> Planned:
         """As `Restorer.plan`."""
-        log, of = self.published, restoration.of
+        log, of = self.log, restoration.of
         _, step = log.trained_at(of)
         taken_back, values = [log.open(delta).changes for delta in self._since(restoration)], log.state(of)
         span = self._span(restoration)
@@ -222,11 +325,11 @@ class DeltaRestorer(Restorer):
             with TemporaryDirectory() as scratch:
                 changes = restoring(taken_back, values, log.schema, Path(scratch))
                 require_finite(log, changes, span, self._instead(restoration))
-        return Planned(LogDelta(log.path, span.start, span.end).path, span.end, step)
+        return Planned(self.made, LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
         """As `Restorer.publish`."""
-        log, of = self.published, restoration.of
+        log, of = self.log, restoration.of
         # Before the hold: what servers would refuse would leave them held at the values that are to go.
         self._require_room(restoration)
         if restoration.is_rollback:
@@ -264,15 +367,15 @@ class DeltaRestorer(Restorer):
 
         Nothing is read unless the base maps tables: the hold must not wait.
         """
-        overlaid = OverlaidRows.of(self.published)
+        overlaid = OverlaidRows.of(self.log)
         for delta in self._since(restoration) if overlaid.room else ():
-            overlaid.add(self.published.row_numbers(delta, overlaid.room.keys()))
+            overlaid.add(self.log.row_numbers(delta, overlaid.room.keys()))
         try:
             overlaid.require_room()
         except OverlayFull as error:
             error.hint = (
                 "publish a base of that checkpoint (--ckpt-dir CHECKPOINT --updatable --again), or go "
-                f"back less far: export-model history {quoted(self.published.model)}"
+                f"back less far: export-model history {quoted(self.log.model)}"
             )
             raise
 
@@ -281,7 +384,7 @@ class DeltaRestorer(Restorer):
 
         A rollback's starts so early that no server can take a merged delta past these values first.
         """
-        log, of = self.published, restoration.of
+        log, of = self.log, restoration.of
         start = log.at.position
         if restoration.is_rollback:
             start = min([of, *(delta.start for delta in log.deltas if delta.start < of < delta.end)])
@@ -289,7 +392,7 @@ class DeltaRestorer(Restorer):
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
         """Return the deltas whose rows a restoration takes back; PositionUnknown if none leads on."""
-        chain = self.published.chain(min(restoration.of, self._span(restoration).start))
+        chain = self.log.chain(min(restoration.of, self._span(restoration).start))
         if not chain:
             raise PositionUnknown(f"no delta leads on from position {restoration.of}")
         return chain
@@ -305,7 +408,7 @@ class DeltaRestorer(Restorer):
 
     def _instead(self, restoration: Restoration) -> str:
         """Return the hint for values that the model, which wants finite ones, refuses."""
-        model = self.published.model
+        model = self.log.model
         if restoration.is_rollback:
             return f"go back further: export-model history {quoted(model)} lists the positions"
         return f"accept the rollback, and train on: export-model resume {quoted(model)} --lift-only"
@@ -335,64 +438,98 @@ def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
     return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 
 
-class VersionRestorer(Restorer):
-    """Earlier values of a model whose versions take no deltas come back by a version.
+class _ByBase(_Way):
+    """Values of a log that has ended come back by a base that begins a log of its own."""
 
-    `versions` are as `version_dirs` lists them, at least one of them published by this program.
+    made = Restored.BASE
+
+    def __init__(self, log: DeltaLog) -> None:
+        self.log = log
+
+    def plan(self, restoration: Restoration) -> Planned:
+        """As `Restorer.plan`."""
+        self._check(restoration.of)
+        self.log.state(restoration.of)
+        position, step = self.next_position(), self.log.trained_at(restoration.of)[1]
+        return Planned(self.made, self.log.model / str(position), position, step)
+
+    def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
+        """As `Restorer.publish`."""
+        from exporter.pipeline.rebase import BasePlace, write_base
+        from exporter.pipeline.same_graph import SourceFiles
+
+        self._check(restoration.of)
+        log, model, of = self.log, self.log.model, self.log.standing(restoration.of)
+        place = reserve_position(model, None)
+        draft, _ = write_base(
+            log, of, BasePlace(place.position, place.position, secrets.token_hex(16)), staging
+        )
+        draft = replace(draft, taken_back=restoration.told)
+        hold = Hold(log_path(model, place.position))
+        with hold.put_back_on_failure(staging):
+            if restoration.is_rollback:
+                hold.put(place.position, staging, why=restoration.reason)
+            done = publish_version(staging, draft, place, permission=_RESTORING, is_locked=True)
+        SourceFiles.read(log.path).save(hold.directory)
+        return done
+
+    def next_position(self) -> int:
+        """Return the position that the base will have."""
+        return reserve_position(self.log.model, None).position
+
+    def _check(self, of: int) -> None:
+        """Refuse what the log's finiteness, or its hot rows in a store, do not allow."""
+        from exporter.pipeline.rebase import require_local, way_to
+
+        base, chain = way_to(self.log, of)
+        if chain:
+            require_local(base)
+            require_merger_finite(self.log, chain, merged(chain), "go back to another position")
+
+
+_RESTORING = Permission(despite_hold=True, plain=True)
+
+
+class _ByVersion(_Way):
+    """Values of a version that takes no deltas come back by a version.
+
+    `published` is the log that it ends; None if the newest version takes no deltas either.
     """
 
-    noun = "version"
+    made = Restored.VERSION
 
-    def __init__(self, model: Path, versions: Sequence[VersionDir]) -> None:
-        newest = newest_of(versions)
-        assert newest is not None
-        self._model, self._versions, self._manifest = model, versions, read_manifest(newest.path)
-        super().__init__(Position(newest.version, self._manifest.step), None, Hold(model))
-
-    def before_rollbacks(self) -> int | None:
-        """As `Restorer.before_rollbacks`."""
-        told = self._manifest.taken_back
-        return told.before if told is not None and told.made == DeltaOrigin.ROLLBACK.value else None
-
-    def leads_back_to(self, position: int) -> bool:
-        """As `Restorer.leads_back_to`."""
-        told = self._manifest.taken_back
-        return told is not None and told.back_to == position
+    def __init__(self, model: Path, versions: Sequence[VersionDir], published: DeltaLog | None) -> None:
+        self._model, self._versions, self.hold = model, versions, Hold(model)
 
     def plan(self, restoration: Restoration) -> Planned:
         """As `Restorer.plan`."""
         manifest = self._whole(restoration.of)
         number = self._next(manifest)
-        return Planned(self._model / str(number), number, manifest.step)
+        return Planned(self.made, self._model / str(number), number, manifest.step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
         """As `Restorer.publish`."""
         manifest = self._whole(restoration.of)
-        if restoration.is_rollback:
-            self.hold.put(self._next(manifest), staging, why=restoration.reason)
-        for entry in manifest.files:
-            target = staging.path / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(self._model / str(restoration.of) / entry.path, target)
-        told = RestoredValues(
-            "rollback" if restoration.is_rollback else "resume",
-            restoration.of,
-            restoration.before,
-            restoration.reason,
-        )
-        draft = ManifestDraft(
-            tensors=manifest.tensors,
-            source=manifest.source,
-            exporter=__version__,
-            step=manifest.step,
-            taken_back=told,
-            plan_digest=manifest.plan_digest,
-            tensorflow=manifest.tensorflow,
-            mapped=manifest.mapped,
-            for_server=manifest.for_server,
-            oldest_server=manifest.oldest_server,
-        )
-        return publish_version(staging, draft, permission=Permission(despite_hold=True), is_locked=True)
+        with self.hold.put_back_on_failure(staging):
+            if restoration.is_rollback:
+                self.hold.put(self._next(manifest), staging, why=restoration.reason)
+            for entry in manifest.files:
+                target = staging.path / entry.path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(self._model / str(restoration.of) / entry.path, target)
+            draft = ManifestDraft(
+                tensors=manifest.tensors,
+                source=manifest.source,
+                exporter=__version__,
+                step=manifest.step,
+                taken_back=restoration.told,
+                plan_digest=manifest.plan_digest,
+                tensorflow=manifest.tensorflow,
+                mapped=manifest.mapped,
+                for_server=manifest.for_server,
+                oldest_server=manifest.oldest_server,
+            )
+            return publish_version(staging, draft, permission=_RESTORING, is_locked=True)
 
     def _next(self, manifest: Manifest) -> int:
         """Return the number that `publish_version` will give this one."""
@@ -401,39 +538,20 @@ class VersionRestorer(Restorer):
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
     def _whole(self, number: int) -> Manifest:
-        """Read a version's manifest, and compare all of the version's bytes with it.
-
-        PositionUnknown if there is no such version, UsageError if it takes deltas.
-        """
-        ours = [child for child in self._versions if child.has_manifest]
-        found = next((child for child in ours if child.version == number), None)
-        if found is None:
-            known = ", ".join(str(child.version) for child in ours[:20])
-            hint = "list them: export-model history MODEL"
-            if self.hold.binds:
-                hint += "; to leave the values as they are: export-model resume MODEL --lift-only"
-            raise PositionUnknown(
-                f"there is no version {number}",
-                cause=f"published versions: {known}",
-                hint=hint,
-            )
-        manifest = read_manifest(found.path)
-        if manifest.incremental is not None:
-            raise UsageError(
-                f"version {number} takes deltas, and its log has ended: it cannot be the newest again",
-                hint="export its checkpoint once more: --updatable --again",
-            )
+        """Read a version's manifest, and compare all of the version's bytes with it."""
+        path = next(child.path for child in self._versions if child.version == number)
+        manifest = read_manifest(path)
         from exporter.verify.version_files import verify_bytes, verify_published  # late: deltas need neither
 
-        verify_published(found.path)
-        require_signed_bytes(found.path, manifest)
+        verify_published(path)
+        require_signed_bytes(path, manifest)
         for prefix in (VARIABLES_PREFIX, PAIR_NAME):
-            if index_path(found.path / prefix).exists():
-                verify_bytes(read_catalog(found.path / prefix))
+            if index_path(path / prefix).exists():
+                verify_bytes(read_catalog(path / prefix))
         return manifest
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Link a published file, or copy it where that is impossible; an object is fetched first."""
     mirror.fetch(source)  # a link to a file that stands for an object would be empty
     try:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from exporter.publish.versions import (
     delta_positions,
     newest_of,
     nothing_published,
+    read_head,
     read_manifest,
     require_signed_bytes,
     unread_positions,
@@ -181,6 +182,12 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """The delta that leads to the newest position, or the base that stands there."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
+
+    def has(self, position: int) -> bool:
+        """True if a base of the log stands at a position, or a delta leads there."""
+        return any(base.at.position == position for base in self.bases) or any(
+            delta.end == position for delta in self.deltas
+        )
 
     @property
     def at(self) -> Position:
@@ -359,6 +366,21 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
         raise nothing_published(model)
     base = LogBase.read(newest.path)
     return DeltaLog(model, base, tuple(versions), list_deltas(log_path(model, base.entry.log)))
+
+
+def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]:
+    """The logs that any of a model's versions is a base of, newest first.
+
+    Versions are as `version_dirs` lists them. Those that take no deltas, or cannot be read, are passed over.
+    """
+    found: dict[int, DeltaLog] = {}
+    for child in versions:
+        with suppress(ManifestError, NotUpdatable):
+            number = read_head(child.path).log if child.has_manifest else None
+            if number is not None and number not in found:
+                base, deltas = LogBase.read(child.path), list_deltas(log_path(model, number))
+                found[number] = DeltaLog(model, base, tuple(versions), deltas)
+    return tuple(found.values())
 
 
 def log_path(model: Path, log: int) -> Path:

@@ -230,7 +230,7 @@ class RestoredValues(Struct, frozen=True, omit_defaults=True):
     """Why a version was published again: a rollback or a resumption, to which version's values."""
 
     made: Annotated[Literal["rollback", "resume"], doc("which of the two")]
-    back_to: Annotated[Count, doc("the version whose values came back")]
+    back_to: Annotated[Count, doc("the version or position whose values came back")]
     before: Annotated[Count, doc("the one that resuming leads back to, or that a resumption followed")]
     reason: Annotated[str | None, doc("why, in words; absent: nobody said")] = None
 

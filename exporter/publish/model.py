@@ -119,7 +119,7 @@ class Event(Struct, frozen=True):
     wild: tuple[WildRows, ...] = ()
     """Rows of it that are beyond `--max-norm`, by table."""
     tags: tuple[str, ...] = ()
-    """The tags that name its position, where it belongs to the newest version's log, or takes no deltas."""
+    """The tags that name its position."""
     changes: tuple[VariableChange, ...] | None = None
     """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
 
@@ -146,7 +146,7 @@ class Published(Commit, frozen=True, kw_only=True):
 
 
 class Rollback(Struct, frozen=True):
-    """A published rollback: the delta to `position` restores the values of `back_to`.
+    """A published rollback: the delta, or base, at `position` restores the values of `back_to`.
 
     `is_canary`: a canary made it, because what it took back did not pass.
     """
@@ -285,6 +285,9 @@ class _Known(Struct):
         except (FileNotFoundError, ManifestError):
             return None
         self.bases[path] = file, base
+        if (told := base.manifest.taken_back) is not None and told.made == "rollback":
+            lineage, position = base.manifest.lineage or "", base.at.position
+            self.rollbacks[lineage, position] = Rollback(position, told.back_to, told.reason or "")
         self._remember(base.manifest, base.entry, base.manifest.lineage or "")
         return base
 
@@ -603,7 +606,7 @@ def _placed(event: Event, log: int | None, hold: int | None, names: Mapping[int,
     is_current = event.log == log
     past = hold is not None and is_current and event.position > hold
     position = event.position if event.log is not None else _number_of(event)
-    tags = tuple(names.get(position, ())) if is_current else ()
+    tags = tuple(names.get(position, ()))
     return replace(event, is_current=is_current, is_past_hold=past, tags=tags)
 
 

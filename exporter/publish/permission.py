@@ -80,6 +80,23 @@ def hold_in_force(model: Path) -> Hold | None:
     return None
 
 
+def require_not_taken_back(model: Path, misfit: PositionError) -> None:
+    """Raise ModelHeld in place of an error, if a rollback's version is the newest, and the model is held.
+
+    The trainer's next publication does not fit what was brought back; it does again after `resume`.
+    """
+    newest = newest_version(model)
+    if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":
+        return
+    for hold in binding(model, _log_of(newest)):
+        held = _held(model, hold)
+        raise ModelHeld(
+            f"{held.message.partition(',')[0]}, after a rollback to what the trainer does not continue",
+            cause="; ".join(filter(None, (held.cause, misfit.message))),
+            hint=f"go on with what the trainer has: export-model resume {quoted(model)}",
+        ) from misfit
+
+
 def require_on_way(log: DeltaLog, span: Span) -> None:
     """Refuse a merged delta that would lead servers to a position that was rolled back.
 

@@ -21,6 +21,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +38,7 @@ from exporter.errors import (
     UsageError,
     nearest,
 )
-from exporter.publish.delta_log import DeltaLog, log_of
+from exporter.publish.delta_log import DeltaLog, log_of, logs_of
 from exporter.publish.hold import HeldBy
 from exporter.publish.versions import (
     VersionDir,
@@ -259,51 +261,84 @@ def no_such_tag(model: Path, name: str, tags: Iterable[str]) -> PositionUnknown:
     )
 
 
-class Standing(Struct, frozen=True):
-    """The positions of a model at one moment, with what leads to each; `log` is None without deltas."""
+class Standing(Struct, frozen=True, dict=True):
+    """The positions of a model at one moment, in logs that have ended, too.
+
+    `log` is the newest version's, None if that takes no deltas.
+    """
 
     model: Path
     log: DeltaLog | None
-    paths: Mapping[int, list[Path]]
     versions: Sequence[VersionDir]
 
     @classmethod
     def of(cls, model: Path) -> Standing:
-        """The positions of the newest version's log, or the versions where these take no deltas.
+        """The positions under a model base path.
 
         Raises:
             NotUpdatable: nothing is published.
-            ManifestError: the manifest of a version cannot be read.
+            ManifestError: the manifest of the newest version cannot be read.
         """
         versions = version_dirs(model)
         if newest_of(versions) is None:
             raise nothing_published(model)
         try:
-            log = log_of(model, versions)
+            return cls(model, log_of(model, versions), versions)
         except NotUpdatable:
-            ours = [child for child in versions if child.has_manifest]
-            return cls(model, None, {child.version: [child.path] for child in ours}, versions)
-        paths: dict[int, list[Path]] = {base.at.position: [base.path] for base in log.bases}
-        for delta in log.deltas:
-            paths.setdefault(delta.end, []).append(delta.path)
-        return cls(model, log, paths, versions)
+            return cls(model, None, versions)
+
+    @cached_property
+    def logs(self) -> tuple[DeltaLog, ...]:
+        """All logs of which a base is there, newest first."""
+        return logs_of(self.model, self.versions)
+
+    def log_at(self, position: int) -> DeltaLog | None:
+        """The log that has the position; None if no log that has a base does."""
+        if self.log is not None and self.log.has(position):
+            return self.log
+        return next((log for log in self.logs if log.has(position)), None)
+
+    @cached_property
+    def plain(self) -> Mapping[int, Path]:
+        """The versions that take no deltas, by their numbers."""
+        found = {}
+        for child in self.versions:
+            with suppress(ManifestError):
+                if child.has_manifest and read_head(child.path).log is None:
+                    found[child.version] = child.path
+        return found
+
+    @cached_property
+    def paths(self) -> Mapping[int, list[Path]]:
+        """The bases, deltas and versions that lead to each position, or have that number."""
+        paths = {number: [path] for number, path in self.plain.items()}
+        for log in self.logs:
+            for base in log.bases:
+                paths.setdefault(base.at.position, []).append(base.path)
+            for delta in log.deltas:
+                paths.setdefault(delta.end, []).append(delta.path)
+        return paths
+
+    @property
+    def newest(self) -> int:
+        """The position where the model stands; the newest version's number if that takes no deltas."""
+        return self.log.at.position if self.log is not None else max(self.plain)
 
     def loss(self, position: int) -> str:
         """Why the values of a position cannot come back; empty if they can."""
-        if self.log is None:
-            return "" if position in self.paths else "there is no such version, or no more"
-        if position in self.paths:
+        if (log := self.log_at(position)) is not None:
             try:
-                nearest_base(self.log.deltas, [base.at.position for base in self.log.bases], position)
+                nearest_base(log.deltas, [base.at.position for base in log.bases], position)
             except PositionError:
                 return "no base leads there any more"
             return ""
-        for delta in self.log.deltas:
+        if position in self.plain:
+            return ""
+        for delta in (delta for log in self.logs for delta in log.deltas):
             if delta.merged_count > 1 and delta.start < position < delta.end:
                 return f"it was merged away, into {delta.path.name}"
-        others = {child.version for child in self.log.versions if child.has_manifest}
-        if position in others or position in delta_positions(self.model, but=self.log.path):
-            return f"its log has ended: the model went on with version {self.log.number}"
+        if position in delta_positions(self.model):
+            return "its log has ended, and no base of that is left"
         return "nothing stands there, or no more"
 
     def version_at(self, position: int) -> int:
@@ -312,9 +347,9 @@ class Standing(Struct, frozen=True):
         PositionUnknown if there is none.
         """
         self.require(position)
-        if self.log is None:
+        if (log := self.log_at(position)) is None:
             return position
-        return nearest_base(self.log.deltas, [base.at.position for base in self.log.bases], position)
+        return nearest_base(log.deltas, [base.at.position for base in log.bases], position)
 
     def require(self, position: int) -> None:
         """Refuse a position whose values cannot come back.
@@ -444,20 +479,21 @@ def _meant(text: str, model: Path) -> str:
 
 def _special(text: str, there: Standing) -> int:
     """The position of a name without its @."""
-    known = sorted(there.paths, reverse=True)
     if text == "latest":
-        return known[0]
+        return there.newest
+    earlier = (each for each in sorted(there.paths, reverse=True) if each != there.newest)
+    known = (each for each in earlier if (there.log and there.log.has(each)) or not there.loss(each))
     if text == "previous":
-        if len(known) < 2:
+        if (found := next(known, None)) is None:
             raise PositionUnknown(
-                f"{known[0]} is the only position of {there.model}: there is none before it"
+                f"{there.newest} is the only position of {there.model}: there is none before it"
             )
-        return known[1]
+        return found
     until = _moment(text, datetime.now(timezone.utc))
     if until is None:
         raise UsageError(f"'@{text[:80]}' names no position", cause=_EXPECTED, hint=_meant(text, there.model))
     oldest = ""
-    for position in known:
+    for position in chain([there.newest], known):
         times = [time for path in there.paths[position] if (time := _published(path)) is not None]
         if any(time <= until for time in times):
             return position

@@ -252,8 +252,7 @@ MEANINGS: Mapping[Code, Meaning] = {
         "back, roll back.",
     ),
     Code.TAG_GONE: Meaning(
-        "A tag names a position whose values cannot come back: a newer log has begun, or somebody removed "
-        "what led there.",
+        "A tag names a position whose values cannot come back: somebody removed what led there.",
         "Delete the tag, as the command does, or name another position.",
     ),
     Code.BUDGET: Meaning(

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from exporter.options import Updates
+from exporter.pipeline.full import export
 from exporter.pipeline.tagging import delete_tag, set_tag
 from exporter.terminal.server_access import WITHOUT_TLS
 from serving.agent import labels
@@ -23,6 +26,7 @@ from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import VersionState
 from tests.support.commands import run_app
+from tests.support.step_models import published
 
 GOLDEN = Path(__file__).parents[1] / "golden/0.2.1/models"
 
@@ -108,6 +112,31 @@ def test_a_tag_that_leads_nowhere_moves_no_label(world: World, server: ModelServ
     (left / "tags.json").write_bytes(b"\xff{")
     (said,) = follow(server, world.rules).problems
     assert "does not hold the model's tags" in said
+
+
+def test_a_label_stays_at_a_base_before_the_newest_log_and_is_given_back(tmp_path: Path) -> None:
+    """As after a change of structure: both versions are published, and servers have both."""
+    request = published(tmp_path, 10, 20)
+    model = request.out
+    set_tag(model, "good", 10)
+    export(replace(request, updates=Updates(stamp=True)))
+    config = tmp_path / "models.config"
+    config.write_text(
+        f"model_config_list {{ config {{ name: 'left' base_path: '{model}' model_platform: 'tensorflow' "
+        "model_version_policy { all {} } } }"
+    )
+    rules = LabelRules({"stable": "good", "fresh": "@latest"}, config, {"left": model})
+    with ModelServer(options=ServerOptions(model_config_file=config)) as server:
+        with ModelClient(server.address, "left") as client:
+            until = time.monotonic() + 120
+            while [s.version for s in client.status() if s.state is VersionState.AVAILABLE] != [21, 10]:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        assert follow(server, rules) == labels.Labelled({"stable": 10, "fresh": 21}, [])
+        set_tag(model, "good", 21)
+        assert follow(server, rules).moved == {"stable": 21}
+        set_tag(model, "good", 20)
+        assert follow(server, rules).moved == {"stable": 10}
 
 
 def test_a_version_that_is_not_loaded_gets_no_label_and_others_move(world: World) -> None:

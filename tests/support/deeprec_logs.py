@@ -154,7 +154,7 @@ def publish_base(
 ) -> PublishedVersion:
     """What `--incr` does the first time, but for the graph: the tables laid out by their index alone."""
     prefix = trainer.directory / f"model.ckpt-{trainer.step}"
-    place = reserve_position(model, trainer.step)
+    place, lineage = reserve_position(model, trainer.step), secrets.token_hex(16)
     rules, admission = MappingRules(casts=tuple(map(CastRule.parse, casts))), admission or Admission()
     dynamic = tuple(DynamicTable(name, "int64", "float32", DIM, len(DEFAULT)) for name in trainer.names)
     with Staging(model) as staging:
@@ -163,7 +163,7 @@ def publish_base(
         graph = InferenceGraph("a test", None, variables)
         mapping = build_mapping(graph, read_catalog(laid_out), rules)
         report = write_variables(mapping, staging.path)
-        write_graph(staging.path, place.position, trainer.step)
+        write_graph(staging.path, place.position, trainer.step, lineage)
         spec = MappingSpec(
             tuple(map(VariableDocument.of, variables)),
             {},
@@ -186,7 +186,7 @@ def publish_base(
             source=Origin.of(prefix),
             exporter="0",
             step=trainer.step,
-            lineage=secrets.token_hex(16),
+            lineage=lineage,
             incremental=BaseEntry.of(place.position, schema, spec, trained, Updates()),
         )
         return publish_version(staging, draft, place)

@@ -15,7 +15,7 @@ import numpy as np
 from exporter.bundle.variables import write_variables
 from exporter.catalog import SliceSpec
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_catalog
-from exporter.delta.format import ChangeKind, Schema, ServedVariable
+from exporter.delta.format import ChangeKind, Schema, ServedVariable, log_name
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.increments.history import CheckpointMarker, identify, read_history
 from exporter.increments.increment import Changed, CheckpointId, Contents, Increment
@@ -229,16 +229,16 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> PublishedVe
     """What `--incr` does the first time, but for the graph, of which only what `rebase` changes is there."""
     mapping_spec, prefix = serving.mapping_spec(), trainer.directory / f"model.ckpt-{trainer.step}"
     catalog = read_catalog(prefix)
-    place = reserve_position(model, catalog.step)
+    place, lineage = reserve_position(model, catalog.step), secrets.token_hex(16)
     with Staging(model) as staging:
         report = write_variables(mapping_spec.mapping(catalog), staging.path)
-        write_graph(staging.path, place.position, catalog.step or 0)
+        write_graph(staging.path, place.position, catalog.step or 0, lineage)
         draft = ManifestDraft(
             tensors=tensor_entries(report.catalog),
             source=Origin.of(prefix),
             exporter="0",
             step=catalog.step,
-            lineage=secrets.token_hex(16),
+            lineage=lineage,
             incremental=BaseEntry.of(
                 place.position,
                 serving.schema(),
@@ -250,13 +250,16 @@ def publish_base(trainer: Trainer, serving: Serving, model: Path) -> PublishedVe
         return publish_version(staging, draft, place)
 
 
-def write_graph(bundle: Path, position: int, step: int) -> None:
+def write_graph(bundle: Path, position: int, step: int, lineage: str) -> None:
     saved_model = protos.SavedModel(saved_model_schema_version=1)
     meta_graph = saved_model.meta_graphs.add()
     meta_graph.meta_info_def.tags.append("serve")
     meta_graph.signature_def[UPDATE_SIGNATURE].outputs["position"].name = "incremental/position:0"
     node = meta_graph.graph_def.node.add(name=f"incremental/{FIRST_POSITION}", op="Const")
     fill(node.attr["value"].tensor, np.array([position, step, -1], np.int64))
+    for name, text in (("log", log_name(position)), ("lineage", lineage)):
+        node = meta_graph.graph_def.node.add(name=f"incremental/{name}", op="Const")
+        fill(node.attr["value"].tensor, np.asarray(text, object))
     (bundle / "saved_model.pb").write_bytes(saved_model.SerializeToString())
     (bundle / UPDATABLE_FILE).parent.mkdir()
     (bundle / UPDATABLE_FILE).write_text("{}")

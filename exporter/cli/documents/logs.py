@@ -123,6 +123,9 @@ class Rollback(Struct, frozen=True, kw_only=True):
     """True if that hold is how far the canary of an agent approved: it decides about what lies beyond."""
     replaced: HeldBy | None
     """The hold before, whose place that of a rollback takes; null without one, and after `resume`."""
+    made: str | None = None
+    """`delta`, `base` where the values are of a log that has ended, or `version` where they take no deltas;
+    null if the values stay."""
 
 
 class Problem(Struct, frozen=True):
