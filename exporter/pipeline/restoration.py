@@ -256,14 +256,18 @@ class Restorer:
             return _ByDelta(self.published)
         there = Standing(self.model, self.published, self._versions)
         if why := there.loss(of):
+            for child in self._versions:
+                if child.version == of and child.has_manifest:
+                    read_manifest(child.path)  # says what is wrong with one that is damaged
             known = ", ".join(map(str, sorted(there.paths)[-20:]))
             hint = f"list the positions: export-model history {quoted(self.model)}"
             if self.hold.binds:
                 hint += (
                     f"; to leave the values as they are: export-model resume {quoted(self.model)} --lift-only"
                 )
+            is_log = self.published is not None
             raise PositionUnknown(
-                f"nothing published stands at position {of}",
+                f"nothing published stands at position {of}" if is_log else f"there is no version {of}",
                 cause=f"{why}; published positions: {known}",
                 hint=hint,
             )
