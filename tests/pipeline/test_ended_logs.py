@@ -217,7 +217,7 @@ def test_a_kill_at_any_step_leaves_it_held_and_the_same_command_ends_it(model: P
         shutil.copytree(saved, model)
         code = killed_at(point, action, model)
         outcomes[point] = is_done = versions(model)[0] > before
-        assert code == -signal.SIGKILL or is_done  # files that have just been written are looked at more often
+        assert code == -signal.SIGKILL or is_done  # what was just written is looked at more often
         if is_done and action is roll_back:
             assert read_log(model).hold.read() == 51
         if not is_done and action is resume:
