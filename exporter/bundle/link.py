@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -218,3 +219,12 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
     if linked[1:] != FileIdentity.of(before)[1:]:  # an overlay may show its copy under another device
         raise CheckpointChanged(f"{source} was replaced or written to while it was linked")
     return ""
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Link a published file, or copy it where that is impossible; an object is fetched first."""
+    mirror.fetch(source)  # a link to a file that stands for an object would be empty
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links, or too many of them
+        shutil.copyfile(source, target)

@@ -1,71 +1,27 @@
-"""Merge a base and its deltas into a new base: of the same log, or of a new one.
+"""Merge a base and its deltas into a new base of the same log (`exporter.pipeline.merged_base`).
 
-Tasks write the base's variables with the deltas applied on top, and read each byte once. The graph stays, but
-for the position that its variables begin with. Servers load the new base beside the old one; deltas that lead
-on from its position fit both.
-
-Values of a log that has ended come back by a base that begins a log of its own
-(`exporter.pipeline.restoration`). Its graph is the ended log's, with another log and lineage. Where no delta
-is merged, the base's files are linked.
+Servers load the new base beside the old one; deltas that lead on from its position fit both.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import Path
 
-import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
-from exporter.bundle.hot_rows import HotRows, HotTable, hot_in, lay_hot_rows, names_of
-from exporter.bundle.mapped_tables import move_tries
-from exporter.bundle.variables import own_file, served_runs
-from exporter.catalog import Catalog
-from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.checkpoint.tensor_values import checked_map
-from exporter.delta.format import log_name
-from exporter.delta.merge_base import BaseMerger
-from exporter.delta.spans import Position, merged, nearest_base
-from exporter.errors import CorruptFile, ManifestError, UsageError
-from exporter.graph.graph_files import read_saved_model
-from exporter.graph.nodes import bodies
+from exporter.delta.spans import Position, merged
 from exporter.options import LOCALLY, Jobs
 from exporter.pipeline.log_maintenance import position_of_merger, runner_for, skip_abandoned, undisturbed
-from exporter.pipeline.restoration import approved_by_canary, link_or_copy
+from exporter.pipeline.merged_base import BasePlace, merger_of, require_local, write_base
+from exporter.pipeline.restoration import approved_by_canary
 from exporter.publish.commit import PublishedVersion, ReservedPosition, Staging, publish_version
-from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
+from exporter.publish.delta_log import DeltaLog, LogBase, LogDelta
 from exporter.publish.finite import require_merger_finite
-from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, tensor_entries
 from exporter.publish.permission import Permission
 from exporter.publish.retention import Keep
-from exporter.publish.versions import require_signed_bytes
-from exporter.storage import mirror
-from exporter.storage.files import copy_file, make_directories, writing
-from exporter.storage.layout import (
-    ASSETS_DIRECTORY,
-    EXTRA_DIRECTORY,
-    MAPPED_ID_FILE,
-    SAVED_MODEL_FILE,
-    UPDATABLE_FILE,
-    VARIABLES_DIRECTORY,
-    VARIABLES_PREFIX,
-)
-from exporter.subgraph.make_updatable import UPDATE_SIGNATURE
+from exporter.storage.files import writing
 from exporter.terminal.progress import ProgressFactory, no_progress
-from exporter.verify.version_files import verify_bytes, verify_file, verify_files
-from exporter.version import __version__
-from exporter.wire import tensor_proto
-from exporter.wire.dtypes import DType
-from exporter.wire.protos import Proto
-
-FIRST_POSITION = "first_position"
-"""The constant of the incremental subgraph that holds position and step of its base, and -1."""
 
 
 class Rebased(Struct, frozen=True):
@@ -102,7 +58,7 @@ def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | Non
         require_merger_finite(log, chain, merged(chain))
         position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
         path, deltas = model / str(position), len(chain) + (position != at.position)
-        tasks = _merger(log, log.base, chain, path, jobs).tasks
+        tasks = merger_of(log, log.base, chain, path, jobs.task_bytes).tasks
         return Rebased(path, Position(position, at.step), deltas, tasks)
 
     return undisturbed(model, plan)
@@ -152,7 +108,8 @@ def _rebase(
     require_merger_finite(log, chain, merged(chain))
     with Staging(model) as staging, writing(staging.path):
         place = BasePlace(at.position, log.number, log.lineage)
-        draft, tasks = write_base(log, newest, place, staging, jobs, progress)
+        runner = partial(runner_for, jobs, model)
+        draft, tasks = write_base(log, newest, place, staging, jobs.task_bytes, runner, progress)
         published = publish_version(
             staging,
             draft,
@@ -163,264 +120,7 @@ def _rebase(
         return Rebased(published.path, at, len(chain), tasks, published)
 
 
-class BasePlace(Struct, frozen=True):
-    """The position of a base, and the number and lineage of the log whose deltas it takes."""
-
-    position: int
-    log: int
-    lineage: str
-
-
-def write_base(
-    log: DeltaLog,
-    of: LogBase | LogDelta,
-    place: BasePlace,
-    staging: Staging,
-    jobs: Jobs = LOCALLY,
-    progress: ProgressFactory = no_progress,
-) -> tuple[ManifestDraft, int]:
-    """Stage a base with a log's values at `of`; return its draft and the number of tasks that wrote it.
-
-    Raises:
-        VerificationError: the log's base is damaged.
-        CheckpointError: a delta is damaged.
-        PositionError: no base leads there.
-    """
-    base, chain = way_to(log, of.at.position)
-    bundle, at, trained = staging.path, of.at, of.entry.trained
-    require_signed_bytes(base.path, base.manifest)
-    if chain:
-        catalog, tasks, hot = _write_merged(log, base, chain, of, bundle, jobs, progress)
-        mapped = _mapped_again(base, catalog, place.position, hot)
-    else:
-        catalog, tasks = _link_variables(base, bundle), 0
-        mapped = _mapped_elsewhere(base.manifest.mapped, place.position)
-    _copy_graph(base, bundle, place, at.step or 0, mapped)
-    verify_files(bundle, tensor_entries(catalog))
-    draft = ManifestDraft(
-        tensors=tensor_entries(catalog),
-        # It holds what increments made of that checkpoint: no checkpoint has these contents.
-        source=replace(base.manifest.source, checkpoint=trained.checkpoint.name, digest=None),
-        exporter=__version__,
-        step=at.step,
-        lineage=place.lineage,
-        incremental=replace(base.entry, log=place.log, trained=trained, state=of.manifest.state_id),
-        tensorflow=base.manifest.tensorflow,
-        mapped=mapped,
-        for_server=base.manifest.for_server,
-        oldest_server=base.manifest.oldest_server,
-    )
-    return draft, tasks
-
-
-def way_to(log: DeltaLog, position: int) -> tuple[LogBase, tuple[LogDelta, ...]]:
-    """The base of a log from which the fewest deltas lead to a position, and these deltas."""
-    bases = {base.at.position: base for base in log.bases}
-    base = bases[nearest_base(log.deltas, bases, position)]
-    return base, log.chain(base.at.position, position)
-
-
-def _write_merged(
-    log: DeltaLog,
-    base: LogBase,
-    chain: Sequence[LogDelta],
-    of: LogBase | LogDelta,
-    bundle: Path,
-    jobs: Jobs,
-    progress: ProgressFactory,
-) -> tuple[Catalog, int, Mapping[str, HotTable]]:
-    """Write a base's variables with deltas on top; return their catalog, the tasks, and tables' hot rows."""
-    merger = _merger(log, base, chain, bundle, jobs)
-    with ExitStack() as stack, progress("merging", merger.bytes_) as bar:
-        try:
-            runner = runner_for(jobs, log.model, merger.tasks)
-            merger.write(stack, runner, lambda: log.state(of.at.position), bar)
-        except CorruptFile:
-            verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))  # says what is wrong with a base
-            raise
-        catalog, hot = _laid_again(base, read_catalog(bundle / VARIABLES_PREFIX), bundle)
-    return catalog, merger.tasks, hot
-
-
-def _link_variables(base: LogBase, bundle: Path) -> Catalog:
-    """Link a base's variables into a bundle, once all their bytes are verified; return their catalog."""
-    verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
-    for file in base.manifest.files:
-        if file.path.startswith(f"{VARIABLES_DIRECTORY}/") and file.path != str(MAPPED_ID_FILE):
-            make_directories((bundle / file.path).parent)
-            link_or_copy(base.path / file.path, bundle / file.path)
-    return read_catalog(bundle / VARIABLES_PREFIX)
-
-
-def _merger(log: DeltaLog, base: LogBase, chain: Sequence[LogDelta], bundle: Path, jobs: Jobs) -> BaseMerger:
-    """Return the writer of the base's variables with the deltas of `chain` applied on top."""
-    return BaseMerger(
-        bundle,
-        base.entry.mapping_spec,
-        log.schema,
-        base.stored(),
-        [log.tensors(delta) for delta in chain],
-        task_bytes=jobs.task_bytes,
-        mapped={table.name for table in _mapped_tables(base)},
-        hint=BROKEN_LOG_HINT,
-    )
-
-
-def require_local(base: LogBase) -> None:
-    """Refuse, by a UsageError, a base with hot rows in an object store: before anything is written there."""
-    if mirror.is_remote(base.path) and any(table.hot_rows for table in _mapped_tables(base)):
-        raise UsageError(
-            "a base with hot rows is laid out in files, and the model is in an object store",
-            hint="publish a new base, or merge in the directory that was pushed, and push it again",
-        )
-
-
-def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
-    record = base.manifest.mapped
-    return () if record is None else record.tables
-
-
-def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog, Mapping[str, HotTable]]:
-    """Lay the rows that are hot in a base behind its merged tables, too; the catalog, and tables by name.
-
-    CorruptFile if the base's places are damaged.
-    """
-    hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
-    if not hot:
-        return written, {}
-    before = read_catalog(base.path / VARIABLES_PREFIX)
-    tables: dict[str, HotRows] = {}
-    for source in base.entry.mapping_spec.sources():
-        for run in served_runs(source, written):
-            name, rows = run.variable.served_name, run.box.lengths
-            if name not in hot or name in tables:
-                continue
-            assert run.extent is not None
-            ref = before.tensors.get(names_of(name)[1])
-            if ref is None or ref.shape != rows[:1] or ref.dtype not in (DType.INT32, DType.INT64):
-                raise CorruptFile(f"{before.prefix} does not say where the hot rows of {name!r} lie")
-            scratch = bundle.with_name(f"hot-{len(tables)}")
-            blocks = hot_in(checked_map(before, ref), hot[name], scratch)
-            tables[name] = HotRows(name, source.dtype, rows, run.extent, 0, blocks, os.fspath(base.path))
-    return lay_hot_rows(bundle / VARIABLES_PREFIX, written, tables.values())
-
-
-def _mapped_again(
-    base: LogBase, written: Catalog, position: int, hot: Mapping[str, HotTable]
-) -> MappedRecord | None:
-    """Return the record of the new base's mapped tables: the same ones, in other files, with another id.
-
-    None, or a record without tables, is returned as it is.
-    """
-    record = base.manifest.mapped
-    if record is None or not record.tables:
-        return record
-    sources = base.entry.mapping_spec.sources()
-    runs = {run.variable.served_name: run for source in sources for run in served_runs(source, written)}
-    tables = []
-    for table in record.tables:
-        file, size = own_file(runs[table.name], written)
-        assert size == table.bytes_, f"{table.name} has {size} bytes, expected {table.bytes_}"
-        places = hot[table.name].file if table.name in hot else ""
-        tables.append(replace(table, file=file, places=places))
-    return _mapped_elsewhere(replace(record, tables=tuple(tables)), position)
-
-
-def _mapped_elsewhere(record: MappedRecord | None, position: int) -> MappedRecord | None:
-    """Return the record of mapped tables of another version, with another id."""
-    if record is None or not record.tables:
-        return record
-    directory = str(Path(record.directory).parent / str(position))
-    return replace(record, id=secrets.token_hex(16), directory=directory)
-
-
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
     """Return the base or delta that leads to the newest position; under a canary, to the newest approved."""
     approved = approved_by_canary(log)
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)
-
-
-def _copy_graph(
-    log_base: LogBase, bundle: Path, place: BasePlace, step: int, mapped: MappedRecord | None
-) -> None:
-    """Copy a base without its variables, for another position, log, and files to map.
-
-    Its files are verified first; ManifestError if the graph has no incremental subgraph that is known.
-    """
-    base, position = log_base.path, place.position
-    for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
-        if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):
-            verify_file(base, file)
-    saved_model = read_saved_model(base)
-    constant = _first_position(saved_model)
-    if constant is None:
-        raise ManifestError(f"{base / SAVED_MODEL_FILE} has no incremental subgraph that this program knows")
-    first = tensor_proto.to_array(constant.attr["value"].tensor)
-    moved = np.array([position, step, *first.tolist()[2:]], np.int64)
-    constant.attr["value"].tensor.Clear()
-    tensor_proto.fill(constant.attr["value"].tensor, moved)
-    if place.log != log_base.entry.log:
-        _move_log(saved_model, log_base, place)
-    before = log_base.manifest.mapped
-    if before is not None and mapped is not None and mapped.tables:
-        pairs = [*zip(before.tables, mapped.tables, strict=True)]
-        files = {was.file: now.file for was, now in pairs} | {was.places: now.places for was, now in pairs}
-        for meta_graph in saved_model.meta_graphs:
-            move_tries(meta_graph.graph_def, position, (before.id, mapped.id), files)
-        (bundle / MAPPED_ID_FILE).write_text(mapped.id)
-    (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
-    for file in log_base.manifest.files:  # and no other: the new manifest would vouch for those, too
-        if PurePosixPath(file.path).parts[0] in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
-            make_directories((bundle / file.path).parent)
-            copy_file(base / file.path, bundle / file.path)
-    description = json.loads((bundle / UPDATABLE_FILE).read_text())
-    description |= {"lineage": place.lineage, "log": place.log, "position": position, "step": step}
-    (bundle / UPDATABLE_FILE).write_text(json.dumps(description) + "\n")
-
-
-def _first_position(saved_model: Proto) -> Proto | None:
-    """Find the constant with the base's position, in the scope of the update signature; None without one.
-
-    The subgraph gets another scope where the user's own model has one called `incremental`.
-    """
-    for meta_graph in saved_model.meta_graphs:
-        names = {f"{scope}/{FIRST_POSITION}" for scope in _scopes(meta_graph)}
-        for node in meta_graph.graph_def.node:
-            if node.op == "Const" and node.name in names:
-                return node
-    return None
-
-
-def _scopes(meta_graph: Proto) -> set[str]:
-    """Return the scope of the nodes of a graph's incremental subgraph; empty without one."""
-    signature = meta_graph.signature_def.get(UPDATE_SIGNATURE)
-    return {info.name.partition("/")[0] for info in signature.outputs.values()} if signature else set()
-
-
-def _move_log(saved_model: Proto, base: LogBase, place: BasePlace) -> None:
-    """Change the log and the lineage that are constants of a base's graph, and part of its resources' names.
-
-    ManifestError if it has no such constants.
-    """
-    lineage = (base.manifest.lineage or "").encode(), place.lineage.encode()
-    log = log_name(base.entry.log).encode(), log_name(place.log).encode()
-    changed = Counter[bytes]()
-    for meta_graph in saved_model.meta_graphs:
-        scopes = tuple(_scopes(meta_graph))
-        for body in bodies(meta_graph.graph_def):
-            of = None if body.function is None else body.function.signature.name
-            for node in body.nodes:
-                if not (node.name if of is None else of).startswith(scopes):
-                    continue
-                if "shared_name" in node.attr:
-                    named = node.attr["shared_name"]
-                    named.s = named.s.replace(*(b"/%s/" % each for each in lineage))
-                texts = node.attr["value"].tensor.string_val if node.op == "Const" else []
-                for before, now in (lineage, log):
-                    if [*texts] == [before]:
-                        texts[0] = now
-                        changed[before] += 1
-    if len(changed) < 2:
-        raise ManifestError(
-            f"{base.path / SAVED_MODEL_FILE} has no incremental subgraph that this program knows"
-        )

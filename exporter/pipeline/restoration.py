@@ -43,9 +43,7 @@ then the base appears. What a killed process leaves binds publishers until the c
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -56,6 +54,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.bundle.link import link_or_copy
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.format import DeltaHeader
 from exporter.delta.layers import restoring
@@ -69,7 +68,7 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.newer_python import StrEnum
-from exporter.options import DeltaDtype
+from exporter.options import LOCALLY, DeltaDtype
 from exporter.pipeline.overlay_room import OverlaidRows
 from exporter.publish.approval import did_fail
 from exporter.publish.commit import (
@@ -98,7 +97,6 @@ from exporter.publish.versions import (
     require_signed_bytes,
     taken,
 )
-from exporter.storage import mirror
 from exporter.storage.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
 from exporter.version import __version__
@@ -459,15 +457,14 @@ class _ByBase(_Way):
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
         """As `Restorer.publish`."""
-        from exporter.pipeline.rebase import BasePlace, write_base
+        from exporter.pipeline.merged_base import BasePlace, write_base
         from exporter.pipeline.same_graph import SourceFiles
 
         self._check(restoration.of)
         log, model, of = self.log, self.log.model, self.log.standing(restoration.of)
         place = reserve_position(model, None)
-        draft, _ = write_base(
-            log, of, BasePlace(place.position, place.position, secrets.token_hex(16)), staging
-        )
+        new_log = BasePlace(place.position, place.position, secrets.token_hex(16))
+        draft, _ = write_base(log, of, new_log, staging, LOCALLY.task_bytes)
         draft = replace(draft, taken_back=restoration.told)
         hold = Hold(log_path(model, place.position))
         with hold.put_back_on_failure(staging):
@@ -483,7 +480,7 @@ class _ByBase(_Way):
 
     def _check(self, of: int) -> None:
         """Refuse what the log's finiteness, or its hot rows in a store, do not allow."""
-        from exporter.pipeline.rebase import require_local, way_to
+        from exporter.pipeline.merged_base import require_local, way_to
 
         base, chain = way_to(self.log, of)
         if chain:
@@ -553,12 +550,3 @@ class _ByVersion(_Way):
             if index_path(path / prefix).exists():
                 verify_bytes(read_catalog(path / prefix))
         return manifest
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Link a published file, or copy it where that is impossible; an object is fetched first."""
-    mirror.fetch(source)  # a link to a file that stands for an object would be empty
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links, or too many of them
-        shutil.copyfile(source, target)

@@ -23,7 +23,7 @@ from exporter.increments.trained import TrainerVersion
 from exporter.mapping.mapping_rules import CastRule, MappingRules, RenameRule
 from exporter.mapping.mapping_spec import MappingSpec, RulesDocument, VariableDocument
 from exporter.options import ExportRequest, Updates
-from exporter.pipeline.rebase import FIRST_POSITION
+from exporter.pipeline.merged_base import FIRST_POSITION
 from exporter.publish.commit import PublishedVersion, Staging, publish_version, reserve_position
 from exporter.publish.delta_log import DeltaLog
 from exporter.publish.manifest import BaseEntry, ManifestDraft, Origin, tensor_entries
