@@ -174,7 +174,10 @@ def predict(
             )
         request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
-        with ModelClient(address, model, deadline_s=deadline, access=access) as client:
+        most = _MOST_PREDICTED_BYTES  # whoever waits for one answer may have asked for a large one
+        with ModelClient(
+            address, model, deadline_s=deadline, access=access, most_answer_bytes=most
+        ) as client:
             metadata = client.metadata(version, label=label)
             asked = version if label is None else metadata.version
             if example:
@@ -428,6 +431,7 @@ def _signature(client: ModelClient, metadata: Metadata, name: str) -> Proto:
     return metadata.signatures[name]
 
 
+_MOST_PREDICTED_BYTES = 1 << 30
 _ANSWERS = {"predictions": RowPrediction, "outputs": ColumnPrediction, "results": ExampleResults}
 """The document of a response, by the response's only field."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -22,7 +22,7 @@ from exporter.errors import CallFailed, UsageError
 from exporter.storage.local_paths import quoted
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 from exporter.wire.protos import Proto, message_class
-from exporter.wire.tensor_proto import fill, to_array
+from exporter.wire.tensor_proto import fill, to_arrays
 from serving.address import to_reach, with_port
 from serving.credentials import identity, open_channel
 from serving.served_names import names_in
@@ -32,9 +32,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+T = TypeVar("T")
+
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
+MOST_ANSWER_BYTES = 64 << 20
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
+_MOST_BYTES = {"GetModelStatus": 4 << 20, "GetModelMetadata": 16 << 20}
+"""Of answers whose every few bytes become objects: gRPC's own limit, and that of a thousand signatures."""
+_NOT_READ = (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""The errors of making values of an answer that a model server does not send; protobuf's is added."""
 _RELOAD = "HandleReloadConfigRequest"
 _GRAPH_PLACE = re.compile(
     r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
@@ -50,6 +57,7 @@ _LONGEST_RECONNECT_MS = 1000
 """gRPC's own back-off grows to 2 minutes; a server that comes back has to be found within a second."""
 _HINTS = {
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
+    "RESOURCE_EXHAUSTED": "ask for less at once: fewer rows, or fewer outputs",
     "INVALID_ARGUMENT": "compare the request with the signatures: export-model inspect MODEL_VERSION",
     "UNAUTHENTICATED": "send the token that the server expects with --grpc-token-file FILE",
     "UNIMPLEMENTED": "this port speaks another protocol: name the gRPC port, 8500 in TF Serving's image",
@@ -99,6 +107,7 @@ class ModelClient:
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
         access: ServerAccess = WITHOUT_TLS,
+        most_answer_bytes: int = MOST_ANSWER_BYTES,
     ) -> None:
         """Prepare a channel; it sends nothing before the first call.
 
@@ -107,6 +116,7 @@ class ModelClient:
             model: the model's name on the server.
             deadline_s: a call without a response fails after so many seconds.
             access: files for TLS, the client's certificate and a token.
+            most_answer_bytes: a longer answer is refused, and so is one whose shapes ask for more memory.
 
         Raises:
             UsageError: one of these files cannot be used.
@@ -115,7 +125,8 @@ class ModelClient:
         self.model = model
         self.deadline_s = deadline_s
         self._access = access
-        self._connection = _Connection(address, access)
+        self._most_answer_bytes = most_answer_bytes
+        self._connection = _Connection(address, access, most_answer_bytes)
 
     def predict(
         self,
@@ -136,14 +147,32 @@ class ModelClient:
         Raises:
             CallFailed: the server did not respond, or refused the call.
         """
+        return self.predict_as(_whole, inputs, signature=signature, version=version, outputs=outputs)
+
+    def predict_as(
+        self,
+        read: Callable[[Prediction], T],
+        inputs: Mapping[str, ArrayLike],
+        *,
+        signature: str = DEFAULT_SIGNATURE,
+        version: int | None = None,
+        outputs: Iterable[str] = (),
+    ) -> T:
+        """Run a signature as `predict`, and return what `read` makes of the answer.
+
+        Raises:
+            CallFailed: as `predict`; also if `read` does not find what it expects.
+        """
         request = self._request("serving.PredictRequest", version, signature)
         for name, value in inputs.items():
             fill(request.inputs[name], _array(value))
         request.output_filter.extend(outputs)
-        response = self._call("PredictionService", "Predict", request, "serving.PredictResponse")
-        return Prediction(
-            {name: to_array(tensor) for name, tensor in sorted(response.outputs.items())},
-            response.model_spec.version.value,
+        return self._call(
+            "PredictionService",
+            "Predict",
+            request,
+            "serving.PredictResponse",
+            lambda found: read(Prediction(to_arrays(found.outputs), _version(found, version))),
         )
 
     def classify(
@@ -156,10 +185,15 @@ class ModelClient:
         """
         request = self._request("serving.ClassificationRequest", version, signature)
         request.input.CopyFrom(input_)
-        response = self._call("PredictionService", "Classify", request, "serving.ClassificationResponse")
-        return Classification(
-            [[(c.label, c.score) for c in row.classes] for row in response.result.classifications],
-            response.model_spec.version.value,
+        return self._call(
+            "PredictionService",
+            "Classify",
+            request,
+            "serving.ClassificationResponse",
+            lambda found: Classification(
+                [[(c.label, c.score) for c in row.classes] for row in found.result.classifications],
+                _version(found, version),
+            ),
         )
 
     def regress(
@@ -172,9 +206,14 @@ class ModelClient:
         """
         request = self._request("serving.RegressionRequest", version, signature)
         request.input.CopyFrom(input_)
-        response = self._call("PredictionService", "Regress", request, "serving.RegressionResponse")
-        return Regression(
-            [row.value for row in response.result.regressions], response.model_spec.version.value
+        return self._call(
+            "PredictionService",
+            "Regress",
+            request,
+            "serving.RegressionResponse",
+            lambda found: Regression(
+                [row.value for row in found.result.regressions], _version(found, version)
+            ),
         )
 
     def replay(self, request: Proto, version: int) -> None:
@@ -191,7 +230,7 @@ class ModelClient:
         copy.CopyFrom(request)
         copy.model_spec.name = self.model
         copy.model_spec.version.value = version
-        self._call("PredictionService", method, copy, response)
+        self._call("PredictionService", method, copy, response, _whole)
 
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
         """The signatures of a version, or of the one that a label names.
@@ -203,12 +242,13 @@ class ModelClient:
         if label is not None:
             request.model_spec.version_label = label
         request.metadata_field.append("signature_def")
-        response = self._call(
-            "PredictionService", "GetModelMetadata", request, "serving.GetModelMetadataResponse"
+        return self._call(
+            "PredictionService",
+            "GetModelMetadata",
+            request,
+            "serving.GetModelMetadataResponse",
+            lambda found: Metadata(_signatures(found), _version(found, version)),
         )
-        packed = response.metadata["signature_def"].value
-        signatures = message_class("serving.SignatureDefMap").FromString(packed)
-        return Metadata(dict(signatures.signature_def), response.model_spec.version.value)
 
     def status(self, version: int | None = None) -> list[VersionStatus]:
         """The state of each version, the newest first.
@@ -217,12 +257,9 @@ class ModelClient:
             CallFailed: the server did not respond, or does not know a version of the model.
         """
         request = self._request("serving.GetModelStatusRequest", version)
-        response = self._call("ModelService", "GetModelStatus", request, "serving.GetModelStatusResponse")
-        statuses = [
-            VersionStatus(s.version, VersionState(s.state), Code(s.status.error_code), s.status.error_message)
-            for s in response.model_version_status
-        ]
-        return sorted(statuses, key=lambda status: -status.version)
+        return self._call(
+            "ModelService", "GetModelStatus", request, "serving.GetModelStatusResponse", _statuses
+        )
 
     def labelled(self, label: str) -> int | None:
         """The available version that a label names, or None.
@@ -247,7 +284,7 @@ class ModelClient:
         request.config.CopyFrom(config)
         response = "serving.ReloadConfigResponse"
         try:
-            self._call("ModelService", _RELOAD, request, response, deadline_s=deadline_s)
+            self._call("ModelService", _RELOAD, request, response, _whole, deadline_s=deadline_s)
         except CallFailed as error:
             if error.code == Code.UNAVAILABLE.name:
                 raise
@@ -291,10 +328,16 @@ class ModelClient:
         method: str,
         request: Proto,
         response: str,
+        read: Callable[[Proto], T],
         *,
         deadline_s: float | None = None,
-    ) -> Proto:
+    ) -> T:
+        """Send a request, and return what `read` makes of the answer: nothing else makes values of one.
+
+        CallFailed if the server did not respond, refused, or answers otherwise than a model server.
+        """
         import grpc
+        from google.protobuf.message import DecodeError
 
         path = f"/tensorflow.serving.{service}/{method}"
         connection = self._connection
@@ -302,22 +345,33 @@ class ModelClient:
             connection.calls[path] = connection.channel.unary_unary(
                 path,
                 request_serializer=type(request).SerializeToString,
-                response_deserializer=message_class(response).FromString,
+                response_deserializer=None,  # what is wrong with an answer is said below
             )
         try:
-            return connection.calls[path](request, timeout=deadline_s or self.deadline_s)
+            answer = connection.calls[path](request, timeout=deadline_s or self.deadline_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 self._reconnect(connection)
             failed = self._failed(method, error.code().name, error.details() or "")
             failed.served = names_in(error.trailing_metadata())
             raise failed from error
+        try:
+            if len(answer) > (most := _MOST_BYTES.get(method, len(answer))):
+                raise ValueError(f"it has {len(answer)} bytes, more than {most}")
+            return read(message_class(response).FromString(answer))
+        except (*_NOT_READ, DecodeError) as error:
+            raise CallFailed(
+                Code.INTERNAL.name,
+                f"{self.address} answers {method} otherwise than a model server",
+                cause=f"{type(error).__name__}: {error}",
+                hint=f"see what listens there: {self.status_command}",
+            ) from error
 
     def _reconnect(self, failed: _Connection) -> None:
         """Use replaced certificates: in a process that runs for weeks they expire."""
         if failed is self._connection and failed.identity != identity(self._access):
             with suppress(UsageError):  # only some files are replaced yet: the next failing call tries again
-                self._connection = _Connection(self.address, self._access)
+                self._connection = _Connection(self.address, self._access, self._most_answer_bytes)
 
     @property
     def status_command(self) -> str:
@@ -355,16 +409,43 @@ class ModelClient:
 class _Connection:
     """A channel, its calls by path, and the identity of the files that it was opened with."""
 
-    def __init__(self, address: str, access: ServerAccess) -> None:
+    def __init__(self, address: str, access: ServerAccess, most_answer_bytes: int) -> None:
         self.identity = identity(access)
         limits = [
-            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", most_answer_bytes),
             ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", _LONGEST_RECONNECT_MS // 10),
             ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
         ]
         self.channel = open_channel(address, access, limits)
-        self.calls: dict[str, Callable[..., Proto]] = {}
+        self.calls: dict[str, Callable[..., bytes]] = {}
+
+
+def _whole(found: T) -> T:
+    return found
+
+
+def _version(found: Proto, asked: int | None) -> int:
+    """The version that answered; ValueError if it is not the one that was asked."""
+    version: int = found.model_spec.version.value
+    if asked not in (None, version):
+        raise ValueError(f"version {version} answers in place of {asked}")
+    return version
+
+
+def _signatures(found: Proto) -> dict[str, Proto]:
+    signatures = message_class("serving.SignatureDefMap").FromString(found.metadata["signature_def"].value)
+    return dict(signatures.signature_def)
+
+
+def _statuses(found: Proto) -> list[VersionStatus]:
+    statuses = [
+        VersionStatus(s.version, VersionState(s.state), Code(s.status.error_code), s.status.error_message)
+        for s in found.model_version_status
+    ]
+    if not statuses:
+        raise ValueError("it lists no version, and a server without any says so")
+    return sorted(statuses, key=lambda status: -status.version)
 
 
 def _array(value: ArrayLike) -> NDArray[Any]:

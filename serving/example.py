@@ -117,14 +117,14 @@ def _has_rows(signature: Proto) -> bool:
 
 def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
     """A request of warm-up in REST's JSON; UsageError for types without JSON."""
-    from exporter.wire.tensor_proto import to_array
+    from exporter.wire.tensor_proto import to_arrays
     from serving.rest_response import to_json
 
     if request.DESCRIPTOR.name != "PredictRequest":
         return _named(name) | _examples(request.input)
-    arrays = {key: to_array(tensor) for key, tensor in sorted(request.inputs.items())}
+    arrays = to_arrays(request.inputs)
     for key in arrays:
-        _require_json(key, DType(signature.inputs[key].dtype))
+        _require_json(key, _dtype(key, signature.inputs[key]))
     values = {
         key: _texts(array.tolist()) if array.dtype == object else to_json(array, key)
         for key, array in arrays.items()
@@ -181,7 +181,7 @@ def _require_json(key: str, dtype: DType) -> None:
 
 
 def _value(key: str, info: Proto, sizes: tuple[int, ...], known: Sequence[Any] | None) -> Any:
-    dtype = DType(info.dtype)
+    dtype = _dtype(key, info)
     _require_json(key, dtype)
     if math.prod(max(size, 1) for size in sizes) > _MOST_VALUES:
         raise UsageError(
@@ -191,6 +191,18 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...], known: Sequence[Any] |
     value: Any = "" if dtype is DType.STRING else False if dtype is DType.BOOL else 0
     value = 0.0 if dtype.is_floating else value
     return _nested(cycle(known or [value]), sizes)
+
+
+def _dtype(name: str, info: Proto) -> DType:
+    """The type of an input; UsageError for the number of one that this program does not know."""
+    try:
+        return DType(info.dtype)
+    except ValueError as error:
+        raise UsageError(
+            f"the server says that input {name!r} is of a type that TensorFlow does not have",
+            cause=str(error),
+            hint="name the gRPC port of a model server, 8500 in TF Serving's image",
+        ) from error
 
 
 def _nested(values: Iterator[Any], sizes: tuple[int, ...]) -> Any:
@@ -262,7 +274,7 @@ def _arrays(request: dict[str, Any], signature: Proto) -> Iterator[str]:
     values = request.get("inputs", {key: [row[key] for row in rows] for key in (rows[0] if rows else ())})
     yield "inputs = {"
     for key, value in values.items():
-        dtype = DType(signature.inputs[key].dtype)
+        dtype = _dtype(key, signature.inputs[key])
         kind = "object" if dtype is DType.STRING else f"np.{dtype.numpy.name}"
         yield f"    {key!r}: np.array({_literal(value)!r}, {kind.replace('np.bool', 'np.bool_')}),"
     yield "}"

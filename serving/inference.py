@@ -73,7 +73,9 @@ def predict_arrays(
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))
     feeds = {
-        info.name: inputs[alias] if alias in inputs else _value(alias, signature.defaults[alias])
+        info.name: inputs[alias]
+        if alias in inputs
+        else _value(alias, signature.defaults[alias], how.max_filled_bytes)
         for alias, info in signature.inputs.items()
     }
     aliases = sorted(signature.outputs)
@@ -156,9 +158,7 @@ def _feeds(signature: Proto, inputs: Mapping[str, Proto], max_filled_bytes: int)
     sent = set(inputs)
     _check_aliases(signature, sent)
     return {
-        info.name: _value(alias, inputs[alias], max_filled_bytes)
-        if alias in sent
-        else _value(alias, signature.defaults[alias])
+        info.name: _value(alias, (inputs if alias in sent else signature.defaults)[alias], max_filled_bytes)
         for alias, info in signature.inputs.items()
     }
 
@@ -185,7 +185,7 @@ def _check_aliases(signature: Proto, sent: set[str]) -> None:
         )
 
 
-def _value(alias: str, proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
+def _value(alias: str, proto: Proto, max_filled_bytes: int) -> NDArray[Any]:
     try:
         return to_array(proto, max_filled_bytes)
     except ValueError as error:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from exporter.errors import CallFailed, NotTrusted, UsageError
 from exporter.publish.served import Served, ServedTables
 from exporter.wire.update_status import ANOTHER_RUNS, UNREADABLE_HOLD, UpdateStatus
-from serving.client import ModelClient
+from serving.client import ModelClient, Prediction
 from serving.status import Code, VersionState, VersionStatus, error_text
 
 if TYPE_CHECKING:
@@ -55,20 +57,32 @@ def read_incremental_status(client: ModelClient, version: int) -> Served | None:
     if STATUS_SIGNATURE not in client.metadata(version).signatures:
         return None
     probe = {"probe": np.zeros([1], np.int64)}
-    found = client.predict(probe, signature=STATUS_SIGNATURE, version=version).outputs
+    return client.predict_as(
+        lambda answer: _served(version, answer.outputs), probe, signature=STATUS_SIGNATURE, version=version
+    )
+
+
+def _served(version: int, found: Mapping[str, NDArray[Any]]) -> Served:
     tables = None
     if "overlay_percent" in found:
         names = ("mapped_tables", "tables_to_map", "overlay_percent")
-        tables = ServedTables(*(int(found[name][0]) for name in names))
+        tables = ServedTables(*(_number(found, name) for name in names))
     return Served(
         version,
         VersionState.AVAILABLE,
-        int(found["position"][0]),
-        int(found["step"][0]),
+        _number(found, "position"),
+        _number(found, "step"),
         bytes(found["lineage"][0]).decode(),
-        unsettled=int(found["unsettled"][0]) if "unsettled" in found else None,  # bases of 0.1.0 have none
+        unsettled=_number(found, "unsettled") if "unsettled" in found else None,  # bases of 0.1.0 have none
         tables=tables,
     )
+
+
+def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
+    """The first number of an output that counts; ValueError if it is not an int64."""
+    if found[name].dtype != np.int64:
+        raise ValueError(f"the output {name!r} is {found[name].dtype}, not int64")
+    return int(found[name][0])
 
 
 def read_served(client: ModelClient, status: VersionStatus) -> Served:
@@ -256,10 +270,16 @@ def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -
 def _call(client: ModelClient, up_to: int, version: int) -> Updated:
     inputs = {"up_to": np.array([up_to], np.int64)}
     try:
-        response = client.predict(inputs, signature=UPDATE_SIGNATURE, version=version)
+        return client.predict_as(_updated, inputs, signature=UPDATE_SIGNATURE, version=version)
     except CallFailed as error:
         if error.code != _REFUSED:
             raise
         raise CallFailed(error.code, error.message, cause=error.cause, hint=_HINT) from error
-    numbers = {name: int(response.outputs[name][0]) for name in ("position", "step", "rows", "deltas")}
-    return Updated(response.version, **numbers, status=bytes(response.outputs["status"][0]).decode())
+
+
+def _updated(answer: Prediction) -> Updated:
+    position, step, rows, deltas = (
+        _number(answer.outputs, name) for name in ("position", "step", "rows", "deltas")
+    )
+    status = bytes(answer.outputs["status"][0]).decode()
+    return Updated(answer.version, position, step, rows, deltas, status)

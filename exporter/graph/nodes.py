@@ -144,7 +144,7 @@ def const_value(node: Proto | None) -> np.ndarray | None:
         return None
     try:
         return to_array(attr(node, "value").tensor, _MAX_FILLED_BYTES)
-    except ValueError:
+    except (TypeError, ValueError):
         return None
 
 

@@ -24,6 +24,7 @@ from exporter.graph.nodes import (
     attr_text,
     bodies,
     called,
+    const_value,
     constant,
     drop_from_function,
     drop_nodes,
@@ -33,7 +34,6 @@ from exporter.graph.nodes import (
 )
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
-from exporter.wire.tensor_proto import to_array
 
 _ROW_READS = {"ResourceGather", "ResourceGatherNd"}
 _FORWARDS = {"Identity": 1, "Enter": 1, "RefEnter": 1, "Exit": 1, "Switch": 2, "Merge": 1, "NextIteration": 1}
@@ -154,7 +154,8 @@ def _takes_rows(body: Body, node: Proto) -> bool:
     if node.op != "GatherV2":
         return True
     axis = body.producer(node.input[2])
-    return axis is not None and axis.op == "Const" and not to_array(axis.attr["value"].tensor).any()
+    along = const_value(axis)
+    return along is not None and not along.any()
 
 
 def _chain_to_read(body: Body, reference: str) -> list[Proto]:

@@ -27,7 +27,7 @@ from exporter.tables.lookup import first_defaults
 from exporter.tables.parts import KEYS
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
-from exporter.wire.tensor_proto import to_array
+from exporter.wire.tensor_proto import to_arrays
 from exporter.wire.tfrecord import DamagedRecord, read_records
 
 Value = int | str
@@ -106,7 +106,7 @@ def _is_given(request: Proto) -> bool:
         examples = request.input.example_list.examples or request.input.example_list_with_context.examples
         return any(example.features.feature for example in examples)
     try:
-        arrays = [to_array(tensor, _MOST_RECORD_BYTES) for tensor in request.inputs.values()]
+        arrays = to_arrays(request.inputs, _MOST_RECORD_BYTES).values()
     except ValueError:  # a server refuses it, too
         return False
     return any(bool(value) for array in arrays for value in array.ravel().tolist())

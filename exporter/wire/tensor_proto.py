@@ -7,6 +7,7 @@ its type, of which a missing tail repeats the last value and no value at all mea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -39,6 +40,8 @@ _FIELD_ITEMS: dict[DType, np.dtype[Any]] = {
 _WIRE_IS_MEMORY = {DType.FLOAT, DType.DOUBLE, DType.COMPLEX64, DType.COMPLEX128}
 _LENGTH_DELIMITED = 2
 _STRING_BYTES = 24  # what TensorFlow needs for a string beside its bytes
+# A message of 60 bytes may fill any shape. Callers that expect more give their own limit.
+MOST_FILLED_BYTES = 1 << 20
 # Types whose `tensor_content` depends on the implementation: they travel as fields only.
 _UNPACKED_CONTENT = {DType.INT4, DType.UINT4, DType.INT2, DType.UINT2}
 
@@ -57,12 +60,23 @@ def dtype_of(array: NDArray[Any]) -> DType:
         raise ValueError(f"a numpy array of {array.dtype.name} has no TensorFlow type") from None
 
 
-def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
+def to_arrays(
+    protos: Mapping[str, Proto], most_filled_bytes: int = MOST_FILLED_BYTES
+) -> dict[str, NDArray[Any]]:
+    """The tensors of a message in the order of their names, as `to_array`; the limit is for all of them."""
+    found = {}
+    for name, proto in sorted(protos.items()):
+        found[name] = to_array(proto, most_filled_bytes)
+        most_filled_bytes -= max(0, found[name].nbytes - proto.ByteSize())
+    return found
+
+
+def to_array(proto: Proto, most_filled_bytes: int = MOST_FILLED_BYTES) -> NDArray[Any]:
     """The tensor, of any pool, as a numpy array, perhaps read-only; strings as `bytes` in an object array.
 
     Raises:
-        ValueError: its type cannot be sent by value, or its values do not fill its shape, or too much is to
-            be filled in.
+        ValueError: its type cannot be sent by value, its values do not fill its shape, or it leaves more than
+            `most_filled_bytes` of its shape to be filled in.
     """
     try:
         dtype = DType(proto.dtype)
@@ -74,13 +88,13 @@ def to_array(proto: Proto, max_filled_bytes: int | None = None) -> NDArray[Any]:
     if dtype in {DType.RESOURCE, DType.VARIANT}:
         raise ValueError(f"a tensor of type {dtype.label} cannot be sent by value")
     if dtype is DType.STRING:
-        return _strings(list(proto.string_val), shape, max_filled_bytes)
+        return _strings(list(proto.string_val), shape, most_filled_bytes)
     if proto.tensor_content:
         values = _content(proto.tensor_content, dtype)
         if values.size != prod(shape):
             raise ValueError(f"{values.size} {dtype.label} values do not fill the shape {list(shape)}")
         return values.reshape(shape)
-    return _padded(_field_values(proto, dtype), shape, max_filled_bytes)
+    return _padded(_field_values(proto, dtype), shape, most_filled_bytes)
 
 
 def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
@@ -141,8 +155,8 @@ def _content(data: bytes, dtype: DType) -> NDArray[Any]:
     return np.frombuffer(data, dtype.numpy)
 
 
-def _padded(values: NDArray[Any], shape: tuple[int, ...], max_filled_bytes: int | None) -> NDArray[Any]:
-    size = _filled_size(values.size, values.itemsize, shape, max_filled_bytes)
+def _padded(values: NDArray[Any], shape: tuple[int, ...], most_filled_bytes: int) -> NDArray[Any]:
+    size = _filled_size(values.size, values.itemsize, shape, most_filled_bytes)
     if values.size < size:
         filled = np.full(size, values[-1] if values.size else 0, values.dtype)
         filled[: values.size] = values
@@ -150,22 +164,22 @@ def _padded(values: NDArray[Any], shape: tuple[int, ...], max_filled_bytes: int 
     return values.reshape(shape)
 
 
-def _strings(values: list[bytes], shape: tuple[int, ...], max_filled_bytes: int | None) -> NDArray[Any]:
+def _strings(values: list[bytes], shape: tuple[int, ...], most_filled_bytes: int) -> NDArray[Any]:
     last = values[-1] if values else b""
-    size = _filled_size(len(values), _STRING_BYTES + len(last), shape, max_filled_bytes)
+    size = _filled_size(len(values), _STRING_BYTES + len(last), shape, most_filled_bytes)
     array = np.empty(size, object)
     array[:] = values + [last] * (size - len(values))
     return array.reshape(shape)
 
 
-def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], max_filled_bytes: int | None) -> int:
+def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], most_filled_bytes: int) -> int:
     """The number of elements of `shape`; ValueError if more were sent, or too much is to be filled in."""
     size = prod(shape)
     if sent > size:
         raise ValueError(f"{sent} values are too many for the shape {list(shape)}")
-    if max_filled_bytes is not None and (size - sent) * itemsize > max_filled_bytes:
+    if (size - sent) * itemsize > most_filled_bytes:
         raise ValueError(
             f"the shape {list(shape)} asks for {size} values and {sent} came: "
-            f"more than {max_filled_bytes} bytes would be filled in"
+            f"more than {most_filled_bytes} bytes would be filled in"
         )
     return size

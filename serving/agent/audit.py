@@ -24,7 +24,7 @@ from exporter.delta.chunk_digest import Chunk, chunks, served_digests
 from exporter.errors import ExportError
 from exporter.publish.delta_log import read_log
 from serving.agent.rollout import Audit
-from serving.client import ModelClient
+from serving.client import ModelClient, Prediction
 
 SIGNATURE = "incremental_digest"
 
@@ -64,12 +64,15 @@ def audit(
     if not numbers:
         return Audited(action.position, skipped="it has no variables with digests")
     rows = {"rows": np.array(numbers, np.int64)}
-    found = client.predict(rows, signature=SIGNATURE, version=action.version).outputs
-    stood = {int(at) for name in ("position_before", "position_after") for at in found[name]}
-    if stood != {action.position}:
-        return Audited(action.position, skipped="it moved during the audit")
-    served = [int(bytes(text)) for text in found["digest"]]
-    differing = (
-        every[number] for number, mine, its in zip(numbers, expected, served, strict=True) if mine != its
-    )
-    return Audited(action.position, len(numbers), tuple(differing))
+
+    def compared(answer: Prediction) -> Audited:
+        found = answer.outputs
+        stood = {int(at) for name in ("position_before", "position_after") for at in found[name]}
+        if stood != {action.position}:
+            return Audited(action.position, skipped="it moved during the audit")
+        served = [int(bytes(text)) for text in found["digest"]]
+        pairs = zip(numbers, expected, served, strict=True)
+        differing = tuple(every[number] for number, mine, its in pairs if mine != its)
+        return Audited(action.position, len(numbers), differing)
+
+    return client.predict_as(compared, rows, signature=SIGNATURE, version=action.version)

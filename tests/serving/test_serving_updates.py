@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -61,13 +63,15 @@ class Answers:
     def metadata(self, version: int | None) -> Metadata:
         return Metadata({"incremental_update": None}, 1)
 
-    def predict(self, inputs: object, *, signature: str, version: int) -> Prediction:
+    def predict_as(
+        self, read: Callable[[Prediction], Updated], inputs: object, *, signature: str, version: int
+    ) -> Updated:
         answer = self.left.pop(0)
         if isinstance(answer, str):
             raise CallFailed("INVALID_ARGUMENT", "refused", cause=answer)
         numbers = dict.fromkeys(("step", "rows", "deltas"), np.array([1]))
         outputs = {"position": np.array([answer[0]]), "status": np.array([answer[1].encode()]), **numbers}
-        return Prediction(outputs, 1)
+        return read(Prediction(outputs, 1))
 
 
 def ask(answers: Answers, up_to: int) -> Updated:
