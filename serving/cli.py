@@ -364,9 +364,9 @@ _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-mod
 
 def _content(path: Path) -> str:
     """The text of a file, or of a pipe such as a shell's <(command)."""
-    from exporter.storage.files import read_regular
+    from exporter.storage.files import read_given
 
-    return path.read_text() if path.is_fifo() else read_regular(path).decode()
+    return read_given(path, _LARGEST_REQUEST).decode()
 
 
 def _request(source: str) -> dict[str, Any]:
@@ -432,6 +432,7 @@ def _signature(client: ModelClient, metadata: Metadata, name: str) -> Proto:
 
 
 _MOST_PREDICTED_BYTES = 1 << 30
+_LARGEST_REQUEST = 1 << 30
 _ANSWERS = {"predictions": RowPrediction, "outputs": ColumnPrediction, "results": ExampleResults}
 """The document of a response, by the response's only field."""
 

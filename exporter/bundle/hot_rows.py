@@ -33,7 +33,7 @@ from exporter.catalog import Catalog, Extent, TensorRef
 from exporter.checkpoint.tensor_bundle import encode_index, index_path, shard_path
 from exporter.checkpoint.tensor_values import map_range
 from exporter.errors import CorruptFile, NotServable, UsageError
-from exporter.storage.files import writing
+from exporter.storage.files import regular_file, writing
 from exporter.storage.open_files import write_at
 from exporter.wire.crc32c import combine, crc_of, extend, mask, unmask
 from exporter.wire.dtypes import Array, DType
@@ -237,5 +237,5 @@ def _make_own(path: Path) -> None:
 
 
 def _checksum(path: Path) -> int:
-    with path.open("rb") as file:
+    with regular_file(path) as file:
         return mask(crc_of(file.fileno(), 0, path.stat().st_size))

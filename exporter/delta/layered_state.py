@@ -29,12 +29,15 @@ from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
 from exporter.storage import mirror
-from exporter.storage.files import beside, kept_identity
+from exporter.storage.files import beside, kept_identity, read_regular
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.dtypes import Array
 
 _Identity = list[int]
 _RunKey = tuple[str, int, int, int]
+
+
+_MAX_BYTES = 256 << 20  # a few numbers for each stored run
 
 
 class CheckedFiles(Struct, frozen=True):
@@ -53,7 +56,7 @@ class CheckedFiles(Struct, frozen=True):
     def known(self, variables: Iterable[RowReader]) -> frozenset[StoredRun]:
         """The runs that the cache says were compared, in files that have not changed since."""
         try:
-            document = json.loads(self.path.read_bytes())
+            document = json.loads(read_regular(self.path, _MAX_BYTES))
             same = {name for name, was in document["files"].items() if self.identities.get(name) == was}
             checked: set[_RunKey] = {tuple(run) for run in document["runs"] if run[0] in same}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):

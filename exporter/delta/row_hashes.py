@@ -116,7 +116,7 @@ def most_bytes(tables: Mapping[str, int]) -> int:
 
 
 def read_index(
-    path: Path, *, lineage: str, position: int, state: str, limit: int | None = None
+    path: Path, *, lineage: str, position: int, state: str, limit: int = 1 << 34
 ) -> HashIndex | None:
     """Read the index; None if it is of another state, damaged, absent, or larger than `limit` bytes."""
     import zipfile

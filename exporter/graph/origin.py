@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.graph.sources import (
+    MAX_SOURCE_BYTES,
     BuilderFile,
     SourceFile,
     changed_sources,
@@ -28,7 +29,7 @@ from exporter.graph.sources import (
     read_sources,
     require_function,
 )
-from exporter.storage.files import FileDigests, file_digest, require_size
+from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 
@@ -179,7 +180,7 @@ def _is_in(builder: Any, path: Path) -> bool:
     code = getattr(inspect.unwrap(builder), "__code__", None)
     pending: list[Any] = []
     with contextlib.suppress(OSError, SyntaxError, ValueError):
-        pending = [compile(path.read_bytes(), path, "exec", dont_inherit=True)]
+        pending = [compile(read_regular(path, MAX_SOURCE_BYTES), path, "exec", dont_inherit=True)]
     while pending:
         found = pending.pop()
         if found == code:

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 from msgspec import Struct
 
 from exporter.errors import BuilderError
-from exporter.storage.files import Unchanged, below, file_digest
+from exporter.storage.files import Unchanged, below, file_digest, read_regular
 from exporter.storage.local_paths import quoted
 from exporter.while_needed import WhileNeeded
 from exporter.wire.json_documents import Sha256, Text, doc
@@ -319,11 +319,14 @@ def _silence() -> Iterator[None]:
 _PARSED_IN_SILENCE = WhileNeeded(_silence)
 
 
+MAX_SOURCE_BYTES = 64 << 20
+
+
 def _parse(path: Path) -> ast.Module:
     """The syntax tree of a file, or BuilderError; nobody is warned of its syntax."""
     try:
         with _PARSED_IN_SILENCE(), _PARSING:
-            return _parsed(path.read_bytes(), f"{_PARSED}{path.name}")
+            return _parsed(read_regular(path, MAX_SOURCE_BYTES), f"{_PARSED}{path.name}")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BuilderError(f"importing {path} failed", cause=f"{type(error).__name__}: {error}") from error
 

@@ -31,6 +31,7 @@ from exporter.jobs.runner import Job, Runner
 from exporter.jobs.shard_sections import Section, WriteShard
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task, batches
 from exporter.newer_python import sha256_of
+from exporter.storage.files import regular_file
 from exporter.storage.layout import INPUTS_DIRECTORY
 from exporter.storage.output_directory import Directory, new_file
 from exporter.terminal.progress import Progress
@@ -307,7 +308,7 @@ def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list
 def _named(file: Input) -> Input:
     """The input named by the digest of its contents, which are read; PublishError if they cannot be."""
     try:
-        with Path(file.place).open("rb") as content:
+        with regular_file(Path(file.place)) as content:
             digest = sha256_of(content)
     except OSError as error:
         raise os_error(error, Path(file.place)) from error

@@ -47,6 +47,7 @@ from exporter.publish.model import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
 from exporter.publish.versions import newest_version, require_base_path
 from exporter.storage import mirror
+from exporter.storage.files import regular_file
 from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.tables.lay_out import TableLayout
 from exporter.verify.golden import GoldenRequest, read_golden
@@ -403,7 +404,7 @@ def _proto(message: Any) -> str:
 def _file(path: Path) -> str:
     """Return the SHA-256 of a graph's file; MissingAsset if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with regular_file(path) as file:
             return sha256_of(file)
     except OSError as error:
         raise MissingAsset(f"{path} cannot be read", cause=error.strerror or str(error)) from error

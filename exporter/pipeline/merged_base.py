@@ -38,7 +38,7 @@ from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDe
 from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, tensor_entries
 from exporter.publish.versions import require_signed_bytes
 from exporter.storage import mirror
-from exporter.storage.files import copy_file, make_directories
+from exporter.storage.files import copy_file, make_directories, read_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     EXTRA_DIRECTORY,
@@ -268,7 +268,7 @@ def _copy_graph(
         if PurePosixPath(file.path).parts[0] in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
             make_directories((bundle / file.path).parent)
             copy_file(base / file.path, bundle / file.path)
-    description = json.loads((bundle / UPDATABLE_FILE).read_text())
+    description = json.loads(read_regular(bundle / UPDATABLE_FILE, _LONGEST_DESCRIPTION))
     description |= {"lineage": place.lineage, "log": place.log, "position": position, "step": step}
     (bundle / UPDATABLE_FILE).write_text(json.dumps(description) + "\n")
 
@@ -319,3 +319,6 @@ def _move_log(saved_model: Proto, base: LogBase, place: BasePlace) -> None:
         raise ManifestError(
             f"{base.path / SAVED_MODEL_FILE} has no incremental subgraph that this program knows"
         )
+
+
+_LONGEST_DESCRIPTION = 64 << 20

@@ -19,13 +19,16 @@ from exporter.delta.row_reader import RowReader
 from exporter.delta.tolerance import row_norms
 from exporter.options import NormRule
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import beside
+from exporter.storage.files import beside, read_regular
 from exporter.storage.layout import NORMS_FILE
 from exporter.wire.int8_codes import values_of
 
 _TIMES = 10.0
 _SHARE = 0.9999
 _RANGES, _RANGE_ROWS = 64, 4096
+
+
+_MAX_BYTES = 64 << 20
 
 
 def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> dict[str, float]:
@@ -53,7 +56,7 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
     known: dict[str, float] = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path, _MAX_BYTES))
         known = {str(name): float(bound) for name, bound in found.get(key, {}).items()}
     missing = [variable for variable in tables if not known.get(variable.name, 0.0) > 0]
     if missing:

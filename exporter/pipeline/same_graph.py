@@ -24,9 +24,11 @@ from exporter.graph.origin import GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import FileDigests, beside, make_directories
+from exporter.storage.files import FileDigests, beside, make_directories, read_regular
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.wire.protos import Proto
+
+_MAX_BYTES = 64 << 20  # a path and a digest for each source and asset
 
 
 class SourceFiles(Struct):
@@ -46,7 +48,7 @@ class SourceFiles(Struct):
     def read(cls, log: Path) -> SourceFiles:
         """Read what was kept beside a log; empty if there is nothing, or it is damaged."""
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
-            found = json.loads((log / SOURCES_FILE).read_bytes())
+            found = json.loads(read_regular(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
             digests, archives = (FileDigests.from_json(found.get(key, {})) for key in ("digests", "archives"))
             return cls(places, str(found["graph"]), digests, archives)

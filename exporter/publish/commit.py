@@ -56,6 +56,7 @@ from exporter.storage.files import (
     lock_within,
     make_directories,
     open_lock,
+    regular_file,
     remove_tree,
     sync,
     write_durably,
@@ -94,7 +95,7 @@ def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
 
 
 def _masked_crc(path: Path) -> int:
-    with path.open("rb") as file:
+    with regular_file(path) as file:
         return mask(crc_of(file.fileno(), 0, os.fstat(file.fileno()).st_size))
 
 

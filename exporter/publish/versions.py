@@ -23,7 +23,15 @@ from msgspec import Struct
 from exporter.delta.format import POSITION_LIMIT, log_name, span_name
 from exporter.errors import ExportError, ManifestError, NotUpdatable, TargetNotWritable, UsageError
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
-from exporter.storage.files import Unchanged, close_quietly, nearest, open_regular, still_at, try_lock
+from exporter.storage.files import (
+    Unchanged,
+    close_quietly,
+    nearest,
+    open_regular,
+    read_regular,
+    still_at,
+    try_lock,
+)
 from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
     DELTAS_DIRECTORY,
@@ -259,9 +267,12 @@ def is_taken(model: Path, path: Path) -> bool:
     return path.relative_to(model).as_posix() in _taken_paths(model)
 
 
+_MOST_TAKEN_BYTES = 64 << 20
+
+
 def _taken_paths(model: Path) -> list[str]:
     try:
-        return (model / TAKEN_FILE).read_text(errors="replace").splitlines()
+        return read_regular(model / TAKEN_FILE, _MOST_TAKEN_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
 

@@ -178,18 +178,32 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def read_regular(path: Path, limit: int | None = None) -> bytes:
-    """All bytes of a regular file.
+def read_regular(path: Path, limit: int) -> bytes:
+    """All bytes of a regular file; a pipe in its place is not waited for, and nothing is read without end.
 
     Raises:
         OSError: as `open_regular`; EFBIG if it has more than `limit` bytes, which are then not read.
     """
-    if limit is not None:
-        require_size(path, path.stat().st_size, limit)
+    require_size(path, path.stat().st_size, limit)
     with regular_file(path) as file:
-        content = file.read()
-    if limit is not None:
-        require_size(path, len(content), limit)  # it may have grown
+        return _within(path, file, limit)
+
+
+def read_given(path: Path, limit: int) -> bytes:
+    """As `read_regular`, and all that comes through a pipe, as a shell's <(command): a person named it.
+
+    Raises:
+        OSError: as `read_regular`.
+    """
+    if not path.is_fifo():
+        return read_regular(path, limit)
+    with path.open("rb") as file:
+        return _within(path, file, limit)
+
+
+def _within(path: Path, file: BinaryIO, limit: int) -> bytes:
+    content = file.read(limit + 1)
+    require_size(path, len(content), limit)  # a file may grow
     return content
 
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from exporter.errors import os_error
 from exporter.storage import mirror
+from exporter.storage.files import read_regular
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 
@@ -109,7 +110,7 @@ class _LocalDirectory:
 
     def read(self, name: str) -> bytes | None:
         with _naming(self._path / name), suppress(FileNotFoundError):
-            return (self._path / name).read_bytes()
+            return read_regular(self._path / name, _LONGEST)
         return None
 
     def look(self, name: str) -> tuple[int, str] | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from exporter.checkpoint.tensor_bundle import index_path, parse_index, read_catalog
+from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES, index_path, parse_index, read_catalog
 from exporter.errors import CheckpointChanged, ManifestError, NotTrusted
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
@@ -448,4 +448,4 @@ class Passage:
     def _cuts(self) -> dict[Path, set[int]]:
         if not self._index.exists():
             return {}
-        return cuts_of(parse_index(read_regular(self._index), self._index), self._prefix)
+        return cuts_of(parse_index(read_regular(self._index, MAX_INDEX_BYTES), self._index), self._prefix)

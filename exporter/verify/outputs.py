@@ -29,6 +29,7 @@ from exporter.graph.source_graph import SourceGraph
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
+from exporter.storage.files import read_regular
 from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
@@ -37,7 +38,7 @@ from exporter.verify.difference import Difference
 from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating
-from exporter.wire.protos import Proto
+from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto
 from exporter.wire.rest_json import predict_inputs
 
 _LONGEST = 500
@@ -136,7 +137,7 @@ def compare_outputs(
     asked = {request.signature for request in requests}
     mirror.fetch_below(bundle)
     with _reported("the staged bundle"):
-        content = (bundle / SAVED_MODEL_FILE).read_bytes()
+        content = read_regular(bundle / SAVED_MODEL_FILE, MAX_MESSAGE_BYTES)
         served = protos.message_class("SavedModel").FromString(content).meta_graphs[0].signature_def
     for name in sorted(signatures):
         if name not in asked:

@@ -24,7 +24,7 @@ from tests.support.commands import export_model
 def test_a_regular_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"hello")
     (tmp_path / "b").symlink_to("a")
-    assert read_regular(tmp_path / "a", 5) == read_regular(tmp_path / "b") == b"hello"
+    assert read_regular(tmp_path / "a", 5) == read_regular(tmp_path / "b", 5) == b"hello"
     with pytest.raises(OSError, match="more than 4 bytes") as caught:
         read_regular(tmp_path / "a", 4)
     assert caught.value.errno == errno.EFBIG
@@ -43,7 +43,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         (tmp_path, errno.EISDIR),
     ):
         with pytest.raises(OSError) as caught:
-            read_regular(path)
+            read_regular(path, 1 << 20)
         assert caught.value.errno == number
     assert (len([*Path("/proc/self/fd").iterdir()]) if before else 0) == before, "a descriptor stays open"
 

@@ -380,7 +380,7 @@ def _read_tensor(directory: Path) -> None:
     from google.protobuf.message import DecodeError
 
     with suppress(ValueError, DecodeError, OSError):
-        to_array(protos.TensorProto.FromString(read_regular(directory / "tensor")), 1 << 20)
+        to_array(protos.TensorProto.FromString(read_regular(directory / "tensor", 1 << 30)), 1 << 20)
 
 
 def _read_requests(directory: Path) -> None:
@@ -393,7 +393,9 @@ def _read_requests(directory: Path) -> None:
     scores.inputs["inputs"].name, scores.inputs["inputs"].dtype = "e:0", 7
     for path in sorted(directory.glob("*.json")):
         with suppress(ValueError, OSError):
-            parse_request(read_regular(path).decode(), {"serving_default": predict, "scores": scores})
+            parse_request(
+                read_regular(path, 1 << 30).decode(), {"serving_default": predict, "scores": scores}
+            )
 
 
 def _safetensors(directory: Path) -> None:
