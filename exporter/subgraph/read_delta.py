@@ -12,8 +12,9 @@ log, and an exact delta costs what it would cost without the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import chain, count
 
 import numpy as np
 from msgspec import Struct
@@ -24,7 +25,6 @@ from exporter.delta.format import (
     PACKINGS,
     POSITION_KEY,
     SCHEMA_KEY,
-    ChangeKind,
     Flag,
     Schema,
     ServedVariable,
@@ -38,20 +38,162 @@ from exporter.wire.dtypes import Array, DType
 from exporter.wire.update_status import UpdateStatus
 
 
+class DeltaForm(Struct, frozen=True):
+    """The arrangement of a delta in memory: `own` variables by themselves, parts of joined ones together.
+
+    `joined` has the parts of each joined variable: a variable of the schema, and the row where it begins.
+    """
+
+    # An operation that makes one tensor of n takes time in n squared in each run of TensorFlow's graph
+    # optimizers, of which a server makes a dozen while it loads a version, and each runs over all functions:
+    # 0.26 s for 800 tensors, 0.02 for 200. So tensors are joined as soon as they are read.
+
+    schema: Schema
+    own: tuple[ServedVariable, ...]
+    joined: tuple[tuple[tuple[ServedVariable, int], ...], ...] = ()
+
+    @property
+    def variables(self) -> tuple[ServedVariable, ...]:
+        """All variables: `own`, then the parts of joined ones."""
+        return *self.own, *(variable for parts in self.joined for variable, _ in parts)
+
+    @property
+    def tables(self) -> tuple[ServedVariable, ...]:
+        """Those of `variables` that are tables."""
+        return tuple(variable for variable in self.variables if variable.is_table)
+
+    def gather(self, read: Mapping[str, Tensor]) -> Tensor:
+        """Make one tensor of those that were read, by key; `RestoredRows.of` takes it apart."""
+        gathered = []
+        if self.tables:
+            gathered += [*_end_to_end([read[variable.keys[0]] for variable in self.tables], rank=1)]
+        gathered += [read[variable.keys[-1]] for variable in self.own]
+        for parts in self.joined:
+            gathered += _end_to_end([read[v.keys[1]] for v, _ in parts], rank=len(parts[0][0].shape))
+        return _as_one(gathered)
+
+    def take(self, arranged: Tensor) -> tuple[dict[ServedVariable, list[Tensor]], list[list[Tensor]]]:
+        """Take `RestoredRows.arranged` apart: the tensors of each of `own`, and of each joined variable."""
+        variables = [*self.own, *(parts[0][0] for parts in self.joined)]
+        dtypes = [dtype for variable in variables for dtype in variable.dtypes]
+        shapes = [shape for v in variables for shape in ([[None]] if v.is_table else []) + [_shape(v)]]
+        pending = iter(_taken_apart(arranged, dtypes, shapes))
+        own = {variable: [next(pending) for _ in variable.keys] for variable in self.own}
+        return own, [[next(pending), next(pending)] for _ in self.joined]
+
+
+def _end_to_end(tensors: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """The tensors, of which each should have `rank`, one after the other, and the length of each, int64."""
+    # If one has another rank, joining fails, or what is joined has another shape than it should.
+    shapes = tf.raw_ops.ShapeN(input=list(tensors), out_type=tf.int64)
+    return tf.concat(tensors, 0), tf.concat(shapes, 0)[::rank]
+
+
+class RestoredRows(Struct, frozen=True, dict=True):
+    """The tensors of a delta as `DeltaForm.gather` has joined them.
+
+    `ids`, int64, are those of all `DeltaForm.tables`, one table after the other, and `counts` how many each
+    has. `values` has the rows or the value of each of `own`, `joined` the rows of each joined variable and
+    how many each of its parts has.
+    """
+
+    form: DeltaForm
+    ids: Tensor
+    counts: Tensor
+    values: Sequence[Tensor]
+    joined: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, form: DeltaForm, gathered: Tensor) -> RestoredRows:
+        """Take the tensors out of the one of `DeltaForm.gather`; fails if a shape does not fit."""
+        tables, own = form.tables, form.own
+        kinds: list[tuple[DType, list[int | None]]] = []
+        if tables:
+            kinds += [(DType.INT64, [None]), (DType.INT64, [len(tables)])]
+        kinds += [(variable.dtype, _shape(variable)) for variable in own]
+        for parts in form.joined:
+            kinds += [(parts[0][0].dtype, _shape(parts[0][0])), (DType.INT64, [len(parts)])]
+        found = _taken_apart(gathered, [dtype for dtype, _ in kinds], [shape for _, shape in kinds])
+        first = 2 if tables else 0
+        ids, counts = found[:2] if tables else [tf.zeros([0], tf.int64)] * 2
+        joined = found[first + len(own) :]
+        pairs = list(zip(joined[::2], joined[1::2], strict=True))
+        return cls(form, ids, counts, found[first : first + len(own)], pairs)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """The length of each of the schema's variables (dense: 0 or 1), int64, by a few nodes."""
+        shapes: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(value.dtype for value in self.values):
+            own = [n for n, value in enumerate(self.values) if value.dtype == dtype]
+            found = tf.raw_ops.ShapeN(input=[self.values[n] for n in own], out_type=tf.int64)
+            shapes |= dict(zip(own, found, strict=True))
+        starts = np.cumsum([0, *(value.shape.rank for value in self.values)])[:-1]
+        every = tf.concat([tf.zeros([0], tf.int64), *(shapes[n] for n in range(len(self.values)))], 0)
+        if not self.joined:
+            return tf.gather(every, np.array(starts, np.int64))
+        every = tf.concat([every, *(counts for _, counts in self.joined)], 0)
+        of_parts = count(sum(value.shape.rank for value in self.values))
+        place = dict(zip(self.form.variables, chain(starts, of_parts), strict=False))
+        return tf.gather(every, _numbers(place[variable] for variable in self.form.schema.variables))
+
+    @property
+    def by_variable(self) -> dict[ServedVariable, Tensor]:
+        """The rows or the value of each variable of its own."""
+        return dict(zip(self.form.own, self.values, strict=True))
+
+    def arranged(self) -> Tensor:
+        """Make one tensor for `DeltaForm.take`."""
+        form, counts = self.form, self.counts
+        sizes = [1] * sum(variable.is_table for variable in form.own) + [len(parts) for parts in form.joined]
+        if not sizes:
+            return _as_one(self.values)
+        ids = self.ids
+        if form.joined:
+            firsts = [first for parts in form.joined for _, first in parts]
+            ids += _repeated([0] * (len(form.tables) - len(firsts)) + firsts, counts)
+            counts = tf.math.segment_sum(counts, np.repeat(np.arange(len(sizes)), sizes))
+        # Once, not where rows are written chunk by chunk: there each chunk would copy all ids.
+        pending = iter(tf.split(ids, counts, num=len(sizes)))
+        tensors = []
+        for variable, value in zip(form.own, self.values, strict=True):
+            tensors += [next(pending), value] if variable.is_table else [value]
+        for rows, _ in self.joined:
+            tensors += [next(pending), rows]
+        return _as_one(tensors)
+
+
+def _repeated(values: Sequence[int], counts: Tensor) -> Tensor:
+    """Each of `values` as many times as `counts` says, int64."""
+    # `tf.repeat` would take memory for the number of values times the greatest count.
+    ends = tf.cumsum(counts)
+    numbers = tf.range(ends[-1])[tf.newaxis]
+    owner = tf.raw_ops.UpperBound(sorted_inputs=ends[tf.newaxis], values=numbers)[0]
+    return tf.gather(tf.constant(values, tf.int64), owner)
+
+
 class Expected(Struct, frozen=True):
-    """The demands of a base on a delta: lineage, string [], and schema; with `finite` no NaN or infinity."""
+    """The demands of a base on a delta: lineage, string [], and schema; with `finite` no NaN or infinity.
+
+    `form` is the arrangement in which the delta is returned.
+    """
 
     lineage: Tensor
-    schema: Schema
+    form: DeltaForm
     finite: bool
+
+    @property
+    def schema(self) -> Schema:
+        """The schema that a delta must have."""
+        return self.form.schema
 
 
 class ReadDelta(Struct, frozen=True):
     """A delta in memory. `refusal` is empty if it may be applied, else `<word>: <name> <why>`.
 
     `changed`, bool [n], is true for each variable that the delta holds. `rows` is the number of rows of all
-    tables, `entries` that of all lookup tables. `tensors` holds those of `Schema.keys` as one (`tensors_in`),
-    or none if the delta is refused.
+    tables, `entries` that of all lookup tables. `tensors` holds its tensors as one (`DeltaForm.take`), or
+    none if the delta is refused.
     """
 
     refusal: Tensor
@@ -96,13 +238,14 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
         )
         return tf.ensure_shape(fields, [6]), tf.ensure_shape(lineage, []), tf.ensure_shape(digest, [])
 
-    return attempt(prefix, read, (tf.zeros([6], tf.int64), tf.constant(""), tf.constant("")))
+    nothing = tf.zeros([6], tf.int64), tf.constant(""), tf.constant("")
+    return attempt(prefix, read, nothing, condition=_is_named)
 
 
 def _read_body(
     prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
 ) -> Sequence[Tensor]:
-    """Read and check the rest: the refusal, `changed`, the number of entries, the schema's tensors as one."""
+    """Read and check the rest: the refusal, `changed`, the number of entries, and the tensors as one."""
     schema = expected.schema
 
     # The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
@@ -110,22 +253,25 @@ def _read_body(
     # true.
 
     def read(path: Tensor, of: Tensor, forms: Tensor, count: Tensor) -> tuple[Tensor, ...]:
-        fault, restored = restore_rows(path, forms, schema)
-        tensors = tensors_in(restored, schema)
-        lengths = Lengths.of(schema, tensors)
-        found = dict(by_variable(schema, tensors))
-        entries = [tf.size(found[keys][0], tf.int64) for keys, _ in schema.lookups]
+        fault, gathered = restore_rows(path, forms, expected.form)
+        restored = RestoredRows.of(expected.form, gathered)
+        entries = [tf.size(restored.by_variable[keys], tf.int64) for keys, _ in schema.lookups]
         checks = [DeltaRefusal(tf.not_equal(fault, ""), UpdateStatus.ROWS, fault)]
-        checks += _checks_of_rows(count, tensors, schema, lengths)
+        checks += _checks_of_rows(count, restored)
         if expected.finite:
-            checks += _checks_of_values(tensors, schema)
+            checks += _checks_of_values(restored)
         entries_count = sum(entries, tf.zeros([], tf.int64))
-        return _first_of(of, checks), lengths.values > 0, entries_count, restored
+        return _first_of(of, checks), restored.lengths > 0, entries_count, restored.arranged()
 
     damaged = tf.strings.join([f"{UpdateStatus.DAMAGED}: ", name, " cannot be read"])
     unchanged = tf.zeros([len(schema.variables)], tf.bool)
     fallback = damaged, unchanged, tf.zeros([], tf.int64), tf.raw_ops.OptionalNone()
-    return attempt((prefix, name, flags, rows), read, fallback)
+    return attempt((prefix, name, flags, rows), read, fallback, condition=_is_named)
+
+
+def _is_named(prefix: Tensor, *_: Tensor) -> Tensor:
+    """True of a path: the empty one is not tried, because a server logs each read that fails."""
+    return tf.not_equal(prefix, "")
 
 
 def _first_of(name: Tensor, checks: Sequence[DeltaRefusal]) -> Tensor:
@@ -187,68 +333,40 @@ def _checks_of_header(
     ]
 
 
-class Lengths(Struct, frozen=True):
-    """The lengths of each table's ids and of each variable's values (dense: 0 or 1) in a delta, int64."""
-
-    ids: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(cls, schema: Schema, tensors: Sequence[Tensor]) -> Lengths:
-        """Add a few nodes, however many tensors of `Schema.keys` there are, that give their lengths."""
-        shapes: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            own = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            found = tf.raw_ops.ShapeN(input=[tensors[n] for n in own], out_type=tf.int64)
-            shapes |= dict(zip(own, found, strict=True))
-        ranks = [tensor.shape.rank for tensor in tensors]
-        starts = np.cumsum([0, *ranks])[:-1]
-        ids, values = [], []
-        numbers = iter(range(len(tensors)))
-        for variable in schema.variables:
-            *ids_of, values_of = [next(numbers) for _ in variable.keys]
-            ids += ids_of
-            values.append(values_of)
-        every = tf.concat([shapes[n] for n in range(len(tensors))], 0)
-        return cls(
-            tf.gather(every, np.array(starts[ids], np.int64)),
-            tf.gather(every, np.array(starts[values], np.int64)),
-        )
-
-
-def _checks_of_rows(
-    rows: Tensor, tensors: Sequence[Tensor], schema: Schema, lengths: Lengths
-) -> list[DeltaRefusal]:
+def _checks_of_rows(rows: Tensor, restored: RestoredRows) -> list[DeltaRefusal]:
     """Refuse row numbers that do not increase in their table, or lack a row; more than one dense value."""
     # All tables are checked together: a server prepares every node before the first call, and nodes for each
     # of hundreds of tables would make that slow.
-    tables, dense = (
-        np.array([n for n, variable in enumerate(schema.variables) if variable.kind is kind], np.int64)
-        for kind in (ChangeKind.TABLE, ChangeKind.DENSE)
-    )
-    of_tables = tf.gather(lengths.values, tables)
-    wrong_dense = tf.gather(lengths.values, dense) > 1
-    wrong_tables = tf.not_equal(lengths.ids, of_tables)
-    if tables.size:
-        ids = [found[0] for _, found in by_variable(schema, tensors) if len(found) > 1]
-        limits = np.array([schema.variables[n].shape[0] for n in tables], np.int64)
-        wrong_tables |= _are_no_rows(ids, lengths.ids, limits)
+    variables, tables = restored.form.schema.variables, restored.form.tables
+    number = {variable: n for n, variable in enumerate(variables)}
+    dense = [variable for variable in variables if not variable.is_table]
+    wrong_dense = tf.gather(restored.lengths, _numbers(number[variable] for variable in dense)) > 1
+    of_tables = tf.gather(restored.lengths, _numbers(number[variable] for variable in tables))
+    wrong_tables = tf.not_equal(restored.counts, of_tables)
+    if tables:
+        limits = _numbers(variable.shape[0] for variable in tables)
+        wrong_tables |= _are_no_rows(restored.ids, restored.counts, limits)
     wrong = tf.concat([wrong_tables, wrong_dense], 0)
-    names = [schema.variables[n].name for n in (*tables, *dense)]
-    first = tf.gather(names, tf.argmax(tf.cast(wrong, tf.int32)))
-    said = tf.equal(rows, tf.reduce_sum(of_tables))
+    first = tf.gather([v.name for v in (*tables, *dense)], tf.argmax(tf.cast(wrong, tf.int32)))
+    # A table that two variables hold stands in `tables` twice.
+    each_once = _numbers(n for variable, n in number.items() if variable.is_table)
+    said = tf.equal(rows, tf.reduce_sum(tf.gather(restored.lengths, each_once)))
     return [
         DeltaRefusal(
             tf.reduce_any(wrong), UpdateStatus.ROWS, tf.strings.join(["has wrong rows for ", first])
         ),
-        *_checks_of_lookups(tensors, schema),
+        *_checks_of_lookups(restored),
         DeltaRefusal(tf.logical_not(said), UpdateStatus.ROWS, "holds another number of rows than it says"),
     ]
 
 
-def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor:
-    """True for each table whose `ids`, of which there are `counts`, fail to increase within [0, limit)."""
-    every = tf.concat([*ids, [0]], 0)  # one more, so that an empty last table has an element at its start
+def _numbers(numbers: Iterable[int]) -> Array:
+    return np.array([*numbers], np.int64)
+
+
+def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
+    """True for each table whose part of `ids`, by `counts`, fails to increase within [0, limit)."""
+    every = tf.concat([ids, [0]], 0)  # one more, so that an empty last table has an element at its start
     ends = tf.cumsum(counts)
     starts = ends - counts
     inside = (tf.gather(every, starts) >= 0) & (tf.gather(every, tf.maximum(ends - 1, 0)) < limits)
@@ -257,19 +375,18 @@ def _are_no_rows(ids: Sequence[Tensor], counts: Tensor, limits: Array) -> Tensor
     falls = tf.where(every[1:-1] <= every[:-2])[:, 0] + 1
     owner = tf.raw_ops.UpperBound(sorted_inputs=ends[tf.newaxis], values=falls[tf.newaxis])[0]
     within = tf.cast(tf.not_equal(falls, tf.gather(starts, owner)), tf.int32)
-    disorder = tf.math.unsorted_segment_sum(within, owner, len(ids)) > 0
+    disorder = tf.math.unsorted_segment_sum(within, owner, len(limits)) > 0
     return disorder | tf.logical_not(inside)
 
 
-def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
+def _checks_of_lookups(restored: RestoredRows) -> list[DeltaRefusal]:
     """Add the checks of lookup tables: a refusal for each.
 
     It holds where keys and values differ in number, or where the number of buckets is no power of two.
     """
-    values_of = {variable.name: tensor for variable, (*_, tensor) in by_variable(schema, tensors)}
     checks = []
-    for keys, values in schema.lookups:
-        pair = values_of[keys.name], values_of[values.name]
+    for keys, values in restored.form.schema.lookups:
+        pair = restored.by_variable[keys], restored.by_variable[values]
         right = tf.reduce_all(tf.equal(*(tf.shape(half)[:2] for half in pair)))
         if keys.contents is not None and keys.contents.has_all_buckets:
             count = tf.shape(pair[0])[1]
@@ -281,22 +398,19 @@ def _checks_of_lookups(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaR
     return checks
 
 
-def _checks_of_values(tensors: Sequence[Tensor], schema: Schema) -> list[DeltaRefusal]:
+def _checks_of_values(restored: RestoredRows) -> list[DeltaRefusal]:
+    joined = {
+        parts[0][0]: rows for parts, (rows, _) in zip(restored.form.joined, restored.joined, strict=True)
+    }
     return [
         DeltaRefusal(
-            tf.logical_not(tf.reduce_all(tf.math.is_finite(found[-1]))),
+            tf.logical_not(tf.reduce_all(tf.math.is_finite(values))),
             UpdateStatus.FINITE,
             f"has NaN or infinity in {variable.name}",
         )
-        for variable, found in by_variable(schema, tensors)
-        if found[-1].dtype.is_floating
+        for variable, values in (restored.by_variable | joined).items()
+        if values.dtype.is_floating
     ]
-
-
-def by_variable(schema: Schema, tensors: Sequence[Tensor]) -> list[tuple[ServedVariable, list[Tensor]]]:
-    """The tensors of each variable: ids and values, or the value."""
-    pending = iter(tensors)
-    return [(variable, [next(pending) for _ in variable.keys]) for variable in schema.variables]
 
 
 def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
@@ -310,32 +424,33 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
     return restored
 
 
-def restore_rows(path: Tensor, flags: Tensor, schema: Schema) -> tuple[Tensor, Tensor]:
-    """Read rows, or fail: a fault (string [], empty if none), and the tensors of `schema.keys` as one."""
+def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, Tensor]:
+    """Read rows, or fail: a fault (string [], empty if none), and the tensors of `form.gather`."""
+    schema = form.schema
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
-        return tf.constant(""), _as_one(restore(path, schema.keys, schema.dtypes))
-    forms: list[Callable[[], list[Tensor]]] = [partial(_restore_as, None, path, schema)]
-    form = tf.constant(0)
+        fault, gathered = _restore_as(None, path, form)
+        return fault, gathered
+    forms: list[Callable[[], list[Tensor]]] = [partial(_restore_as, None, path, form)]
+    number = tf.constant(0)
     for packing in packings:
         is_packed = tf.not_equal(tf.bitwise.bitwise_and(flags, int(PACKINGS[packing])), 0)
-        form = tf.where(is_packed, len(forms), form)
-        forms.append(partial(_out_of_line, partial(_restore_as, packing, schema=schema), path))
-    fault, tensors = tf.switch_case(form, forms)
-    return fault, tensors
+        number = tf.where(is_packed, len(forms), number)
+        forms.append(partial(_out_of_line, partial(_restore_as, packing, form=form), path))
+    fault, gathered = tf.switch_case(number, forms)
+    return fault, gathered
 
 
-def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> list[Tensor]:
-    """Read a delta of this form (None: exact): the fault, and the tensors of `schema.keys` as one."""
+def _restore_as(packing: DeltaDtype | None, path: Tensor, form: DeltaForm) -> list[Tensor]:
+    """Read a delta of this form (None: exact): the fault, and the tensors of `form.gather`."""
+    schema = form.schema
     packed = [variable for variable in schema.variables if variable.packed(packing)]
     extra = [tensor for variable in packed for tensor in variable.packed(packing)]
     keys = [*schema.keys, *(tensor.key for tensor in extra)]
     dtypes = [*schema.dtypes, *(tensor.dtype for tensor in extra)]
-    found = restore(path, keys, dtypes)
+    by_key = dict(zip(keys, restore(path, keys, dtypes), strict=True))
     if not packed:
-        return [tf.constant(""), _as_one(found)]
-    shapes = [*_shapes(schema), *([None, *tensor.element_shape] for tensor in extra)]
-    by_key = dict(zip(keys, _taken_apart(_as_one(found), dtypes, shapes), strict=True))
+        return [tf.constant(""), form.gather(by_key)]
     unpackers: dict[tuple[DType, int], Callable[..., tuple[Tensor, Tensor]]] = {}
     sound: list[Tensor] = []
     for variable in packed:
@@ -343,7 +458,7 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> lis
         own = [by_key[tensor.key] for tensor in variable.packed(packing)]
         kind = variable.dtype, len(variable.shape)  # tables of one kind share a function at any width
         if kind not in unpackers:
-            unpackers[kind] = tf.function(_unpack, autograph=False, reduce_retracing=True)
+            unpackers[kind] = tf.function(partial(_unpack, kind[1]), autograph=False)
         # One after the other. A call that fails cancels the others, and if one of these is the first to
         # report, the error is CANCELLED, which `ignore_errors` lets through (ignore_errors_dataset_op.cc):
         # the whole update would fail instead of refusing the delta.
@@ -352,7 +467,7 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, schema: Schema) -> lis
         sound.append(is_sound)
     wrong = tf.gather([variable.name for variable in packed], tf.argmin(tf.cast(tf.stack(sound), tf.int32)))
     fault = tf.where(tf.reduce_all(sound), "", tf.strings.join(["has wrong packed rows for ", wrong]))
-    return [fault, _as_one([by_key[key] for key in schema.keys])]
+    return [fault, form.gather(by_key)]
 
 
 def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[Tensor]:
@@ -365,10 +480,12 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 
 
 def _unpack(
-    ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
+    rank: int, ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
     """All rows in the order of `ids`, and a bool []: each id has one row, and places and scales are sound."""
     # Places are if they increase, a scale if it is 0 or in the range in which no code overflows.
+    ids, places, *scales = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))
+    exact, codes = (tf.ensure_shape(rows, [None] * rank) for rows in (exact, codes))
     values = tf.cast(codes, tf.float32)
     rows, packed = tf.size(ids), tf.shape(codes)[0]
     sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])
@@ -381,11 +498,6 @@ def _unpack(
     others = tf.cast(tf.where(tf.logical_not(is_exact))[:, 0], tf.int32)
     decoded = tf.cast(values, exact.dtype)
     return tf.dynamic_stitch([tf.cast(places, tf.int32), others], [exact, decoded]), sound
-
-
-def tensors_in(whole: Tensor, schema: Schema) -> list[Tensor]:
-    """Take the tensors of `schema.keys` out of the one of `restore_rows`; fails if a shape does not fit."""
-    return _taken_apart(whole, schema.dtypes, _shapes(schema))
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
@@ -405,10 +517,6 @@ def _taken_apart(
     return found
 
 
-def _shapes(schema: Schema) -> list[list[int | None]]:
-    """The static shapes of the tensors of `Schema.keys`; the number of rows is None."""
-    shapes: list[list[int | None]] = []
-    for variable in schema.variables:
-        shapes += [[None]] if variable.is_table else []
-        shapes.append([None, *variable.element_shape])
-    return shapes
+def _shape(variable: ServedVariable) -> list[int | None]:
+    """The static shape of a variable's rows or value; the number of rows is None."""
+    return [None, *variable.element_shape]

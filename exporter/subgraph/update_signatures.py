@@ -64,7 +64,7 @@ class HowToUpdate(Struct, frozen=True):
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
         """Trace `update`; log and lineage, string [], are inputs, so that bases share the function."""
-        expected = Expected(lineage, target.schema, self.finite)
+        expected = Expected(lineage, target.form, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 
 
@@ -150,24 +150,33 @@ def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
 class _Handles(Struct, frozen=True):
     """The handles that a traced function takes, without their log, so that bases share what is traced.
 
-    `owners` are the variables of the handles, in their order; for each handle `overlays` has its overlay, and
-    `joined` the first row of a variable that lies in another, or None.
+    `owners` are the variables that are written, one for each handle of theirs; `numbers` are the arguments
+    with these handles: variables that lie in one joined variable share it. Of each owner `overlays` has its
+    overlay, and `joined` the first row of a variable that lies in another, or None.
     """
 
     schema: Schema
     owners: tuple[ServedVariable, ...]
+    numbers: tuple[int, ...]
     overlays: tuple[OverlayNodes | None, ...]
     joined: tuple[int | None, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of arguments: handles of variables, then those of overlays."""
+        further = sum(len(overlay.handles) for overlay in self.overlays if overlay is not None)
+        return max(self.numbers, default=-1) + 1 + further
 
     def target(self, handles: Sequence[Tensor]) -> UpdateTarget:
         """Sort the function's arguments by the variables' names: handles, then those of overlays."""
         by_name: dict[str, list[Tensor | Overlay | JoinedRows]] = {
             variable.name: [] for variable in self.schema.variables
         }
-        further = iter(handles[len(self.owners) :])
-        for owner, overlay, first, handle in zip(
-            self.owners, self.overlays, self.joined, handles, strict=False
+        further = iter(handles[max(self.numbers, default=-1) + 1 :])
+        for owner, overlay, first, number in zip(
+            self.owners, self.overlays, self.joined, self.numbers, strict=True
         ):
+            handle = handles[number]
             # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
             shape = owner.shape if first is None else (None, *owner.shape[1:])
             valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, shape)
@@ -201,12 +210,14 @@ def _add_part(
     firsts = tuple(None if part is None else part.first for part in parts)
     handles = [node if part is None else part.node for node, part in zip(nodes, parts, strict=True)]
     further = [handle for overlay in overlaid if overlay is not None for handle in overlay.handles]
+    numbered = {handle: number for number, handle in enumerate(dict.fromkeys(handles))}
+    numbers = tuple(numbered[handle] for handle in handles)
     part = editor.place(
-        name, _traced(build, argument, _Handles(schema, owners, overlaid, firsts), tuple(texts))
+        name, _traced(build, argument, _Handles(schema, owners, numbers, overlaid, firsts), tuple(texts))
     )
     given = editor.placeholder(argument, DType.INT64, (None,))
     said = [editor.constant(f"{name}/{key}", text, DType.STRING) for key, text in texts.items()]
-    return given, editor.call(name, part, [given, *state.all, *handles, *further, *said])
+    return given, editor.call(name, part, [given, *state.all, *numbered, *further, *said])
 
 
 @lru_cache(maxsize=8)
@@ -215,8 +226,7 @@ def _traced(
 ) -> TracedFunction:
     """Trace `build` as a function, once for all bases of one schema."""
     # It takes a second.
-    further = sum(len(overlay.handles) for overlay in handles.overlays if overlay is not None)
-    count = len(handles.owners) + further
+    count = handles.count
 
     def part(given: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         state, own = inputs[: len(STATE_INPUTS)], inputs[len(STATE_INPUTS) :]

@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import astuple
 
-from exporter.delta.format import ChangeKind, Schema
+from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.late_names import tf
 from exporter.subgraph.overlay import Overlay, Places
-from exporter.subgraph.read_delta import ReadDelta, by_variable, tensors_in
+from exporter.subgraph.read_delta import DeltaForm, ReadDelta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 
 CHUNK_ROWS = 4096
@@ -56,6 +56,28 @@ class UpdateTarget(Struct, frozen=True):
     schema: Schema
     handles: Mapping[str, Sequence[Tensor | Overlay | JoinedRows]]
 
+    @property
+    def form(self) -> DeltaForm:
+        """The arrangement of a delta that is written here: rows of joined variables together."""
+        return DeltaForm(self.schema, self._own, tuple(parts for _, parts in self._joined))
+
+    @property
+    def _own(self) -> tuple[ServedVariable, ...]:
+        """The variables of which some tensor is written by itself."""
+        handles = self.handles
+        is_joined = {name: all(isinstance(each, JoinedRows) for each in handles[name]) for name in handles}
+        return tuple(v for v in self.schema.variables if not (handles[v.name] and is_joined[v.name]))
+
+    @property
+    def _joined(self) -> list[tuple[Tensor, tuple[tuple[ServedVariable, int], ...]]]:
+        """The handle of each joined variable, with its parts: a variable, and the row where it begins."""
+        found: dict[Any, list[tuple[ServedVariable, int]]] = {}
+        for variable in self.schema.variables:
+            for handle in self.handles[variable.name]:
+                if isinstance(handle, JoinedRows):
+                    found.setdefault(handle.handle.ref(), []).append((variable, handle.first))
+        return [(handle.deref(), tuple(parts)) for handle, parts in found.items()]
+
     def places(self, delta: ReadDelta) -> DeltaPlaces:
         """Choose where a delta's rows go in overlays; nowhere if it is refused: its ids may be any."""
         # Slots are read once, before anything is written: the same places tell whether there is room.
@@ -70,8 +92,8 @@ class UpdateTarget(Struct, frozen=True):
 
         def place() -> list[Tensor]:
             # Inside the branch: a refused delta has no tensors, and to take them would fail the call.
-            found = by_variable(self.schema, tensors_in(delta.tensors, self.schema))
-            changed = {variable.name: its_tensors[0] for variable, its_tensors in found}
+            own, _ = self.form.take(delta.tensors)
+            changed = {variable.name: its_tensors[0] for variable, its_tensors in own.items()}
             chosen = (overlay.place(changed[name]) for (name, _), overlay in overlays.items())
             return [part for places in chosen for part in astuple(places)]
 
@@ -92,11 +114,13 @@ class UpdateTarget(Struct, frozen=True):
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
         """List the writes that a delta needs, given its `places`. Variables without elements need none."""
-        tensors = tensors_in(delta.tensors, self.schema)
+        found, joined = self.form.take(delta.tensors)
+        tensors = [tensor for its_tensors in (*found.values(), *joined) for tensor in its_tensors]
         writes = Writes(tensors, [], [], [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
         changed = dict(zip(self.schema.variables, flags, strict=True))
-        found = dict(by_variable(self.schema, tensors))
+        for (handle, _), (ids, rows) in zip(self._joined, joined, strict=True):
+            writes.tables.append((handle, ids, rows))
         for variable, its_tensors in found.items():
             # Lookup tables follow below; scatter kernels refuse rows of no elements.
             if variable.contents is not None or 0 in variable.shape:
@@ -112,8 +136,7 @@ class UpdateTarget(Struct, frozen=True):
                     any_used = found_at.used[0] > 0
                     writes.used.extend([(handle.used, found_at.used), (handle.changed, any_used)])
                 elif isinstance(handle, JoinedRows):
-                    ids, rows = its_tensors
-                    writes.tables.append((handle.handle, ids + handle.first, rows))
+                    continue  # written with the other parts, above
                 elif variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:

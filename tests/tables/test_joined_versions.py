@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from exporter.graph.graph_files import read_saved_model
-from exporter.graph.joined_lookups import LEAST
-from exporter.options import ExportRequest
+from exporter.graph.joined_lookups import INDEX, LEAST
+from exporter.options import ExportRequest, Updates
 from exporter.pipeline.full import export
 from exporter.tables import DynamicTable
 from exporter.tables.parts import PARTS
@@ -74,3 +74,23 @@ def test_a_version_lends_its_graph_to_a_newer_checkpoint(tmp_path: Path) -> None
             rows = ev.as_dict()
             expected = np.array([rows.get(key, np.zeros(4, np.float32)) for key in ids.tolist()])
             assert found[name].tobytes() == expected.tobytes(), name
+
+
+def test_an_update_writes_joined_indexes_together(tmp_path: Path) -> None:
+    write_full(tmp_path / "train" / "model.ckpt-1", {n: Ev.random(20, seed=1) for n in NAMES}, step=1)
+    request = ExportRequest(tmp_path / "train", tmp_path / "model", model=model, updates=Updates())
+    functions = read_saved_model(export(request).published.path).meta_graphs[0].graph_def.library.function
+
+    # A server prepares each node before the first update, and TensorFlow's optimizers take time in the square
+    # of the tensors that one operation makes one of. So the joined index counts as three tables.
+    wanted = len(NAMES) + len(INDEX)
+    for op in ("ResourceScatterUpdate", "ResourceScatterNdUpdate"):
+        counts = [sum(node.op == op for node in function.node_def) for function in functions]
+        assert max(counts) == wanted, op
+    sizes = [
+        len(node.attr["Toutput_types"].list.type)
+        for function in functions
+        for node in function.node_def
+        if node.op == "OptionalFromValue"
+    ]
+    assert max(sizes) == 2 * wanted
