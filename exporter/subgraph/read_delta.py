@@ -355,7 +355,7 @@ def _checks_of_rows(rows: Tensor, restored: RestoredRows) -> list[DeltaRefusal]:
         DeltaRefusal(
             tf.reduce_any(wrong), UpdateStatus.ROWS, tf.strings.join(["has wrong rows for ", first])
         ),
-        *_checks_of_lookups(restored),
+        *_checks_of_lookups(restored.form.schema, restored.by_variable),
         DeltaRefusal(tf.logical_not(said), UpdateStatus.ROWS, "holds another number of rows than it says"),
     ]
 
@@ -379,14 +379,14 @@ def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
     return disorder | tf.logical_not(inside)
 
 
-def _checks_of_lookups(restored: RestoredRows) -> list[DeltaRefusal]:
+def _checks_of_lookups(schema: Schema, values_of: Mapping[ServedVariable, Tensor]) -> list[DeltaRefusal]:
     """Add the checks of lookup tables: a refusal for each.
 
     It holds where keys and values differ in number, or where the number of buckets is no power of two.
     """
     checks = []
-    for keys, values in restored.form.schema.lookups:
-        pair = restored.by_variable[keys], restored.by_variable[values]
+    for keys, values in schema.lookups:
+        pair = values_of[keys], values_of[values]
         right = tf.reduce_all(tf.equal(*(tf.shape(half)[:2] for half in pair)))
         if keys.contents is not None and keys.contents.has_all_buckets:
             count = tf.shape(pair[0])[1]

@@ -21,7 +21,7 @@ def is_refused(keys: int, values: int, *, has_all_buckets: bool, changed: bool =
         for side, name in sides
     )
     tensors = [tf.constant(np.zeros((int(changed), count), np.int64)) for count in (keys, values)]
-    (check,) = _checks_of_lookups(tensors, schema)
+    (check,) = _checks_of_lookups(schema, dict(zip(schema.variables, tensors, strict=True)))
     return bool(check.fails)
 
 
