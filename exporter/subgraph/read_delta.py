@@ -484,13 +484,13 @@ def _unpack(
 ) -> tuple[Tensor, Tensor]:
     """All rows in the order of `ids`, and a bool []: each id has one row, and places and scales are sound."""
     # Places are if they increase, a scale if it is 0 or in the range in which no code overflows.
-    ids, places, *scales = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))
+    ids, places, *of_rows = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))
     exact, codes = (tf.ensure_shape(rows, [None] * rank) for rows in (exact, codes))
     values = tf.cast(codes, tf.float32)
     rows, packed = tf.size(ids), tf.shape(codes)[0]
     sound = tf.equal(tf.size(places) + packed, rows) & tf.equal(tf.size(places), tf.shape(exact)[0])
     sound &= tf.reduce_all(places[1:] > places[:-1])
-    for scale in scales:
+    for scale in of_rows:
         values *= tf.reshape(scale, [-1, *[1] * (codes.shape.rank - 1)])
         in_range = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
         sound &= tf.equal(tf.size(scale), packed) & tf.reduce_all(tf.equal(scale, 0) | in_range)
