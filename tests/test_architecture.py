@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 STAGES = [
     {"late_names", "newer_python", "while_needed"},
     {"errors", "version", "wire"},
-    {"storage"},
+    {"storage", "limited"},
     {"catalog"},
     {"options"},
     {"terminal"},

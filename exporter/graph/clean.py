@@ -29,7 +29,8 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import NotServable, UsageError
-from exporter.graph.batch.opening import BatchSize, Ends, settle_batch
+from exporter.graph.batch.laboratory import Ends, Input, sparse_inputs
+from exporter.graph.batch.opening import BatchSize, Filling, settle_batch
 from exporter.graph.deeprec_ops import drop_foreign_attributes, is_deeprecs
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
 from exporter.graph.functions import (
@@ -143,7 +144,8 @@ def clean(source: SourceGraph) -> InferenceGraph:
     init_op = free_name(kept, "init_tables") if filling else None
     if init_op is not None:
         kept[init_op] = new_node(init_op, "NoOp", after=filling)
-    size = _settled(index, kept, signatures.values(), moved)
+    loading = Filling(filling, {asset.node: asset.source for asset in assets})
+    size = _settled(index, kept, signatures.values(), moved, loading)
 
     meta_graph = _meta_graph(
         source.meta_graph, index, kept, [*filling, *state.importing], allow_foreign=allow_foreign
@@ -229,6 +231,7 @@ def _settled(
     kept: dict[str, Proto],
     signatures: Iterable[SignatureEnds],
     moved: Mapping[Endpoint, Endpoint],
+    filling: Filling,
 ) -> BatchSize:
     """The batch sizes that requests may have; constants that fix training's are made dynamic, in place."""
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
@@ -236,14 +239,19 @@ def _settled(
         shape[0] for tensor in cut if (shape := index.shape(tensor)) and served_shape(index, tensor) != shape
     }
     sizes = traced or pipeline_batches(index)
-    ends = [
-        Ends(
-            {moved.get(tensor, tensor): served_shape(index, tensor) for tensor in one.inputs},
-            [moved.get(tensor, tensor) for tensor in one.outputs],
-        )
-        for one in signatures
-    ]
-    return settle_batch(kept, ends, index.functions, sizes.pop() if len(sizes) == 1 else None)
+    ends = [_ends(index, one, moved) for one in signatures]
+    return settle_batch(kept, ends, index.functions, sizes.pop() if len(sizes) == 1 else None, filling)
+
+
+def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpoint]) -> Ends:
+    """The tensors of a signature in the served graph."""
+    inputs = {tensor: Input(served_shape(index, tensor), index.dtype(tensor)) for tensor in ends.inputs}
+    sparse = [tuple(moved.get(t, t) for t in group) for group in sparse_inputs(inputs, ends.inputs)]
+    return Ends(
+        {moved.get(tensor, tensor): given for tensor, given in inputs.items()},
+        [moved.get(tensor, tensor) for tensor in ends.outputs],
+        [(indices, values, shape) for indices, values, shape in sparse],
+    )
 
 
 def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:

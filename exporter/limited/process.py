@@ -1,16 +1,17 @@
-"""Run a library that reads files in a process of its own: `python library_process.py CONFIG`.
+"""Work in a process of its own, with limits: `python process.py CONFIG`.
 
-A damaged file can keep a library busy for ever, make it allocate without measure, or crash it. Here that
-ends this process alone, which limits its own memory and the time of each step: the kernel ends it when the
-library does not return. It starts quickly, because it imports little besides the library and numpy.
+A damaged file can keep a library busy for ever, make it allocate without measure, or crash it; so can a graph
+that TensorFlow runs. Here that ends this process alone, which limits its own memory and the time of each
+step: the kernel ends it when the library does not return. It starts quickly, because it imports little
+besides the library and numpy.
 
-`config["reader"]` names a module with `LIBRARY`, what is imported for it, and `opened(config)`, a context
+`config["program"]` names a module with `LIBRARY`, what is imported for it, and `opened(config)`, a context
 whose value answers a request with blocks of bytes: `answer(request, deadline)`.
 
-A request is one line of JSON on stdin. The answer is on stdout: to `{"list": ...}` one line of JSON, to
-`{"values": path}` the array's bytes, whose number is in the list. A process that cannot answer writes the
-reason on stderr, in JSON, and ends with `REFUSED`. `library.py` is the other side. Without a request for a
-while the process ends: it holds files that their trainer may have removed.
+A request is one line of JSON on stdin; `body_bytes` bytes follow if it says so, which become its `body`. The
+answer is on stdout; it begins with a line of JSON, or the request says how long it is. A process that cannot
+answer writes the reason on stderr, in JSON, and ends with `REFUSED`. `worker.py` is the other side. Without a
+request for a while the process ends: it holds files that their trainer may have removed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Refused(Exception):
 
 
 class Deadline:
-    """Ends the process by SIGXCPU or SIGALRM if one step in the library takes too long."""
+    """Ends the process by SIGXCPU or SIGALRM if one step takes too long."""
 
     def __init__(self, cpu_seconds: int, seconds: float) -> None:
         self._cpu_seconds, self._seconds = cpu_seconds, seconds
@@ -54,6 +55,12 @@ class Deadline:
         """Give the next step its time: an object of the file, or a block of values."""
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that waits for ever computes nothing
+
+    def lift(self) -> None:
+        """Let the step that began take as long as it likes, as one that only reads and writes values may."""
+        self.stop()
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
     def stop(self) -> None:
         """Stop the clock while the parent works: it may do much with each block."""
@@ -69,8 +76,11 @@ def _serve(reader: Any, config: Mapping[str, Any], answers: int) -> None:
     with reader.opened(config) as answer:
         deadline.stop()
         while waiting.poll(config["idle_seconds"] * 1000) and (line := sys.stdin.buffer.readline()):
+            request = json.loads(line)
+            if "body_bytes" in request:
+                request["body"] = sys.stdin.buffer.read(request["body_bytes"])
             deadline.start()
-            for block in answer(json.loads(line), deadline):
+            for block in answer(request, deadline):
                 deadline.stop()
                 left = memoryview(block)
                 while left:
@@ -129,7 +139,7 @@ def main(config: Mapping[str, Any]) -> None:
     os.dup2(nowhere, 1)  # a library may print, and that is not an answer
     os.dup2(nowhere, 2)
     try:
-        reader = import_module(config["reader"])
+        reader = import_module(config["program"])
         _require(reader.LIBRARY)
         _serve(reader, config, answers)
     except (Refused, MemoryError, *_LIBRARY_ERRORS) as error:
@@ -140,6 +150,6 @@ def main(config: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     sys.path[:] = asked["path"]
-    from exporter.checkpoint import library_process  # readers raise the errors of this one
+    from exporter.limited import process  # programs raise the errors of this one
 
-    library_process.main(asked)
+    process.main(asked)

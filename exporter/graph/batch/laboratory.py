@@ -1,0 +1,320 @@
+"""A graph made fit to be run without its checkpoint, and requests of its domain.
+
+*Variables* get small random values. A table of which rows alone are gathered gets few rows, and ids are taken
+modulo their number: tables of terabytes need no memory here. *Requests* have random rows: integers below the
+height of the tables, words of the vocabulary and others, sparse rows of which some are empty, serialized
+Examples with the features that the graph parses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.errors import CheckpointError
+from exporter.graph.nodes import (
+    Endpoint,
+    attr,
+    attr_dtype,
+    attr_shape,
+    const_texts,
+    constant,
+    data_inputs,
+    free_name,
+    new_node,
+    readers_of,
+    shape_of,
+)
+from exporter.storage.files import read_regular
+from exporter.wire import protos
+from exporter.wire.dtypes import Array, DType
+from exporter.wire.protos import Proto
+
+_ROWS = 61  # of a table; a prime, so that ids do not meet by chance
+_MOST_ELEMENTS = 64 << 20  # of all variables that are read whole
+_MOST_WORDS = 1_000
+_MOST_FILE_BYTES = 1 << 20  # of a vocabulary, for its words
+_STEPS = 4  # of an input's dimension of any length, and the longest row of a sparse one
+_LIMITS = (1_000, 100, 10, 2)  # below which integers are drawn, if the graph accepts no greater ones
+
+
+class NoLaboratory(Exception):
+    """Raised where a graph cannot be run without its checkpoint; its text says why."""
+
+
+class Ends(Struct, frozen=True):
+    """The tensors of one signature: inputs with their shapes (-1: any size) and dtypes, and outputs.
+
+    `sparse` has the inputs that are indices, values and dense shape of a sparse tensor.
+    """
+
+    inputs: Mapping[Endpoint, Input]
+    outputs: Sequence[Endpoint]
+    sparse: Sequence[tuple[Endpoint, Endpoint, Endpoint]] = ()
+
+    def batched(self) -> list[Endpoint]:
+        """The dense inputs that may have any number of rows."""
+        parts = {tensor for group in self.sparse for tensor in group}
+        found = (tensor for tensor, given in self.inputs.items() if given.shape and given.shape[0] < 0)
+        return [tensor for tensor in found if tensor not in parts]
+
+
+class Input(Struct, frozen=True):
+    """An input's shape, None if it is not known, and its dtype."""
+
+    shape: tuple[int, ...] | None
+    dtype: DType
+
+
+def sparse_inputs(
+    inputs: Mapping[Endpoint, Input], names: Mapping[Endpoint, str]
+) -> list[tuple[Endpoint, Endpoint, Endpoint]]:
+    """The inputs that make sparse tensors: (indices, values, dense shape) of one node, or of one prefix.
+
+    `names` are the inputs' aliases, of which the parts of one sparse input have the same.
+    """
+    groups: dict[str, list[Endpoint]] = {}
+    for tensor in inputs:
+        alias = names[tensor]
+        is_one = sum(other == alias for other in names.values()) > 1
+        of_node = sum(other.node == tensor.node for other in inputs) > 1
+        key = f"alias {alias}" if is_one else tensor.node if of_node else tensor.node.rpartition("/")[0]
+        groups.setdefault(key, []).append(tensor)
+    found = list[tuple[Endpoint, Endpoint, Endpoint]]()
+    for tensors in groups.values():
+        ranked = [(tensor, inputs[tensor].shape or ()) for tensor in sorted(tensors)]
+        int64 = [(tensor, shape) for tensor, shape in ranked if inputs[tensor].dtype is DType.INT64]
+        indices = [tensor for tensor, shape in int64 if len(shape) == 2 and shape[0] < 0 < shape[1]]
+        shapes = [tensor for tensor, shape in int64 if len(shape) == 1 and shape[0] > 0]
+        values = [tensor for tensor, shape in ranked if shape == (-1,)]
+        if len(indices) == len(shapes) == len(values):
+            found += [*zip(indices, values, shapes, strict=True)]
+    return found
+
+
+class Laboratory(Struct, frozen=True):
+    """Nodes to run, the operations that give variables their values, and the heights of its tables."""
+
+    nodes: Mapping[str, Proto]
+    assigning: tuple[str, ...]
+    heights: tuple[int, ...]
+
+
+def laboratory(nodes: Mapping[str, Proto], filled: Sequence[str]) -> Laboratory:
+    """The nodes with small random variables; the handles `filled` get their values from other operations.
+
+    Raises:
+        NoLaboratory: the variables are too large, or of a dtype without random numbers.
+    """
+    made, readers = dict(nodes), readers_of(nodes.values(), waiting=True)
+    assigning, heights, elements = list[str](), list[int](), 0
+    for number, (name, node) in enumerate(nodes.items()):
+        shape, dtype = attr_shape(node), attr_dtype(node, "dtype")
+        if node.op != "VarHandleOp" or name in filled or dtype is None:
+            continue
+        if shape is None:
+            raise NoLaboratory(f"the shape of variable {name!r} is not known")
+        gathers = readers.get(name, [])
+        if shape and gathers and all(_gathers_rows(reader, name) for reader in gathers):
+            heights.append(shape[0])
+            shape = (_ROWS, *shape[1:])
+            made[name] = deepcopy(node)
+            made[name].attr["shape"].shape.dim[0].size = _ROWS
+            for reader in gathers:
+                _take_modulo(made, reader)
+        shape = tuple(_ROWS if size < 0 else size for size in shape)
+        elements += math.prod(shape)
+        if elements > _MOST_ELEMENTS:
+            raise NoLaboratory(f"variables that it reads whole have more than {_MOST_ELEMENTS} elements")
+        assigning.append(_assign(made, name, shape, dtype, number))
+    return Laboratory(made, tuple(assigning), tuple(heights))
+
+
+def _gathers_rows(reader: Proto, handle: str) -> bool:
+    is_gather = reader.op == "ResourceGather" and not attr(reader, "batch_dims").i
+    return is_gather and data_inputs(reader)[0].node == handle
+
+
+def _take_modulo(nodes: dict[str, Proto], gather: Proto) -> None:
+    gather = nodes[gather.name] = deepcopy(gather)
+    source, dtype = data_inputs(gather)[1], attr_dtype(gather, "Tindices") or DType.INT64
+    rows = constant(free_name(nodes, f"{gather.name}/rows"), np.array(_ROWS, dtype.numpy), dtype)
+    rows.input.append(f"^{source.node}")  # in its branch, and in its iteration
+    nodes[rows.name] = rows
+    modulo = new_node(
+        free_name(nodes, f"{gather.name}/mod"), "FloorMod", [source.as_input, rows.name], T=dtype
+    )
+    nodes[modulo.name] = modulo
+    gather.input[1] = modulo.name
+
+
+def _assign(nodes: dict[str, Proto], name: str, shape: tuple[int, ...], dtype: DType, seed: int) -> str:
+    """Add operations that give a variable random values; returns the name of the last."""
+
+    def add(what: str, op: str, inputs: Sequence[str], **attrs: Any) -> str:
+        node = new_node(free_name(nodes, f"{name}/{what}"), op, inputs, **attrs)
+        nodes[node.name] = node
+        return str(node.name)
+
+    def number(what: str, value: Any, of: DType) -> str:
+        node = constant(free_name(nodes, f"{name}/{what}"), np.array(value, of.numpy), of)
+        nodes[node.name] = node
+        return str(node.name)
+
+    size, seeds = number("size", shape, DType.INT32), number("seed", (seed, 1), DType.INT32)
+    types = {"T": DType.INT32, "Tseed": DType.INT32}
+    if dtype.is_floating:
+        # variances and scales have one dimension, and are positive; kernels keep numbers near 1
+        is_matrix = len(shape) > 1
+        op = "StatelessRandomNormal" if is_matrix else "StatelessRandomUniform"
+        value = add("random", op, [size, seeds], dtype=DType.FLOAT, **types)
+        scale = 1 / math.sqrt(max(1, math.prod(shape[:-1]))) if is_matrix else 1.0
+        value = add("scaled", "Mul", [value, number("scale", scale, DType.FLOAT)], T=DType.FLOAT)
+        value = add(
+            "moved", "AddV2", [value, number("least", 0 if is_matrix else 0.5, DType.FLOAT)], T=DType.FLOAT
+        )
+        value = add("cast", "Cast", [value], SrcT=DType.FLOAT, DstT=dtype)
+    elif dtype in (DType.INT32, DType.INT64):
+        ends = [number("least", 1, dtype), number("limit", _ROWS, dtype)]
+        value = add("random", "StatelessRandomUniformInt", [size, seeds, *ends], dtype=dtype, **types)
+    elif dtype is DType.BOOL or dtype.is_integer:
+        value = add("zeros", "Fill", [size, number("zero", 0, dtype)], T=dtype, index_type=DType.INT32)
+    else:
+        raise NoLaboratory(f"variable {name!r} is of {dtype.label}")
+    return add("assign", "AssignVariableOp", [name, value], dtype=dtype)
+
+
+class Population(Struct, frozen=True):
+    """Random rows for one signature: `dense` values by tensor, `ragged` ones of sparse inputs.
+
+    Inputs that are not by rows have one value, in `fixed`.
+    """
+
+    dense: Mapping[str, Array]
+    ragged: Mapping[tuple[str, str, str], tuple[Sequence[Array], int]]
+    fixed: Mapping[str, Array]
+
+    def feeds(self, rows: Array) -> dict[str, Array]:
+        """A request with these rows, in this order."""
+        found = {name: values[rows] for name, values in self.dense.items()}
+        for (indices, values, shape), (lists, rank) in self.ragged.items():
+            chosen = [lists[row] for row in rows]
+            places = [(at, step) for at, each in enumerate(chosen) for step in range(len(each))]
+            found[indices] = np.zeros((len(places), rank), np.int64)
+            found[indices][:, :2] = np.array(places, np.int64).reshape(-1, 2)
+            found[values] = np.concatenate(chosen)
+            found[shape] = np.array([len(rows), _STEPS, *[1] * (rank - 2)], np.int64)
+        return {**found, **self.fixed}
+
+
+def populations(
+    nodes: Mapping[str, Proto], ends: Ends, heights: Sequence[int], rows: int, files: Sequence[Path]
+) -> Iterator[Population]:
+    """Yield `rows` random rows for a signature, of the greatest integers first, which a graph may refuse.
+
+    `heights` are the numbers of its tables' rows, `files` those that fill its lookup tables.
+    """
+    limits = {height for height in (*heights, sum(heights)) if height > 1}
+    words = _words(nodes, files)
+    for limit in sorted(limits | {*_LIMITS}, reverse=True):
+        yield _population(_Drawing(nodes, words, limit, np.random.default_rng(limit)), ends, rows)
+
+
+def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
+    dense, fixed = dict[str, Array](), dict[str, Array]()
+    parts = {tensor for group in ends.sparse for tensor in group}
+    for tensor, given in ends.inputs.items():
+        if tensor not in parts:
+            shape = tuple(_STEPS if size < 0 else size for size in given.shape or ())
+            is_by_rows = bool(given.shape) and (given.shape or (0,))[0] < 0
+            shape = (rows, *shape[1:]) if is_by_rows else shape
+            (dense if is_by_rows else fixed)[str(tensor)] = drawing.values(tensor, given.dtype, shape)
+    ragged = {}
+    for indices, values, dense_shape in ends.sparse:
+        lengths = drawing.random.integers(0, _STEPS + 1, rows)
+        lengths[:2] = (0, _STEPS)[: len(lengths[:2])]
+        dtype, rank = ends.inputs[values].dtype, (ends.inputs[dense_shape].shape or (2,))[0]
+        lists = [drawing.values(values, dtype, (int(length),)) for length in lengths]
+        ragged[str(indices), str(values), str(dense_shape)] = (lists, rank)
+    return Population(dense, ragged, fixed)
+
+
+class _Drawing(Struct, frozen=True):
+    """Draws values for the inputs of a graph: integers below `limit`, strings among `words`."""
+
+    nodes: Mapping[str, Proto]
+    words: Array
+    limit: int
+    random: np.random.Generator
+
+    def values(self, tensor: Endpoint, dtype: DType, shape: tuple[int, ...]) -> Array:
+        """An array of this dtype and shape; of strings that the graph parses, serialized Examples."""
+        if dtype is DType.STRING:
+            parsers = [node for node in self.nodes.values() if _parses(node, tensor)]
+            if not parsers:
+                return self.random.choice(self.words, shape)
+            examples = [self._example(parsers) for _ in range(math.prod(shape))]
+            return np.array([*examples, None], object)[:-1].reshape(shape)
+        if dtype is DType.BOOL:
+            return self.random.integers(0, 2, shape).astype(bool)
+        if dtype.is_integer:
+            return self.random.integers(0, min(self.limit, dtype.limits[1]), shape).astype(dtype.numpy)
+        return self.random.normal(size=shape).astype(dtype.numpy)
+
+    def _example(self, parsers: Sequence[Proto]) -> bytes:
+        example = protos.message_class("Example")()
+        for parser in parsers:
+            for key, dtype, shape in _features(self.nodes, parser):
+                steps = int(self.random.integers(0, _STEPS + 1))
+                count = math.prod(steps if size < 0 else size for size in shape)
+                drawn = self.values(Endpoint("", 0), dtype, (count,)).tolist()
+                feature = example.features.feature[key]
+                kind = {DType.FLOAT: feature.float_list, DType.STRING: feature.bytes_list}
+                kind.get(dtype, feature.int64_list).value.extend(drawn)
+        data: bytes = example.SerializeToString()
+        return data
+
+
+def _parses(node: Proto, tensor: Endpoint) -> bool:
+    return node.op in ("ParseExample", "ParseExampleV2") and data_inputs(node)[0] == tensor
+
+
+def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
+    """(name, dtype, shape) of the features that a node parses; sparse and ragged ones have any length."""
+    is_second = parser.op == "ParseExampleV2"
+    texts = [const_texts(nodes.get(tensor.node)) or [] for tensor in data_inputs(parser)]
+    sparse = attr(parser, "num_sparse" if is_second else "Nsparse").i
+    dense = attr(parser, "Ndense").i
+    names = (
+        texts[2:5]
+        if is_second
+        else [[*chain(*texts[2 : 2 + sparse])], [*chain(*texts[2 + sparse :][:dense])], []]
+    )
+    types = (("sparse_types", None), ("Tdense", "dense_shapes"), ("ragged_value_types", None))
+    for keys, (kind, declared) in zip(names, types, strict=True):
+        shapes = [*attr(parser, declared).list.shape] if declared else []
+        for at, (key, number) in enumerate(zip(keys, attr(parser, kind).list.type, strict=False)):
+            yield key, DType(number), (shape_of(shapes[at]) or ()) if shapes else (-1,)
+
+
+def _words(nodes: Mapping[str, Proto], files: Sequence[Path]) -> Array:
+    """Words of the graph's own vocabularies and others; digits if it reads texts as numbers."""
+    found = [b"", b"a", b"word", b"17", b"another word"]
+    if any(node.op in ("StringToNumber", "DecodeCSV") for node in nodes.values()):
+        found = [b"3", b"17", b"0.5"]
+        return np.array(found, object)
+    for node in nodes.values():
+        if node.op.startswith("InitializeTable") and len(data_inputs(node)) > 1:
+            found += [text.encode() for text in const_texts(nodes.get(data_inputs(node)[1].node)) or []]
+    for file in files:
+        with suppress(OSError, CheckpointError):
+            found += read_regular(file, _MOST_FILE_BYTES).splitlines()
+    return np.array(found[:_MOST_WORDS], object)

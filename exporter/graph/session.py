@@ -1,0 +1,96 @@
+"""Run graphs of others in TensorFlow, in a process with a deadline and a limit of memory: `graph_session`.
+
+A graph that was found may never end, sleep, crash TensorFlow or take all memory. That ends its process alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from exporter.limited.worker import Work, Worker, worker
+from exporter.wire import protos
+from exporter.wire.dtypes import Array
+from exporter.wire.protos import Proto
+from exporter.wire.tensor_proto import fill, to_array
+
+_SETTINGS = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+_LONGEST = 500
+
+
+class RunFailed(Exception):
+    """TensorFlow refused a graph, or to run it. `node` is the node that it names, "" for none."""
+
+    def __init__(self, kind: str, message: str, node: str) -> None:
+        super().__init__(message[:_LONGEST])
+        self.kind, self.node = kind, node
+
+
+class GraphSession(Struct, frozen=True):
+    """A process in which TensorFlow runs a graph; methods raise RunFailed, and Ended if it ends."""
+
+    process: Worker
+
+    def open(self, graph_def: Proto, *, plain: bool = False) -> None:
+        """Import a graph in place of the one before; `plain`: it runs in one thread, as it is written."""
+        self._ask(
+            {"graph": "plain" if plain else "optimized", "limited": False}, graph_def.SerializeToString()
+        )
+
+    def load(self, saved_model: Path) -> Proto:
+        """Load a SavedModel in place of the graph before; returns its MetaGraphDef, without the graph."""
+        (content,) = self._ask({"load": str(saved_model), "limited": False})
+        return protos.message_class("MetaGraphDef").FromString(content)
+
+    def run(
+        self,
+        fetches: Sequence[str],
+        feeds: Mapping[str, Any],
+        targets: Sequence[str] = (),
+        *,
+        limited: bool = True,
+    ) -> list[Array]:
+        """The values of tensors; operations `targets` run, too. Without `limited` it may take any time."""
+        encoded = {name: _encoded(value) for name, value in feeds.items()}
+        sizes = [[name, len(data)] for name, data in encoded.items()]
+        request = {"run": [*fetches], "feeds": sizes, "targets": [*targets], "limited": limited}
+        found = self._ask(request, b"".join(encoded.values()))
+        return [to_array(protos.TensorProto.FromString(data)) for data in found]
+
+    def _ask(self, request: Mapping[str, Any], body: bytes = b"") -> list[bytes]:
+        answer = json.loads(self.process.ask(request, body))
+        if "error" in answer:
+            raise RunFailed(answer["error"], answer["message"], answer["node"])
+        return [b"".join(self.process.blocks(size)) for size in answer["sizes"]]
+
+
+@contextmanager
+def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -> Iterator[GraphSession]:
+    """A process for graphs, ended if the block fails; each run may compute and wait for so long.
+
+    Raises NotStarted and, in the block, Ended.
+    """
+    work = Work(
+        program="exporter.graph.session_process",
+        key="",
+        memory_bytes=memory_bytes,
+        cpu_seconds=cpu_seconds,
+        step_seconds=step_seconds,
+        details={"kind": "TensorFlow graph"},
+        settings=_SETTINGS,
+    )
+    with worker(work) as process:
+        yield GraphSession(process)
+
+
+def _encoded(value: Any) -> bytes:
+    proto = protos.TensorProto()
+    fill(proto, np.asarray(value))
+    data: bytes = proto.SerializeToString()
+    return data

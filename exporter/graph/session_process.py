@@ -1,0 +1,125 @@
+"""Run graphs of others in TensorFlow, in a process of its own that `exporter.limited.process` limits.
+
+`session.py` asks it. Only what runs a graph is imported of TensorFlow, which takes a third of the time: no
+process but that one may import this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+
+from exporter.limited.process import Deadline
+
+LIBRARY = "tensorflow.python.client.session"
+
+_NODE = re.compile(r"\{\{(?:function_)?node ([^}]+)\}\}")
+_LOWEST = -1  # OptimizerOptions.L0
+
+
+def _without_its_front() -> None:
+    """Let `tensorflow` be a package whose own `__init__`, which imports all of it, does not run."""
+    if (spec := find_spec("tensorflow")) is not None and "tensorflow" not in sys.modules:
+        module: ModuleType = module_from_spec(spec)
+        sys.modules["tensorflow"] = module
+
+
+_without_its_front()
+
+
+class Graphs:
+    """One graph at a time, and the session in which it runs."""
+
+    def __init__(self) -> None:
+        self._session: Any = None
+
+    def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes]:
+        """A line that says how long the values are, or the error; then the values, as TensorProtos."""
+        from tensorflow.python.framework import errors
+
+        if not request.get("limited", True):
+            deadline.lift()
+        try:
+            found = [*self._done(request)]
+        except (errors.OpError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            yield json.dumps(_described(error)).encode() + b"\n"
+            return
+        yield json.dumps({"sizes": [len(each) for each in found]}).encode() + b"\n"
+        yield from found
+
+    def _done(self, request: Mapping[str, Any]) -> Iterator[bytes]:
+        from tensorflow.core.framework import tensor_pb2
+        from tensorflow.python.framework import tensor_util
+
+        if "load" in request:
+            yield self._load(request["load"])
+        elif "graph" in request:
+            self._open(request)
+        else:
+            feeds, body, at = {}, request.get("body", b""), 0
+            for name, size in request["feeds"]:
+                proto = tensor_pb2.TensorProto.FromString(body[at : at + size])
+                feeds[name], at = tensor_util.MakeNdarray(proto), at + size
+            graph = self._session.graph
+            targets = [graph.as_graph_element(name, allow_tensor=False) for name in request["targets"]]
+            values, _ = self._session.run([request["run"], targets], feeds)
+            for value in values:
+                yield tensor_util.make_tensor_proto(value).SerializeToString()
+
+    def _open(self, request: Mapping[str, Any]) -> None:
+        """Import a graph into a new session; with `plain` it runs as it is written, in one thread."""
+        from tensorflow.core.framework import graph_pb2
+        from tensorflow.core.protobuf import config_pb2
+        from tensorflow.python.framework import importer
+
+        config = config_pb2.ConfigProto(allow_soft_placement=True)
+        if request["graph"] == "plain":
+            config.inter_op_parallelism_threads = config.intra_op_parallelism_threads = 1
+            config.graph_options.optimizer_options.opt_level = _LOWEST
+            config.graph_options.rewrite_options.disable_meta_optimizer = True
+        graph_def = graph_pb2.GraphDef.FromString(request["body"])
+        with self._renewed(config).graph.as_default():
+            importer.import_graph_def(graph_def, name="")
+
+    def _load(self, path: str) -> bytes:
+        """Load a SavedModel into a new session; returns its MetaGraphDef without the graph."""
+        from tensorflow.core.protobuf import config_pb2
+        from tensorflow.python.saved_model import loader_impl
+
+        session = self._renewed(config_pb2.ConfigProto(allow_soft_placement=True))
+        meta_graph = loader_impl.SavedModelLoader(path).load(session, ["serve"])
+        meta_graph.ClearField("graph_def")
+        data: bytes = meta_graph.SerializeToString()
+        return data
+
+    def _renewed(self, config: Any) -> Any:
+        from tensorflow.python.client import session
+        from tensorflow.python.framework import ops
+
+        if self._session is not None:
+            self._session.close()
+        self._session = session.Session(graph=ops.Graph(), config=config)
+        return self._session
+
+
+def _described(error: Exception) -> dict[str, str]:
+    message = str(getattr(error, "message", error))
+    node = getattr(error, "node_def", None)
+    named = _NODE.findall(message)
+    return {
+        "error": type(error).__name__,
+        "message": message.strip().removeprefix("Graph execution error:").strip(),
+        "node": str(node.name) if node is not None else named[-1] if named else "",
+    }
+
+
+@contextmanager
+def opened(_config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
+    """What answers requests to open graphs and to run them."""
+    yield Graphs().answer

@@ -1,0 +1,191 @@
+"""Ask code that may never return, crash or take all memory, in a process with limits: `worker`.
+
+`process.py` is the other side: there it says what is asked, and how. Its users turn an `Ended` into the error
+that says what was worked on: libraries that read files (`exporter.checkpoint.library`), and TensorFlow's runs
+of graphs (`exporter.graph.session`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from exporter.limited.process import BLOCK_BYTES, REFUSED
+
+_PROGRAM = Path(__file__).with_name("process.py")
+_IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
+_MAX_LINE_BYTES = 256 << 20
+_SETTINGS = {  # no threads, no arenas of memory for each, and no plug-ins
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+    "HDF5_PLUGIN_PRELOAD": "::",
+}
+# The process that is likely to be asked again. Threads work, too: it is taken in one step.
+_idle: deque[Worker] = deque()
+
+
+class Work(Struct, frozen=True):
+    """What a process does, and its limits.
+
+    `program` is its module, see `process.py`; equal `key`s may share a process. It may have `memory_bytes`
+    beyond what it needs to start, and for each step `cpu_seconds` of computing and `step_seconds` of waiting.
+    `details` are the program's own, `settings` variables of its environment.
+    """
+
+    program: str
+    key: object
+    memory_bytes: int
+    cpu_seconds: int
+    step_seconds: float
+    details: Mapping[str, Any] = {}
+    settings: Mapping[str, str] = {}
+
+
+class Ended(Exception):
+    """A process ended before it answered.
+
+    `refusal` has the reason that it gave, "" for its parts if it gave none; `limit` is the time that it
+    exceeded, in words, or ""; `how` it ended, in words.
+    """
+
+    def __init__(self, how: str, *, limit: str = "", refusal: Mapping[str, str] | None = None) -> None:
+        super().__init__(how)
+        self.how, self.limit, self.refusal = how, limit, refusal
+
+
+class NotStarted(Exception):
+    """No process can be started; its text says why."""
+
+
+@contextmanager
+def worker(work: Work, descriptor: int | None = None) -> Iterator[Worker]:
+    """A process for this work: an idle one, or else a new one. It is ended if the block fails.
+
+    A new one inherits the open file `descriptor`. Raises NotStarted.
+    """
+    found = _take(work) or Worker(work, descriptor)
+    try:
+        yield found
+    except BaseException:
+        found.end()  # the rest of an answer is still in its pipe
+        raise
+    # kept: starting one takes 0.2 s and more, and a file may have hundreds of packed datasets
+    found.idle_since = time.monotonic()
+    _end_idle()
+    _idle.append(found)
+
+
+def _take(work: Work) -> Worker | None:
+    """The idle process, if it does this work; None, and another one stays idle."""
+    with suppress(IndexError):
+        if (found := _idle.popleft()).does(work):
+            return found
+        _idle.append(found)
+    return None
+
+
+@atexit.register
+def _end_idle() -> None:
+    with suppress(IndexError):
+        while True:
+            _idle.popleft().end()
+
+
+class Worker:
+    """A process that works within limits that it sets itself: see `process.py`."""
+
+    def __init__(self, work: Work, descriptor: int | None = None) -> None:
+        self.idle_since = 0.0
+        self._work = work
+        self._owner = os.getpid()  # a fork of this process has the same pipes: it must leave them alone
+        config = {
+            "path": [*filter(None, sys.path), os.fspath(_PROGRAM.parents[2])],
+            "program": work.program,
+            "descriptor": descriptor,
+            "memory_bytes": work.memory_bytes,
+            "cpu_seconds": work.cpu_seconds,
+            "step_seconds": work.step_seconds,
+            "idle_seconds": _IDLE_SECONDS,
+            **work.details,
+        }
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", os.fspath(_PROGRAM), json.dumps(config)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=() if descriptor is None else (descriptor,),
+                env={**os.environ, **_SETTINGS, **work.settings},
+            )
+        except OSError as error:
+            raise NotStarted(str(error)) from None
+
+    def does(self, work: Work) -> bool:
+        """True if it does this work, and waits for a request."""
+        is_fresh = time.monotonic() - self.idle_since < _IDLE_SECONDS / 2  # it ends by itself
+        is_ours = self._owner == os.getpid() and self._process.poll() is None
+        return is_fresh and is_ours and self._work == work
+
+    def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
+        """The first line of the answer to a request, which brings `body` along; waits for it.
+
+        Ended if there is none; a line that fills `_MAX_LINE_BYTES` has no end.
+        """
+        self._send(request, body)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline(_MAX_LINE_BYTES)
+        if not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES:
+            raise self._ending()
+        return line
+
+    def blocks(self, size: int, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+        """Yield the next `size` bytes of the answer to a request, sent if given; Ended if it ends before."""
+        if request is not None:
+            self._send(request, b"")
+        assert self._process.stdout is not None
+        for start in range(0, size, BLOCK_BYTES):
+            block = self._process.stdout.read(wanted := min(BLOCK_BYTES, size - start))
+            if len(block) < wanted:
+                raise self._ending()
+            yield block
+
+    def end(self) -> None:
+        """Kill the process: its code may be where no request reaches it."""
+        if self._owner == os.getpid():
+            self._process.kill()
+            with suppress(BrokenPipeError):
+                self._process.communicate()
+
+    def _send(self, request: Mapping[str, Any], body: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # stderr, or how it ended, says why
+            head = {**request, "body_bytes": len(body)} if body else request
+            self._process.stdin.write(json.dumps(head).encode() + b"\n")
+            self._process.stdin.write(body)
+            self._process.stdin.flush()
+
+    def _ending(self) -> Ended:
+        """Wait for the process to end; returns the reason."""
+        assert self._process.stderr is not None
+        said, code = self._process.stderr.read(), self._process.wait()
+        if code == REFUSED:
+            return Ended("with a reason", refusal=json.loads(said))
+        limit = ""
+        if code == -signal.SIGXCPU:
+            limit = f"{self._work.cpu_seconds:g} s of computing"
+        if code == -signal.SIGALRM:
+            limit = f"{self._work.step_seconds:g} s"
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return Ended(how, limit=limit)
