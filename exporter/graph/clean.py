@@ -147,10 +147,11 @@ def clean(source: SourceGraph) -> InferenceGraph:
     loading = Filling(filling, {asset.node: asset.source for asset in assets})
     size = _settled(index, kept, signatures.values(), moved, loading)
 
+    functions = index.functions if size.library is None else size.library
     meta_graph = _meta_graph(
-        source.meta_graph, index, kept, [*filling, *state.importing], allow_foreign=allow_foreign
+        source.meta_graph, functions, kept, [*filling, *state.importing], allow_foreign=allow_foreign
     )
-    unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), index.functions)
+    unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), functions)
     check_filled(meta_graph, filling)
     fed = {moved.get(tensor, tensor).node for ends in signatures.values() for tensor in ends.inputs}
     outside = outside_ops(
@@ -325,7 +326,12 @@ def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str
 
 
 def _meta_graph(
-    source: Proto, index: GraphIndex, kept: Mapping[str, Proto], filling: list[str], *, allow_foreign: bool
+    source: Proto,
+    functions: Mapping[str, Proto],
+    kept: Mapping[str, Proto],
+    filling: list[str],
+    *,
+    allow_foreign: bool,
 ) -> Proto:
     """A MetaGraphDef of the kept nodes and functions, with the parts of the description that still apply."""
     meta_graph = protos.MetaGraphDef()
@@ -338,7 +344,7 @@ def _meta_graph(
     graph_def.versions.CopyFrom(source.graph_def.versions)
     inference = [node for name, node in kept.items() if name not in filling]
     whole = [kept[name] for name in filling]
-    library = served_library(index.functions, inference, whole, allow_foreign=allow_foreign)
+    library = served_library(functions, inference, whole, allow_foreign=allow_foreign)
     graph_def.library.CopyFrom(library)
     used = {node.op for node in kept.values()}
     used |= {node.op for function in graph_def.library.function for node in function.node_def}

@@ -6,7 +6,7 @@ A graph that was found may never end, sleep, crash TensorFlow or take all memory
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from exporter.limited.process import Deadline
 from exporter.limited.worker import Work, Worker, worker
 from exporter.wire import protos
 from exporter.wire.dtypes import Array
@@ -35,7 +36,7 @@ class RunFailed(Exception):
 class GraphSession(Struct, frozen=True):
     """A process in which TensorFlow runs a graph; methods raise RunFailed, and Ended if it ends."""
 
-    process: Worker
+    process: Worker | _Here
 
     def open(self, graph_def: Proto, *, plain: bool = False) -> None:
         """Import a graph in place of the one before; `plain`: it runs in one thread, as it is written."""
@@ -47,6 +48,11 @@ class GraphSession(Struct, frozen=True):
         """Load a SavedModel in place of the graph before; returns its MetaGraphDef, without the graph."""
         (content,) = self._ask({"load": str(saved_model), "limited": False})
         return protos.message_class("MetaGraphDef").FromString(content)
+
+    def stateful(self, ops: Iterable[str]) -> frozenset[str]:
+        """Those of some operations that TensorFlow knows to have state, which it never runs by itself."""
+        (content,) = self._ask({"stateful": sorted({*ops})})
+        return frozenset(json.loads(content))
 
     def run(
         self,
@@ -68,6 +74,41 @@ class GraphSession(Struct, frozen=True):
         if "error" in answer:
             raise RunFailed(answer["error"], answer["message"], answer["node"])
         return [b"".join(self.process.blocks(size)) for size in answer["sizes"]]
+
+
+class _Here:
+    """Runs graphs in this process, which may have Python functions and operations that no other has."""
+
+    def __init__(self) -> None:
+        import tensorflow  # noqa: F401 - all of it, before a part is imported
+
+        from exporter.graph.session_process import Graphs
+
+        self._graphs = Graphs()
+        self._answer: Iterator[bytes] = iter(())
+
+    def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
+        """The first line of the answer to a request."""
+        self._answer = self._graphs.answer({**request, "limited": True, "body": body}, Deadline(0, 0.0))
+        return next(self._answer)
+
+    def blocks(self, size: int) -> Iterator[bytes]:
+        """Yield the next value of an answer."""
+        yield next(self._answer)
+
+    def end(self) -> None:
+        """Free what the last graph took."""
+        self._graphs.close()
+
+
+@contextmanager
+def session_here() -> Iterator[GraphSession]:
+    """A session in this process, without limits, for graphs that are trusted."""
+    here = _Here()
+    try:
+        yield GraphSession(here)
+    finally:
+        here.end()
 
 
 @contextmanager

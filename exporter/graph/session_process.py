@@ -20,6 +20,7 @@ from exporter.limited.process import Deadline
 LIBRARY = "tensorflow.python.client.session"
 
 _NODE = re.compile(r"\{\{(?:function_)?node ([^}]+)\}\}")
+_WHERE = re.compile(r"Detected at node|Node: |\[\[\{\{|<stack traces unavailable>")
 _LOWEST = -1  # OptimizerOptions.L0
 
 
@@ -59,6 +60,8 @@ class Graphs:
 
         if "load" in request:
             yield self._load(request["load"])
+        elif "stateful" in request:
+            yield json.dumps([op for op in request["stateful"] if _is_stateful(op)]).encode()
         elif "graph" in request:
             self._open(request)
         else:
@@ -98,23 +101,36 @@ class Graphs:
         data: bytes = meta_graph.SerializeToString()
         return data
 
+    def close(self) -> None:
+        """End the session, and free its variables."""
+        if self._session is not None:
+            self._session.close()
+
     def _renewed(self, config: Any) -> Any:
         from tensorflow.python.client import session
         from tensorflow.python.framework import ops
 
-        if self._session is not None:
-            self._session.close()
+        self.close()
         self._session = session.Session(graph=ops.Graph(), config=config)
         return self._session
+
+
+def _is_stateful(op: str) -> bool:
+    from tensorflow.python.framework import op_def_registry
+
+    known = op_def_registry.get(op)
+    return known is not None and bool(known.is_stateful)
 
 
 def _described(error: Exception) -> dict[str, str]:
     message = str(getattr(error, "message", error))
     node = getattr(error, "node_def", None)
     named = _NODE.findall(message)
+    lines = [line.strip() for line in message.removeprefix("Graph execution error:").splitlines()]
+    told = " ".join(line for line in lines if line and not _WHERE.match(line))
     return {
         "error": type(error).__name__,
-        "message": message.strip().removeprefix("Graph execution error:").strip(),
+        "message": told,
         "node": str(node.name) if node is not None else named[-1] if named else "",
     }
 

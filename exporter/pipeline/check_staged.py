@@ -8,7 +8,7 @@ from exporter.options import Verify
 from exporter.pipeline.staged import Staged
 from exporter.publish.finite import require_base_finite
 from exporter.publish.manifest import tensor_entries
-from exporter.verify.outputs import Probe, compare_outputs, require_golden
+from exporter.verify.outputs import Probe, Running, compare_outputs, require_golden
 from exporter.verify.table_index import verify_tables
 from exporter.verify.version_files import verify_bytes, verify_files
 
@@ -36,6 +36,7 @@ def check_staged(staged: Staged) -> None:
             tolerance=request.tolerance,
             traced_rows=planned.graph.traced_rows,
             tables=table_geometries(planned.graph),
+            running=_running(staged),
         )
 
 
@@ -47,4 +48,11 @@ def check_published(staged: Staged) -> None:
     request = staged.plan.request
     if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
         require_base_finite(staged.variables.catalog)
-    require_golden(staged.bundle, staged.plan.golden)
+    require_golden(staged.bundle, staged.plan.golden, _running(staged))
+
+
+def _running(staged: Staged) -> Running:
+    """How graphs are run: in this process if the user trusts the model with code or has operations loaded."""
+    planned = staged.plan
+    trusted = planned.source.trust.code or bool(planned.graph.foreign)
+    return Running(staged.variables.catalog.bytes_, trusted)

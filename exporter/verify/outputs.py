@@ -19,13 +19,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from exporter.catalog import SliceSpec
 from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
+from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.lookup_tables import files_to_feed
-from exporter.graph.nodes import all_before, endpoint
+from exporter.graph.nodes import Body, all_before, constant, endpoint, free_name
 from exporter.graph.outside import keep_before, require_harmless, runnable_graph, running_outside
+from exporter.graph.session import GraphSession, RunFailed, graph_session, session_here
 from exporter.graph.signatures import SignatureEnds, tensor_names
 from exporter.graph.source_graph import SourceGraph
+from exporter.limited.worker import Ended, NotStarted
 from exporter.mapping.build import VariableMapping as TensorMapping
 from exporter.mapping.tensor_source import TensorSource
 from exporter.storage import mirror
@@ -34,6 +38,7 @@ from exporter.storage.layout import SAVED_MODEL_FILE, VARIABLES_DIRECTORY, VARIA
 from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
 from exporter.tables.parts import PARTS
+from exporter.terminal.tensorflow_import import require_tensorflow
 from exporter.verify.difference import Difference
 from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
@@ -41,19 +46,23 @@ from exporter.wire.dtypes import DType, is_floating
 from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto
 from exporter.wire.rest_json import predict_inputs
 
-_LONGEST = 500
 
-
-def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Refuse a version that does not pass the golden requests by itself; it is loaded in TensorFlow.
+def require_golden(bundle: Path, requests: Sequence[GoldenRequest], running: Running) -> None:
+    """Refuse a version that does not pass the golden requests by itself; TensorFlow loads and runs it.
 
     Raises:
-        VerificationError: which requests, and why; or the version cannot be loaded.
+        VerificationError: which requests, and why; or the version cannot be loaded, or comes to no end.
     """
     if not requests:
         return
-    failures = Gates(tuple(requests)).wrong(_ask(bundle, requests))
-    if failures:
+    mirror.fetch_below(bundle)
+    with running.session("the version", "--golden") as session:
+        try:
+            signatures = session.load(bundle).signature_def
+        except RunFailed as error:
+            raise VerificationError("the version cannot be loaded for --golden", cause=str(error)) from error
+        answers = tuple(_golden_answer(session, signatures, request) for request in requests)
+    if failures := Gates(tuple(requests)).wrong(answers):
         raise VerificationError(
             "the version does not pass the golden requests",
             cause=summary(failures),
@@ -61,41 +70,65 @@ def require_golden(bundle: Path, requests: Sequence[GoldenRequest]) -> None:
         )
 
 
-def _ask(bundle: Path, requests: Sequence[GoldenRequest]) -> tuple[Answer, ...]:
-    import tensorflow as tf
-
-    mirror.fetch_below(bundle)
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-        try:
-            loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
-        except (tf.errors.OpError, ValueError, RuntimeError) as error:
-            raise VerificationError(
-                "the version cannot be loaded for --golden", cause=_text(error)
-            ) from error
-        return tuple(_answer_of(session, loaded.signature_def, request) for request in requests)
-
-
-def _answer_of(session: Any, signatures: Any, request: GoldenRequest) -> Answer:
-    import tensorflow as tf
-
+def _golden_answer(session: GraphSession, signatures: Any, request: GoldenRequest) -> Answer:
     if request.signature_name not in signatures:
         return Answer(refused=f"there is no signature {request.signature_name!r}")
     signature = signatures[request.signature_name]
+    names = [*signature.outputs]
     try:
         inputs = predict_inputs(request.document, signature)
         feeds = {signature.inputs[name].name: value for name, value in inputs.items()}
-        fetches = {name: tensor_names(info)[0] for name, info in signature.outputs.items()}
-        found = session.run(fetches, feeds)
-    except (tf.errors.OpError, ValueError) as error:
-        return Answer(refused=_text(error))
-    return Answer({name: np.asarray(value) for name, value in found.items()})
+        found = session.run([tensor_names(signature.outputs[name])[0] for name in names], feeds)
+    except (RunFailed, ValueError) as error:
+        return Answer(refused=str(error))
+    return Answer(dict(zip(names, found, strict=True)))
 
 
-def _text(error: Exception) -> str:
-    text = str(getattr(error, "message", error)).strip().removeprefix("Graph execution error:")
-    return text.strip()[:_LONGEST]
+class Running(Struct, frozen=True):
+    """How graphs are run: with values of `value_bytes`, and in this process if they are `trusted`.
+
+    Each run may compute for `cpu_seconds` and take `step_seconds`.
+    """
+
+    value_bytes: int = 0
+    trusted: bool = False
+    cpu_seconds: int = 300
+    step_seconds: float = 300.0
+
+    @contextmanager
+    def session(self, what: str, option: str) -> Iterator[GraphSession]:
+        """A session of TensorFlow; VerificationError if a run in it comes to no end, or ends its process.
+
+        TensorFlowNeeded if there is none.
+        """
+        require_tensorflow(option)
+        if self.trusted:  # it may call Python functions, or operations that were loaded here
+            with session_here() as session:
+                yield session
+            return
+        memory = _MEMORY_BYTES + _MEMORY_FACTOR * self.value_bytes
+        try:
+            with graph_session(
+                memory_bytes=memory, cpu_seconds=self.cpu_seconds, step_seconds=self.step_seconds
+            ) as session:
+                yield session
+        except NotStarted as error:
+            raise VerificationError(f"{what} cannot be run for {option}", cause=str(error)) from None
+        except Ended as ended:
+            reason = (
+                f"it came to no end in {ended.limit}" if ended.limit else f"its process ended {ended.how}"
+            )
+            if ended.refusal:
+                reason = ended.refusal["cause"] or ended.refusal["message"].strip()
+            raise VerificationError(
+                f"{what} could not be run for {option}",
+                cause=reason,
+                hint="look for a loop without end in its graph, or for operations that wait; without "
+                f"{option} nothing is run",
+            ) from None
 
 
+_MEMORY_BYTES, _MEMORY_FACTOR = 4 << 30, 4  # beyond what TensorFlow needs to start: the values, and answers
 Feeds = Mapping[str, NDArray[Any]]
 
 # Rows of generated requests: a graph that has its training's batch baked in takes one number alone.
@@ -120,6 +153,7 @@ def compare_outputs(
     tolerance: float,
     traced_rows: int | None = None,
     tables: Mapping[str, TableGeometry] | None = None,
+    running: Running,
 ) -> tuple[Difference, ...]:
     """The difference of every output of every signature, the largest over the requests.
 
@@ -130,8 +164,6 @@ def compare_outputs(
         VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
             cannot be run.
     """
-    import tensorflow as tf
-
     requests = list(requests)
     signatures = source.meta_graph.signature_def
     asked = {request.signature for request in requests}
@@ -144,11 +176,13 @@ def compare_outputs(
             signature = served[name] if traced_rows and name in served else signatures[name]
             batches = _BATCHES if _has_open_batch(signature) else _BATCHES[:1]
             requests += [generated(name, signature, rows) for rows in batches]
-    with _reported(f"the source graph ({source.label})"):
-        expected = _run_source(source, mapping, requests, traced_rows, _Tables(tables or {}, bundle))
-    with _reported("the staged bundle"), tf.compat.v1.Session(graph=tf.Graph()) as session:
-        loaded = tf.compat.v1.saved_model.load(session, ["serve"], str(bundle))
-        found = [_answer(session, loaded.signature_def, request, {}) for request in requests]
+    option = "--verify outputs"
+    original = f"the source graph ({source.label})"
+    with running.session(original, option) as session, _reported(original):
+        expected = _run_source(session, source, mapping, requests, traced_rows, _Tables(tables or {}, bundle))
+    with running.session("the staged bundle", option) as session, _reported("the staged bundle"):
+        loaded = session.load(bundle).signature_def
+        found = [_answer(session, loaded, request, {}) for request in requests]
     differences: dict[tuple[str, str], float] = {}
     for request, left, right in zip(requests, expected, found, strict=True):
         for output, value in left.items():
@@ -215,51 +249,48 @@ class _Tables(Struct, frozen=True):
                 node.attr["shape"].shape.Clear()
                 node.attr["shape"].shape.unknown_rank = True
 
-    def value(self, item: TensorSource, dtype: Any) -> Any:
-        """The staged value of a variable."""
-        import tensorflow as tf
-
-        (value,) = tf.raw_ops.RestoreV2(
-            prefix=str(self.bundle / VARIABLES_DIRECTORY / VARIABLES_NAME),
-            tensor_names=[item.key],
-            shape_and_slices=[""],
-            dtypes=[int(item.dtype)],
-        )
-        return tf.cast(value, dtype)
+    @property
+    def prefix(self) -> str:
+        """The prefix of the bundle's own tensors."""
+        return str(self.bundle / VARIABLES_DIRECTORY / VARIABLES_NAME)
 
 
 def _run_source(
-    source: SourceGraph, mapping: TensorMapping, requests: list[Probe], rows: int | None, tables: _Tables
+    session: GraphSession,
+    source: SourceGraph,
+    mapping: TensorMapping,
+    requests: list[Probe],
+    rows: int | None,
+    tables: _Tables,
 ) -> list[Feeds]:
-    import tensorflow as tf
-
     runnable = runnable_graph(source)
-    _keep_harmless(source, mapping, runnable, requests)
+    _keep_harmless(session, source, mapping, runnable, requests)
     tables.size(source, runnable)
-    graph_def = tf.compat.v1.GraphDef.FromString(runnable.SerializeToString())
-    for node in protos.all_nodes(graph_def):
+    for node in protos.all_nodes(runnable):
         node.device = ""
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session(graph=graph) as session:
-        tf.import_graph_def(graph_def, name="")
-        _restore(session, mapping, tables)
-        if source.init_op:
-            files = {f"{node}:0": str(path) for node, path in files_to_feed(source).items()}
-            session.run(graph.get_operation_by_name(source.init_op), files)
-        fixed = {f"{node}:0": value for node, value in source.feeds.items()}
-        signatures = source.meta_graph.signature_def
-        return [_in_parts(session, signatures, request, fixed, rows) for request in requests]
+    restoring = _Restoring(Body(runnable.node), mapping, tables)
+    fetch_tensors(mapping.catalog, [item.tensor for item in mapping.sources if not tables.has(item)])
+    steps = [*restoring.add()]
+    session.open(runnable)
+    for target, feeds in steps:
+        session.run([], feeds, [target], limited=False)
+    if source.init_op:
+        files = {f"{n}:0": np.array(str(path).encode(), object) for n, path in files_to_feed(source).items()}
+        session.run([], files, [source.init_op])
+    fixed = {f"{node}:0": value for node, value in source.feeds.items()}
+    signatures = source.meta_graph.signature_def
+    return [_in_parts(session, signatures, request, fixed, rows) for request in requests]
 
 
 def _keep_harmless(
-    source: SourceGraph, mapping: TensorMapping, runnable: Proto, requests: list[Probe]
+    session: GraphSession,
+    source: SourceGraph,
+    mapping: TensorMapping,
+    runnable: Proto,
+    requests: list[Probe],
 ) -> None:
     """Reduce the source graph, in place, to nodes that are run, restored or fed; refuse harmful ones."""
-    from tensorflow.python.framework import op_def_registry
-
-    def is_stateful(op: str) -> bool:
-        known = op_def_registry.get(op)
-        return known is not None and bool(known.is_stateful)
-
+    stateful = session.stateful(node.op for node in protos.all_nodes(runnable))
     nodes = {node.name: node for node in runnable.node}
     runs = all_before(nodes, [endpoint(source.init_op)] if source.init_op else [])
     others = {variable.node for item in mapping.sources for variable in item.variables}
@@ -269,11 +300,13 @@ def _keep_harmless(
         runs |= all_before(nodes, ends.outputs, ends.inputs)
         others |= {tensor.node for tensor in [*ends.inputs, *ends.outputs]}
     keep_before(runnable, {*runs, *others})
-    found = running_outside(runnable, runs, is_stateful)
+    found = running_outside(runnable, runs, stateful.__contains__)
     require_harmless(found, "--verify outputs", is_allowed=source.trust.code)
 
 
-def _in_parts(session: Any, signatures: Any, request: Probe, fixed: Feeds, rows: int | None) -> Feeds:
+def _in_parts(
+    session: GraphSession, signatures: Any, request: Probe, fixed: Feeds, rows: int | None
+) -> Feeds:
     """The answers to a request, asked in parts of `rows` rows if the graph takes no other number."""
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
@@ -300,52 +333,87 @@ def _rows_of(request: Probe) -> int:
     return counts.pop() if len(counts) == 1 else 0
 
 
-def _restore(session: Any, mapping: TensorMapping, tables: _Tables) -> None:
-    import tensorflow as tf
+class _Restoring(Struct, frozen=True):
+    """Adds operations to a graph by which TensorFlow's own RestoreV2 gives it its values."""
 
-    prefix = str(mapping.catalog.prefix)
-    graph = session.graph
-    fetch_tensors(mapping.catalog, [item.tensor for item in mapping.sources if not tables.has(item)])
-    for item in mapping.sources:
-        moved = _moved_rows(prefix, item) if item.gather_parts or item.scatter_parts else None
-        for variable in item.variables:
-            spec = variable.part
-            if tables.has(item):
-                value = tables.value(item, int(variable.dtype))
-            elif moved is None:
-                value = tf.raw_ops.RestoreV2(
-                    prefix=prefix,
-                    tensor_names=[item.tensor.name],
-                    shape_and_slices=[spec.restore_spec if spec else ""],
-                    dtypes=[int(item.tensor.dtype)],
-                )[0]
-            elif spec:
-                box = zip(spec.starts, spec.lengths, strict=True)
-                value = moved[tuple(slice(start, start + length) for start, length in box)]
-            else:
-                value = moved
-            operation = graph.get_operation_by_name(variable.node)
-            if operation.type == "VarHandleOp":
-                assign = tf.raw_ops.AssignVariableOp(resource=operation.outputs[0], value=value)
-            else:
-                assign = tf.raw_ops.Assign(ref=operation.outputs[0], value=value).op
-            session.run(assign)
-    for table in mapping.tables:
-        keys, values = tf.raw_ops.RestoreV2(
-            prefix=prefix,
-            tensor_names=[table.keys, table.values],
-            shape_and_slices=["", ""],
-            dtypes=[int(table.key_dtype), int(table.value_dtype)],
-        )
-        handle = graph.get_operation_by_name(table.node).outputs[0]
-        session.run(tf.raw_ops.LookupTableImportV2(table_handle=handle, keys=keys, values=values))
+    body: Body
+    mapping: TensorMapping
+    tables: _Tables
+
+    def add(self) -> Iterator[tuple[str, Feeds]]:
+        """Yield the operations to run, one after the other, and what each is fed."""
+        prefix = str(self.mapping.catalog.prefix)
+        for item in self.mapping.sources:
+            for variable in item.variables:
+                yield self._assignment(item, variable, prefix)
+        for table in self.mapping.tables:
+            dtypes = (table.key_dtype, table.value_dtype)
+            keys, values = self._restored(prefix, [table.keys, table.values], ["", ""], dtypes)
+            handle = self.body.output(self.body.by_name[table.node], 0)
+            attrs: dict[str, Any] = {"Tin": table.key_dtype, "Tout": table.value_dtype}
+            yield (
+                self.body.add("verify/import", "LookupTableImportV2", handle, keys, values, **attrs).name,
+                {},
+            )
+
+    def _assignment(self, item: TensorSource, variable: GraphVariable, prefix: str) -> tuple[str, Feeds]:
+        is_table, is_moved = self.tables.has(item), bool(item.gather_parts or item.scatter_parts)
+        part, dtype = variable.part, item.dtype if is_table else item.tensor.dtype
+        name = item.key if is_table else item.tensor.name
+        spec = part.restore_spec if part and not (is_table or is_moved) else ""
+        (value,) = self._restored(self.tables.prefix if is_table else prefix, [name], [spec], [dtype])
+        feeds: dict[str, NDArray[Any]] = {}
+        if is_table and dtype is not variable.dtype:
+            cast = self.body.add("verify/cast", "Cast", value, SrcT=dtype, DstT=variable.dtype)
+            value, dtype = self.body.single(cast, "y"), variable.dtype
+        if is_moved and not is_table:
+            value, feeds = self._moved(value, item, part, dtype)
+        node = self.body.by_name[variable.node]
+        target = self.body.output(node, 0)
+        if node.op == "VarHandleOp":
+            assign = self.body.add("verify/assign", "AssignVariableOp", target, value, dtype=dtype)
+        else:
+            assign = self.body.add("verify/assign", "Assign", target, value, T=dtype)
+        return assign.name, feeds
+
+    def _moved(
+        self, value: str, item: TensorSource, part: SliceSpec | None, dtype: DType
+    ) -> tuple[str, dict[str, NDArray[Any]]]:
+        """The rows of a restored table as the graph looks them up, and the order that is fed for it."""
+        order = _moved_rows(np.arange(item.tensor.shape[0]), item)
+        if part:
+            order = order[part.starts[0] : part.starts[0] + part.lengths[0]]
+        rows = self.body.add("verify/order", "Placeholder", dtype=DType.INT64)
+        axis = self._constant(np.array(0, np.int32), DType.INT32)
+        attrs: dict[str, Any] = {"Tparams": dtype, "Tindices": DType.INT64, "Taxis": DType.INT32}
+        found = self.body.add("verify/moved", "GatherV2", value, rows.name, axis, **attrs).name
+        if part and len(part.starts) > 1:
+            ends = [
+                self._constant(np.array((first, *numbers[1:]), np.int64), DType.INT64)
+                for first, numbers in ((0, part.starts), (len(order), part.lengths))
+            ]
+            found = self.body.add("verify/part", "Slice", found, *ends, T=dtype, Index=DType.INT64).name
+        return found, {f"{rows.name}:0": order.astype(np.int64)}
+
+    def _restored(
+        self, prefix: str, names: Sequence[str], specs: Sequence[str], dtypes: Sequence[DType]
+    ) -> list[str]:
+        texts = [np.array(prefix.encode(), object), *(_texts(each) for each in (names, specs))]
+        inputs = [self._constant(text, DType.STRING) for text in texts]
+        node = self.body.add("verify/restore", "RestoreV2", *inputs, dtypes=tuple(dtypes))
+        return [self.body.output(node, at) for at in range(len(names))]
+
+    def _constant(self, value: NDArray[Any], dtype: DType) -> str:
+        name = free_name(self.body.by_name, "verify/constant")
+        return str(self.body.put(constant(name, value, dtype)).name)
 
 
-def _moved_rows(prefix: str, item: TensorSource) -> NDArray[Any]:
-    """The table as the graph looks it up, from the whole tensor as TensorFlow joins its slices."""
-    import tensorflow as tf
+def _texts(texts: Sequence[str]) -> NDArray[Any]:
+    return np.array([text.encode() for text in texts], object)
 
-    rows = tf.train.load_checkpoint(prefix).get_tensor(item.tensor.name)
+
+def _moved_rows(rows: NDArray[Any], item: TensorSource) -> NDArray[Any]:
+    """The rows of a table in the order in which the graph looks them up, from those of the whole tensor."""
     if item.gather_parts:
         ordered, start = np.empty_like(rows), 0
         for part in range(item.gather_parts):
@@ -355,31 +423,30 @@ def _moved_rows(prefix: str, item: TensorSource) -> NDArray[Any]:
         rows = ordered
     if item.scatter_parts:
         rows = np.concatenate([rows[part :: item.scatter_parts] for part in range(item.scatter_parts)])
-    return np.asarray(rows)
+    return rows
 
 
-def _answer(session: Any, signatures: Any, request: Probe, fixed: Feeds) -> Feeds:
-    import tensorflow as tf
-
+def _answer(session: GraphSession, signatures: Any, request: Probe, fixed: Feeds) -> Feeds:
     if request.signature not in signatures:
         raise VerificationError(
             f"there is no signature {request.signature!r}; there are {sorted(signatures)}"
         )
     signature = signatures[request.signature]
     feeds = {signature.inputs[alias].name: value for alias, value in request.inputs.items()}
-    fetches = {alias: tensor_names(info)[0] for alias, info in signature.outputs.items()}
+    names = [*signature.outputs]
     try:
-        answers: Feeds = session.run(fetches, {**feeds, **fixed})
-    except tf.errors.InvalidArgumentError as error:
-        if not request.rows or not any(word in error.message.lower() for word in ("shape", "dimension")):
+        found = session.run([tensor_names(signature.outputs[n])[0] for n in names], {**feeds, **fixed})
+    except RunFailed as error:
+        is_shape = any(word in str(error).lower() for word in ("shape", "dimension"))
+        if not request.rows or error.kind != "InvalidArgumentError" or not is_shape:
             raise
         raise VerificationError(
             f"signature {request.signature!r} does not answer {request.rows} rows, though its inputs say [?]",
-            cause=_text(error),
+            cause=str(error),
             hint="the batch size of its input_fn is probably baked in: write the .meta of a graph of any "
             "batch, use a builder, or give requests of the one size with --verify-inputs FILE",
         ) from error
-    return answers
+    return dict(zip(names, found, strict=True))
 
 
 def _difference(expected: Any, found: Any, where: str) -> float:
@@ -406,13 +473,11 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
     """Raise TensorFlow's errors as a VerificationError that says which of the two graphs failed."""
-    import tensorflow as tf
-
     try:
         yield
-    except (tf.errors.OpError, ValueError, TypeError, KeyError) as error:
+    except (RunFailed, ValueError, TypeError, KeyError) as error:
         raise VerificationError(
             f"{what} could not be run for --verify outputs",
-            cause=_text(error),
+            cause=str(error),
             hint="give inputs that it accepts with --verify-inputs FILE, or use --verify bytes",
         ) from error

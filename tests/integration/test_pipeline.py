@@ -12,7 +12,7 @@ from exporter.checkpoint.tensor_bundle import BundleWriter, read_array, read_cat
 from exporter.errors import CheckpointChanged, VerificationError
 from exporter.options import ExportRequest, Verify
 from exporter.pipeline.full import execute, export, plan
-from exporter.verify.outputs import Probe, compare_outputs
+from exporter.verify.outputs import Probe, Running, compare_outputs
 from tests.support.commands import export_model
 
 
@@ -85,7 +85,7 @@ def test_a_bundle_with_the_same_weights_answers_the_same(
     train: Path, ranker_graph: Path, tmp_path: Path
 ) -> None:
     planned, bundle = changed_bundle(train, ranker_graph, tmp_path, 1.0)
-    (difference,) = compare_outputs(planned.source, planned.mapping, bundle, tolerance=0.0)
+    (difference,) = compare_outputs(planned.source, planned.mapping, bundle, tolerance=0.0, running=Running())
     assert difference.max_error == 0.0
 
 
@@ -94,21 +94,23 @@ def test_a_bundle_with_another_weight_is_found(train: Path, ranker_graph: Path, 
     with pytest.raises(
         VerificationError, match=r"'click' of signature 'serving_default' differs by 0\."
     ) as caught:
-        compare_outputs(planned.source, planned.mapping, bundle, tolerance=1e-6)
+        compare_outputs(planned.source, planned.mapping, bundle, tolerance=1e-6, running=Running())
     assert caught.value.exit_code == 6
 
 
 def test_answers_that_are_no_numbers_are_found(train: Path, ranker_graph: Path, tmp_path: Path) -> None:
     planned, bundle = changed_bundle(train, ranker_graph, tmp_path, float("nan"))
     with pytest.raises(VerificationError, match="is not a number"):
-        compare_outputs(planned.source, planned.mapping, bundle, tolerance=1e9)
+        compare_outputs(planned.source, planned.mapping, bundle, tolerance=1e9, running=Running())
 
 
 def test_inputs_that_the_graph_refuses_are_reported(train: Path, ranker_graph: Path, tmp_path: Path) -> None:
     planned, bundle = changed_bundle(train, ranker_graph, tmp_path, 1.0)
     outside = Probe("serving_default", {"user": np.array([1 << 40]), "item": np.array([0])})
     with pytest.raises(VerificationError, match="could not be run") as caught:
-        compare_outputs(planned.source, planned.mapping, bundle, requests=[outside], tolerance=1e-6)
+        compare_outputs(
+            planned.source, planned.mapping, bundle, requests=[outside], tolerance=1e-6, running=Running()
+        )
     assert "--verify-inputs" in caught.value.hint
 
 

@@ -8,6 +8,7 @@ until requests of 1, 7, the size itself and twice the size and one rows get the 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,17 +17,21 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.graph.batch.laboratory import Ends, Population, laboratory, populations
-from exporter.graph.batch.slots import DECLARED, CannotOpen, Counter, Opening, Slot, slots_of
+from exporter.graph.batch.slots import DECLARED, CannotOpen, Counter, Opened, Slot, opened, slots_of
+from exporter.graph.functions import reachable
 from exporter.graph.nodes import (
     ENTERS,
     SWITCHES,
     all_before,
     attr_dtype,
     closure,
+    const_value,
     data_inputs,
     endpoint,
+    node_of,
     readers_of,
 )
+from exporter.graph.servable import called_functions
 from exporter.graph.session import GraphSession, RunFailed
 from exporter.wire import protos
 from exporter.wire.dtypes import Array, is_floating
@@ -75,26 +80,34 @@ class Experiment:
         self._filling, self._files = filling, files
         written = [tensor.node for name in filling for tensor in data_inputs(nodes[name])]
         self._laboratory = laboratory(nodes, written)
-        self._slots: dict[str, list[Slot]] = {}
         loading = all_before(nodes, map(endpoint, filling))
-        for one in ends:
-            for name in all_before(nodes, one.outputs, one.inputs):
-                if name not in loading and (found := [*slots_of(nodes[name], batch)]):
-                    self._slots[name] = found
+        before = {name: None for one in ends for name in all_before(nodes, one.outputs, one.inputs)}
+        running = [nodes[name] for name in before if name not in loading]
+        bodies = {name: library[name].node_def for name in sorted(reachable(running, library))}
+        places = [("", node) for node in running] + [(name, n) for name, body in bodies.items() for n in body]
+        self._slots: dict[tuple[str, str], list[Slot]] = {}
+        for scope, node in places:
+            if found := [*slots_of(node, batch, scope)]:
+                self._slots[scope, node.name] = found
+        self._bodies = {name: {node.name: node for node in body} for name, body in bodies.items()}
+        self._bodies[""] = dict(self._laboratory.nodes)
+        self._calls: dict[str, list[tuple[str, str]]] = {}
+        for scope, body in self._bodies.items():
+            for name, node in body.items():
+                for function in called_functions(node) & self._bodies.keys():
+                    self._calls.setdefault(function, []).append((scope, name))
         self._readers = readers_of(nodes.values())
-        self._opening = self._opener(self._laboratory.nodes)
         self._runs = 0
 
-    def opened(self, nodes: Mapping[str, Proto], slots: Iterable[Slot]) -> dict[str, Proto]:
-        """These nodes, where slots follow the request."""
-        return self._opener(nodes).open(slots)
+    def opened(self, nodes: Mapping[str, Proto], slots: Iterable[Slot]) -> Opened:
+        """These nodes, where slots follow the request; CannotOpen for one that cannot."""
 
-    def _opener(self, nodes: Mapping[str, Proto]) -> Opening:
         def counters(one: Ends) -> list[Counter]:
             shapes = [Counter(shape, is_shape=True) for _, _, shape in one.sparse]
             return [*map(Counter, one.batched()), *shapes]
 
-        return Opening(nodes, [(all_before(nodes, e.outputs, e.inputs), counters(e)) for e in self._ends])
+        counting = [(all_before(nodes, one.outputs, one.inputs), counters(one)) for one in self._ends]
+        return opened(nodes, self._library, slots, counting)
 
     def run(self, session: GraphSession) -> frozenset[Slot]:
         """The slots to open; none if requests may have any size as it is.
@@ -104,7 +117,7 @@ class Experiment:
             Ended: a run exceeded its limits.
         """
         try:
-            self._open(session, self._laboratory.nodes)
+            self._open(session, Opened(dict(self._laboratory.nodes), dict(self._library)))
         except RunFailed as error:
             raise Failed(error.node, f"cannot be run: {error}") from None
         trials = [self._asked(session, one) for one in self._ends]
@@ -112,11 +125,32 @@ class Experiment:
         declared = {slot for found in self._slots.values() for slot in found if slot.what in DECLARED}
         return self._search(session, trials, frozenset(slot for slot in declared if slot.at == 0))
 
-    def _open(self, session: GraphSession, nodes: Mapping[str, Proto]) -> None:
+    def traced_rows(self, session: GraphSession, reshapes: Sequence[str]) -> int | None:
+        """The number of rows for which one of these Reshapes has its numbers; None if none says it."""
+        nodes = self._laboratory.nodes
+        self._open(session, Opened(dict(nodes), dict(self._library)))
+        (ends,) = self._ends
+        for name in reshapes:
+            given, target = data_inputs(nodes[name])
+            sizes = list[int]()
+            target_shape = const_value(nodes[target.node])
+            total = 0 if target_shape is None else math.prod(target_shape.ravel().tolist())
+            for population in populations(nodes, ends, self._laboratory.heights, 2, []):
+                try:
+                    values = (session.run([str(given)], population.feeds(np.arange(n))) for n in (1, 2))
+                    sizes = [value.size for (value,) in values]
+                    break
+                except RunFailed:
+                    continue
+            if sizes and sizes[1] == 2 * sizes[0] > 0 and total % sizes[0] == 0:
+                return total // sizes[0]
+        return None
+
+    def _open(self, session: GraphSession, graph: Opened) -> None:
         self._runs += 1
         graph_def = protos.message_class("GraphDef")()
-        graph_def.node.extend(nodes.values())
-        graph_def.library.function.extend(self._library.values())
+        graph_def.node.extend(graph.nodes.values())
+        graph_def.library.function.extend(graph.library.values())
         for node in protos.all_nodes(graph_def):
             node.device = ""
             node.attr.pop("_class", None)
@@ -220,41 +254,35 @@ class Experiment:
     # --- other sizes ---
 
     def _search(
-        self, session: GraphSession, trials: Sequence[_Trial], opened: frozenset[Slot]
+        self, session: GraphSession, trials: Sequence[_Trial], chosen: frozenset[Slot]
     ) -> frozenset[Slot]:
-        """The slots, `opened` among them, that make all sizes right; Failed where no slot helps."""
+        """The slots, `chosen` among them, that make all sizes right; Failed where no slot helps."""
         until, stuck = time.monotonic() + _SECONDS, None
-        failure = self._failure(session, trials, opened)
+        failure = self._failure(session, trials, chosen)
         if failure is None:
-            return opened
-        choices = [(failure, opened, self._moves(failure, opened))]
+            return chosen
+        choices = [(failure, chosen, self._moves(failure, chosen))]
         while choices and self._runs < _MOST_RUNS and time.monotonic() < until:
-            failure, opened, moves = choices[-1]
+            failure, chosen, moves = choices[-1]
             more = next(moves, None)
             if more is None:
                 stuck = stuck or failure
                 choices.pop()
                 continue
-            found = self._failure(session, trials, opened | more)
+            found = self._failure(session, trials, chosen | more)
             if found is None:
-                return opened | more
+                return chosen | more
             if (found.node, found.size) != (failure.node, failure.size):
-                choices.append((found, opened | more, self._moves(found, opened | more)))
+                choices.append((found, chosen | more, self._moves(found, chosen | more)))
         raise stuck or failure
 
-    def _moves(self, failure: Failed, opened: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
+    def _moves(self, failure: Failed, chosen: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
         """Yield sets of slots to open next: near the failure, each with others of its kind, then alone."""
-        nodes = self._laboratory.nodes
-        if failure.node not in nodes:
-            return
-        before = closure(
-            [failure.node], lambda name: (t.node for t in data_inputs(nodes[name]) if t.node in nodes)
-        )
-        near = [slot for name in before for slot in self._slots.get(name, ()) if slot not in opened][
-            :_NEAREST
-        ]
+        before = closure([*self._places(failure.node)], self._sources)
+        near = [slot for place in before for slot in self._slots.get(place, ()) if slot not in chosen]
+        near = near[:_NEAREST]
         seen = {frozenset[Slot]()}
-        kinds = self._kinds(opened)
+        kinds = self._kinds(chosen)
         for slot in near:
             for more in (kinds[self._kind(slot)], frozenset([slot])):
                 if more not in seen:
@@ -263,27 +291,49 @@ class Experiment:
         for last in range(2, len(near) + 1):
             yield frozenset(near[:last])
 
-    def _kinds(self, opened: frozenset[Slot]) -> dict[object, frozenset[Slot]]:
+    def _places(self, node: str) -> Iterator[tuple[str, str]]:
+        """Yield a node that an error names, by its function: it may be written out in place of a call."""
+        if node in self._bodies[""]:
+            yield "", node
+            return
+        inner = [(scope, name) for scope, body in self._bodies.items() for name in body if scope]
+        yield from (place for place in inner if f"/{node}".endswith(f"/{place[1]}"))
+        yield from (("", name) for name in self._bodies[""] if node.startswith(f"{name}/"))
+
+    def _sources(self, place: tuple[str, str]) -> Iterator[tuple[str, str]]:
+        """Yield the nodes that a node reads, then those of the functions that it calls."""
+        scope, name = place
+        node = self._bodies[scope][name]
+        for text in node.input:
+            source = node_of(text)
+            if not text.startswith("^") and source in self._bodies[scope]:
+                yield scope, source
+            elif scope:  # an argument
+                yield from self._calls.get(scope, ())
+        for function in sorted(called_functions(node) & self._bodies.keys()):
+            yield from ((function, inner) for inner in self._bodies[function])
+
+    def _kinds(self, chosen: frozenset[Slot]) -> dict[object, frozenset[Slot]]:
         kinds: dict[object, set[Slot]] = {}
         for found in self._slots.values():
             for slot in found:
-                if slot not in opened:
+                if slot not in chosen:
                     kinds.setdefault(self._kind(slot), set()).add(slot)
         return {kind: frozenset(slots) for kind, slots in kinds.items()}
 
     def _kind(self, slot: Slot) -> object:
         """Equal for slots that are read in the same way: a graph looks up many features alike."""
-        reader = next(iter(self._readers.get(slot.node, ())), None)
+        reader = next(iter(self._readers.get(slot.node, ())), None) if not slot.scope else None
         inputs: list[str] = [] if reader is None else [tensor.node for tensor in data_inputs(reader)]
         place = inputs.index(slot.node) if slot.node in inputs else -1
-        return slot[1:], self._laboratory.nodes[slot.node].op, None if reader is None else reader.op, place
+        return slot[2:], slot.scope, self._bodies[slot.scope][slot.node].op, reader and reader.op, place
 
     def _failure(
-        self, session: GraphSession, trials: Sequence[_Trial], opened: frozenset[Slot]
+        self, session: GraphSession, trials: Sequence[_Trial], slots: frozenset[Slot]
     ) -> Failed | None:
         """The first failure of the graph with these slots opened; None if all answers are right."""
         try:
-            self._open(session, self._opening.open(opened))
+            self._open(session, self.opened(self._laboratory.nodes, slots))
         except CannotOpen as error:
             return Failed(str(error), "has a number that cannot follow the request")
         except RunFailed as error:
@@ -306,6 +356,20 @@ class Experiment:
                         reason = f"gives a row another answer in a request of {size} rows"
                         return Failed(endpoint(name).node, reason, size)
         return None
+
+
+def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
+    """The Reshapes behind a signature's inputs whose constant targets leave no number open, inputs first."""
+    readers = readers_of(nodes.values())
+    asked = closure((t.node for t in ends.inputs), lambda name: (r.name for r in readers.get(name, ())))
+    found = []
+    for name in asked:
+        inputs = data_inputs(nodes[name]) if nodes[name].op == "Reshape" else []
+        if len(inputs) == 2 and inputs[0].node in asked:
+            target = const_value(nodes.get(inputs[1].node))
+            if target is not None and target.size and (target > 0).all():
+                found.append(name)
+    return found
 
 
 # Operations whose floats are scores, or lead to them.

@@ -90,13 +90,15 @@ def sparse_inputs(
         groups.setdefault(key, []).append(tensor)
     found = list[tuple[Endpoint, Endpoint, Endpoint]]()
     for tensors in groups.values():
-        ranked = [(tensor, inputs[tensor].shape or ()) for tensor in sorted(tensors)]
-        int64 = [(tensor, shape) for tensor, shape in ranked if inputs[tensor].dtype is DType.INT64]
-        indices = [tensor for tensor, shape in int64 if len(shape) == 2 and shape[0] < 0 < shape[1]]
-        shapes = [tensor for tensor, shape in int64 if len(shape) == 1 and shape[0] > 0]
-        values = [tensor for tensor, shape in ranked if shape == (-1,)]
-        if len(indices) == len(shapes) == len(values):
-            found += [*zip(indices, values, shapes, strict=True)]
+        int64 = [tensor for tensor in tensors if inputs[tensor].dtype is DType.INT64]
+        indices = [tensor for tensor in int64 if len(inputs[tensor].shape or ()) == 2]
+        vectors = [tensor for tensor in tensors if len(inputs[tensor].shape or (0,)) == 1]
+        if len(tensors) == 3 and len(indices) == 1 and len(vectors) == 2:
+            # the dense shape has a known length, or alone is of integers; else it is the last, as of its node
+            shapes = [t for t in vectors if (inputs[t].shape or (-1,))[0] > 0 and t in int64]
+            shapes = shapes or sorted(tensor for tensor in vectors if tensor in int64)
+            (values,) = (tensor for tensor in vectors if tensor != shapes[-1])
+            found.append((indices[0], values, shapes[-1]))
     return found
 
 
@@ -241,7 +243,7 @@ def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
     for indices, values, dense_shape in ends.sparse:
         lengths = drawing.random.integers(0, _STEPS + 1, rows)
         lengths[:2] = (0, _STEPS)[: len(lengths[:2])]
-        dtype, rank = ends.inputs[values].dtype, (ends.inputs[dense_shape].shape or (2,))[0]
+        dtype, rank = ends.inputs[values].dtype, max(2, (ends.inputs[indices].shape or (2,))[-1])
         lists = [drawing.values(values, dtype, (int(length),)) for length in lengths]
         ragged[str(indices), str(values), str(dense_shape)] = (lists, rank)
     return Population(dense, ragged, fixed)

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
-from exporter.graph.batch.experiment import Experiment, Failed
+from exporter.graph.batch.experiment import Experiment, Failed, fixed_reshapes
 from exporter.graph.batch.laboratory import Ends, NoLaboratory
 from exporter.graph.functions import reachable
 from exporter.graph.inference_graph import Effect
 from exporter.graph.nodes import all_before, endpoint
 from exporter.graph.outside import effect_in
-from exporter.graph.session import graph_session
+from exporter.graph.session import RunFailed, graph_session
 from exporter.limited.worker import Ended, NotStarted
 from exporter.wire.protos import Proto
 
@@ -38,6 +39,7 @@ class BatchSize(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     traced: int | None = None  # the one number that the source graph accepts, None if it accepts others
     opened: tuple[str, ...] = ()  # the nodes whose numbers follow the request now, found by experiment
+    library: Mapping[str, Proto] | None = None  # the graph's functions, None if they are as before
 
 
 class Filling(Struct, frozen=True):
@@ -56,41 +58,52 @@ def settle_batch(
 ) -> BatchSize:
     """Make the numbers that fix the batch size follow the request, in place, if an experiment shows them.
 
-    `batch` is the batch size of the graph's input pipeline, None if it has no fixed one: then requests may be
-    of any size already, and nothing is run.
+    `batch` is the batch size of the graph's input pipeline. Without one, requests may be of any size already
+    and nothing is run, unless a Reshape of the only input by rows leaves no number open.
     """
-    if batch is None:
+    reshapes = fixed_reshapes(nodes, ends[0]) if batch is None and len(ends) == 1 else []
+    if batch is None and (not reshapes or len(ends[0].batched()) != 1):
         return BatchSize()
     if find_spec("tensorflow") is None:
         how = "where TensorFlow is installed, the same command finds out whether it may have any"
         return _only(batch, "there is no TensorFlow here to try others", how)
     if reason := _harmful(nodes, library, filling):
         return _only(batch, f"{reason}, so that it is not tried with others")
-    experiment = Experiment(nodes, ends, library, batch, filling.operations, filling.files)
+
+    def experiment(rows: int) -> Experiment:
+        return Experiment(nodes, ends, library, rows, filling.operations, filling.files)
+
+    limits: Any = {"memory_bytes": MEMORY_BYTES, "cpu_seconds": CPU_SECONDS, "step_seconds": STEP_SECONDS}
     try:
-        with graph_session(
-            memory_bytes=MEMORY_BYTES, cpu_seconds=CPU_SECONDS, step_seconds=STEP_SECONDS
-        ) as session:
-            slots = experiment.run(session)
+        with graph_session(**limits) as session:
+            if batch is None:
+                batch = experiment(1).traced_rows(session, reshapes)
+            if batch is None:
+                return BatchSize()
+            tried = experiment(batch)
+            slots = tried.run(session)
+            if not slots:
+                return BatchSize()
+            opened = tried.opened(nodes, slots)
     except Failed as failed:
         where = f"{nodes[failed.node].op} {failed.node!r}" if failed.node in nodes else repr(failed.node)
         return _only(batch, f"{where} {failed}" if failed.node else str(failed))
     except NoLaboratory as error:
         return _only(batch, f"it was not tried with others: {error}")
+    except RunFailed as error:
+        return _only(batch, f"it cannot be run: {error}")
     except NotStarted as error:
         return _only(batch, f"no process to try others can be started: {error}")
     except Ended as ended:
         reason = f"came to no end in {ended.limit}" if ended.limit else f"ended {ended.how}"
         return _only(batch, f"a trial with others {reason}")
-    if not slots:
-        return BatchSize(traced=None)
-    nodes.update(experiment.opened(nodes, slots))
-    names = [*dict.fromkeys(slot.node for slot in slots)]
+    nodes.update(opened.nodes)
+    names = [*dict.fromkeys(slot.node for slot in sorted(slots))]
     note = (
         "requests may have any number of rows, as an experiment found: "
         f"training's batch of {batch} was made dynamic in {_listed(names)}"
     )
-    return BatchSize(None, (note,), batch, tuple(names))
+    return BatchSize(None, (note,), batch, tuple(names), opened.library)
 
 
 def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: Filling) -> str:
@@ -106,8 +119,10 @@ def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: 
     return ""
 
 
-def _only(batch: int, reason: str, how: str = "") -> BatchSize:
-    """The batch size that a graph keeps, with a note that says why."""
+def _only(batch: int | None, reason: str, how: str = "") -> BatchSize:
+    """The batch size that a graph keeps, with a note that says why; any if none is known."""
+    if batch is None:
+        return BatchSize()
     rows = "1 row" if batch == 1 else f"{batch} rows"
     how = how or (
         "for any size, write the .meta of a graph without a fixed batch (no drop_remainder), or use a builder"

@@ -1,7 +1,7 @@
 """The numbers of a graph that may be its training's batch size, made to follow the size of each request.
 
 A slot is an element of a constant of integers, the length of a constant of equal rows, or a length that an
-attribute declares, where it is the batch size or a multiple of it. `Opening` puts the rows of the request, as
+attribute declares, where it is the batch size or a multiple of it. `opened` puts the rows of the request, as
 often as the number had the batch in it, in place of each slot. Constants in TF1 loops get them by an Enter of
 each loop around them; those in functions by an argument more of each function on the way.
 """
@@ -14,25 +14,32 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
+from exporter.graph.functions import callers
 from exporter.graph.nodes import (
+    CALLS,
     ENTERS,
     EXITS,
+    LOOPS,
     Endpoint,
     attr,
     attr_dtype,
     attr_shape,
     attr_text,
     base_dtype,
+    called,
     const_value,
     constant,
     control_inputs,
     endpoint,
     free_name,
     new_node,
+    put_nodes,
     readers_of,
     shape_of,
 )
+from exporter.graph.servable import called_functions
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -52,13 +59,14 @@ _NUMBERS = (
 class Slot(NamedTuple):
     """A number in the graph: `each` times the batch size."""
 
+    scope: str  # the function that the node is in, "" for the graph
     node: str
     what: str  # "value": an element of a constant; "length": one of its lengths; else an attribute
     at: int
     each: int
 
 
-def slots_of(node: Proto, batch: int) -> Iterator[Slot]:
+def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
     """Yield the numbers of a node that may stand for the batch; of a batch of 1, only ones."""
 
     def multiple(number: int) -> int:
@@ -69,7 +77,7 @@ def slots_of(node: Proto, batch: int) -> Iterator[Slot]:
         for name in DECLARED if node.op not in _KEEP_SHAPES else ():
             for at, size in enumerate(attr_shape(node, name) or ()):
                 if each := multiple(size):
-                    yield Slot(node.name, name, at, each)
+                    yield Slot(scope, node.name, name, at, each)
         return
     tensor = attr(node, "value").tensor
     shape = shape_of(tensor.tensor_shape) or ()
@@ -79,10 +87,10 @@ def slots_of(node: Proto, batch: int) -> Iterator[Slot]:
         value = const_value(node)
         for at, number in enumerate([] if value is None else value.ravel().tolist()):
             if each := multiple(number):
-                yield Slot(node.name, "value", at, each)
+                yield Slot(scope, node.name, "value", at, each)
     for at, size in enumerate(shape):
         if (each := multiple(size)) and rows_are_equal(node, at):
-            yield Slot(node.name, "length", at, each)
+            yield Slot(scope, node.name, "length", at, each)
 
 
 def rows_are_equal(node: Proto, axis: int) -> bool:
@@ -132,115 +140,222 @@ class Counter(NamedTuple):
     is_shape: bool = False
 
 
-class Opening:
-    """A copy of nodes in which slots follow the rows that `counters` tell.
+class Opened(Struct, frozen=True):
+    """The nodes of a graph and its functions, in which slots follow the request."""
 
-    `counters` has, for each signature, the nodes that it reaches and what counts its requests' rows.
+    nodes: dict[str, Proto]
+    library: dict[str, Proto]
+
+
+def opened(
+    nodes: Mapping[str, Proto],
+    library: Mapping[str, Proto],
+    slots: Iterable[Slot],
+    counters: Sequence[tuple[Collection[str], Sequence[Counter]]],
+) -> Opened:
+    """Copies of nodes and functions in which slots follow the rows that `counters` tell.
+
+    `counters` has, for each signature, the nodes that it reaches and what counts its requests' rows. Raises
+    CannotOpen for a slot that cannot be opened.
     """
+    by_scope: dict[str, list[Slot]] = {}
+    for slot in sorted(slots):
+        by_scope.setdefault(slot.scope, []).append(slot)
+    made, names = dict(library), dict[str, str]()
+    for name in sorted(_needing(nodes, library, by_scope.keys() - {""})):
+        names[name] = free_name({*made, *names.values()}, f"{name}_any_rows")
+    loops = {attr(node, "body").func.name for node in _all_nodes(nodes, library) if node.op in LOOPS}
+    for name, new in names.items():
+        function = made[new] = deepcopy(library[name])
+        function.signature.name = new
+        function.signature.input_arg.add(name=_ROWS, type=int(DType.INT32))
+        scope = _FunctionScope({node.name: node for node in function.node_def})
+        scope.follow(by_scope.get(name, ()))
+        _pass_rows(scope, names)
+        put_nodes(function.node_def, scope.nodes.values())
+        if name in loops:  # its next turn needs them, too
+            function.signature.output_arg.add(name=f"{_ROWS}_again", type=int(DType.INT32))
+            function.ret[f"{_ROWS}_again"] = _ROWS
+    graph = _GraphScope(dict(nodes), counters)
+    graph.follow(by_scope.get("", ()))
+    _pass_rows(graph, names)
+    return Opened(graph.nodes, made)
 
-    def __init__(
-        self, nodes: Mapping[str, Proto], counters: Sequence[tuple[Collection[str], Sequence[Counter]]]
-    ) -> None:
-        self._old = nodes
-        self._counters = counters
-        self._counts: dict[tuple[Counter, int, DType, tuple[str, ...]], str] = {}
-        self._frames = frames_of(nodes)
-        self.nodes: dict[str, Proto] = {}
 
-    def open(self, slots: Iterable[Slot]) -> dict[str, Proto]:
-        """The nodes with these slots opened; CannotOpen if one cannot be."""
-        self.nodes = dict(self._old)
-        self._counts.clear()
+_ROWS = "rows_of_the_request"
+
+
+def _all_nodes(nodes: Mapping[str, Proto], library: Mapping[str, Proto]) -> Iterator[Proto]:
+    yield from nodes.values()
+    for function in library.values():
+        yield from function.node_def
+
+
+def _needing(nodes: Mapping[str, Proto], library: Mapping[str, Proto], found: Iterable[str]) -> set[str]:
+    """The functions `found`, those that lead to them, and those that the same nodes call beside them."""
+    together = [called_functions(node) & library.keys() for node in _all_nodes(nodes, library)]
+    needing, before = callers(library, found), set[str]()
+    while needing != before:
+        before = needing
+        beside = {name for names in together if names & needing for name in names}
+        needing = callers(library, needing | beside)
+    return needing
+
+
+def _pass_rows(scope: _Scope, names: Mapping[str, str]) -> None:
+    """Let calls of functions that need the count of rows name their new forms, and pass it."""
+    for name, old in [*scope.nodes.items()]:
+        if not names.keys() & called_functions(old):
+            continue
+        node = scope.nodes[name] = deepcopy(old)
+        if node.op in names:
+            node.op = names[node.op]
+        elif node.op not in CALLS:
+            raise CannotOpen(name)
+        else:
+            for function in called(node):
+                function.name = names[function.name]
+            node.attr["T" if node.op in LOOPS else "Tin"].list.type.append(int(DType.INT32))
+            for key in ("output_shapes", "_output_shapes"):
+                node.attr.pop(key, None)
+        data = [text for text in node.input if not text.startswith("^")]
+        after = [text for text in node.input if text.startswith("^")]
+        node.input[:] = [*data, scope.count(name, 1, DType.INT32), *after]
+
+
+class _Scope:
+    """The nodes of a graph or of a function's body, in which constants are replaced."""
+
+    def __init__(self, nodes: dict[str, Proto]) -> None:
+        self.nodes = nodes
+
+    def count(self, name: str, each: int, dtype: DType) -> str:
+        """A tensor, where the node `name` runs, with `each` times the number of rows of the request."""
+        raise NotImplementedError
+
+    def add(self, node: Proto, output: str = "output", after: Sequence[str] = ()) -> str:
+        """Add a node under a free name; returns its output as an input of others."""
+        raise NotImplementedError
+
+    def follow(self, slots: Iterable[Slot]) -> None:
+        """Let slots follow the request; CannotOpen for one that cannot."""
         grouped: dict[str, list[Slot]] = {}
         for slot in slots:
             grouped.setdefault(slot.node, []).append(slot)
         for name, found in grouped.items():
-            if self._old[name].op != "Const":
-                self.nodes[name] = deepcopy(self._old[name])
+            if self.nodes[name].op != "Const":
+                self.nodes[name] = deepcopy(self.nodes[name])
                 for slot in found:
                     self.nodes[name].attr[slot.what].shape.dim[slot.at].size = -1
             elif values := {slot.at: slot.each for slot in found if slot.what == "value"}:
                 self._follow(name, values)
             else:
                 self._widen(name, {slot.at: slot.each for slot in found})
-        return self.nodes
 
     def _follow(self, name: str, opened: Mapping[int, int]) -> None:
         """Replace elements of a constant by counts of the request's rows."""
-        old = self._old[name]
+        old = self.nodes[name]
         value, dtype = const_value(old), attr_dtype(old, "dtype")
         if value is None or dtype is None:
             raise CannotOpen(name)
         numbers = [(number, opened.get(at, 0)) for at, number in enumerate(value.ravel().tolist())]
         after = control_inputs(old)
         if value.ndim:
-            self.nodes[name] = self._packed(name, numbers, dtype, after)
+            self.nodes[name] = self._packed(name, numbers, dtype, after, name)
         else:
-            count = self._count(name, numbers[0][1], dtype)
+            count = self.count(name, numbers[0][1], dtype)
             self.nodes[name] = new_node(name, "Identity", [count], after=after, T=dtype)
 
     def _widen(self, name: str, opened: Mapping[int, int]) -> None:
         """Replace a constant of equal rows by one row, broadcast to the rows of the request."""
-        old = self._old[name]
+        old = self.nodes[name]
         dtype, row = attr_dtype(old, "dtype"), _equal_row(old, opened)
         if dtype is None or row is None:
             raise CannotOpen(name)
         shape, after = shape_of(old.attr["value"].tensor.tensor_shape) or (), control_inputs(old)
-        one = self._add(constant(f"{name}/row", row, dtype), after)
         numbers = [(size, opened.get(at, 0)) for at, size in enumerate(shape)]
-        whole = self._packed(f"{name}/any_rows", numbers, DType.INT32, after, at=name)
-        inputs = [one, self._add(whole, ())]
+        inputs = [
+            self.add(constant(f"{name}/row", row, dtype), after=after),
+            self.add(self._packed(f"{name}/any_rows", numbers, DType.INT32, after, name)),
+        ]
         self.nodes[name] = new_node(name, "BroadcastTo", inputs, after=after, T=dtype, Tidx=DType.INT32)
 
     def _packed(
-        self, name: str, numbers: Sequence[tuple[int, int]], dtype: DType, after: Sequence[str], at: str = ""
+        self, wish: str, numbers: Sequence[tuple[int, int]], dtype: DType, after: Sequence[str], name: str
     ) -> Proto:
         parts = [
-            self._count(at or name, each, dtype)
+            self.count(name, each, dtype)
             if each
-            else self._add(constant(f"{name}/size", np.array(number, dtype.numpy), dtype), after)
+            else self.add(constant(f"{wish}/size", np.array(number, dtype.numpy), dtype), after=after)
             for number, each in numbers
         ]
-        return new_node(name, "Pack", parts, after=after, T=dtype, N=len(parts))
+        return new_node(wish, "Pack", parts, after=after, T=dtype, N=len(parts))
 
-    def _count(self, name: str, each: int, dtype: DType) -> str:
-        """The name of a node, where `name` runs, with `each` times the number of rows of the request."""
-        counter = self._counter_for(name)
-        key = counter, each, dtype, self._frames.get(name, ())
-        if key not in self._counts:
-            self._counts[key] = self._entered(self._counted(counter, each, dtype), dtype, key[-1])
-        return self._counts[key]
+    def _times(self, rows: str, each: int, dtype: DType) -> str:
+        if each == 1:
+            return rows
+        factor = self.add(constant(f"{_ROWS}/factor", np.array(each, dtype.numpy), dtype))
+        return self.add(new_node(f"{_ROWS}/times", "Mul", [rows, factor], T=dtype), "z")
 
-    def _counted(self, counter: Counter, each: int, dtype: DType) -> str:
-        outside = counter, each, dtype, ()
-        if outside in self._counts:
-            return self._counts[outside]
+
+class _FunctionScope(_Scope):
+    def count(self, name: str, each: int, dtype: DType) -> str:
+        rows = _ROWS
+        if dtype is not DType.INT32:
+            cast = new_node(f"{_ROWS}/cast", "Cast", [rows], SrcT=DType.INT32, DstT=dtype)
+            rows = self.add(cast, "y")
+        return self._times(rows, each, dtype)
+
+    def add(self, node: Proto, output: str = "output", after: Sequence[str] = ()) -> str:
+        node.name = free_name(self.nodes, node.name)
+        node.input.extend(f"^{other}" for other in after)
+        self.nodes[node.name] = node
+        return f"{node.name}:{output}:0"
+
+
+class _GraphScope(_Scope):
+    def __init__(
+        self, nodes: dict[str, Proto], counters: Sequence[tuple[Collection[str], Sequence[Counter]]]
+    ) -> None:
+        super().__init__(nodes)
+        self._counters = counters
+        self._counts: dict[tuple[Counter, int, DType, tuple[str, ...]], str] = {}
+        self._frames = frames_of(nodes)
+
+    def add(self, node: Proto, output: str = "output", after: Sequence[str] = ()) -> str:
+        node.name = free_name(self.nodes, node.name)
+        node.input.extend(f"^{other}" for other in after)
+        self.nodes[node.name] = node
+        return str(node.name)
+
+    def count(self, name: str, each: int, dtype: DType) -> str:
+        counter, frames = self._counter_for(name), self._frames.get(name, ())
+        for depth in range(len(frames) + 1):
+            key = counter, each, dtype, frames[:depth]
+            if key in self._counts:
+                continue
+            if depth:
+                attrs: dict[str, Any] = {"frame_name": frames[depth - 1].encode(), "is_constant": True}
+                outer = self._counts[counter, each, dtype, frames[: depth - 1]]
+                self._counts[key] = self.add(new_node(f"{outer}/in_loop", "Enter", [outer], T=dtype, **attrs))
+            else:
+                self._counts[key] = self._times(self._counted(counter, dtype), each, dtype)
+        return self._counts[counter, each, dtype, frames]
+
+    def _counted(self, counter: Counter, dtype: DType) -> str:
         tensor, base = counter.tensor, f"{counter.tensor.node}/rows"
-        node = self._old[tensor.node]
+        node = self.nodes[tensor.node]
         given = attr_dtype(node, "dtype") or attr_dtype(node, "T")
         if tensor.output or given is None:
             raise CannotOpen(tensor.node)
         shape = tensor.as_input
         if not counter.is_shape:
-            shape = self._add(new_node(f"{base}/shape", "Shape", [shape], out_type=dtype, T=given), ())
+            shape = self.add(new_node(f"{base}/shape", "Shape", [shape], out_type=dtype, T=given))
         elif given != dtype:
-            shape = self._add(new_node(f"{base}/shape", "Cast", [shape], SrcT=given, DstT=dtype), ())
-        zero, one = (
-            self._add(constant(f"{base}/at", np.array([at], np.int32), DType.INT32), ()) for at in (0, 1)
-        )
+            shape = self.add(new_node(f"{base}/shape", "Cast", [shape], SrcT=given, DstT=dtype))
+        zero, one = (self.add(constant(f"{base}/at", np.array([at], np.int32), DType.INT32)) for at in (0, 1))
         attrs: dict[str, Any] = {"T": dtype, "Index": DType.INT32, "shrink_axis_mask": 1}
-        rows = self._add(new_node(base, "StridedSlice", [shape, zero, one, one], **attrs), ())
-        if each > 1:
-            factor = self._add(constant(f"{base}/factor", np.array(each, dtype.numpy), dtype), ())
-            rows = self._add(new_node(f"{base}/times", "Mul", [rows, factor], T=dtype), ())
-        self._counts[outside] = rows
-        return rows
-
-    def _entered(self, name: str, dtype: DType, frames: tuple[str, ...]) -> str:
-        for frame in frames:
-            attrs: dict[str, Any] = {"T": dtype, "frame_name": frame.encode(), "is_constant": True}
-            name = self._add(new_node(f"{name}/in_loop", "Enter", [name], **attrs), ())
-        return name
+        return self.add(new_node(base, "StridedSlice", [shape, zero, one, one], **attrs))
 
     def _counter_for(self, name: str) -> Counter:
         """What counts rows in all signatures that need the node `name`, or CannotOpen."""
@@ -249,12 +364,6 @@ class Opening:
         if not shared:
             raise CannotOpen(name)
         return shared[0]
-
-    def _add(self, node: Proto, after: Sequence[str]) -> str:
-        node.name = free_name(self.nodes, node.name)
-        node.input.extend(f"^{other}" for other in after)
-        self.nodes[node.name] = node
-        return str(node.name)
 
 
 _MOST_LOOPS = 16  # that lie in each other; a damaged graph may enter one without end
