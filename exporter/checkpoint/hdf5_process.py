@@ -1,4 +1,4 @@
-"""Read one HDF5 file in a process of its own, which `exporter.limited.process` limits; `hdf5.py` asks it.
+"""Read one HDF5 file, in a process that `exporter.limited.worker_process` limits; `hdf5.py` asks it.
 
 It opens no file, but reads the descriptor that it was given.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from exporter.limited.process import BLOCK_BYTES, Deadline, Refused
+from exporter.limited.worker_process import BLOCK_BYTES, Deadline, Refused
 
 LIBRARY = "h5py"
 

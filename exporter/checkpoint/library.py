@@ -12,7 +12,7 @@ from msgspec import Struct
 from exporter import errors
 from exporter.checkpoint.file_range import FileRange
 from exporter.errors import CheckpointError, CorruptFile, UnsafeArchive
-from exporter.limited.worker import Ended, NotStarted, Work, Worker, worker
+from exporter.limited.worker import Ended, LimitedWork, NotStarted, Worker, worker
 
 
 class Reading(Struct, frozen=True):
@@ -32,10 +32,10 @@ class Reading(Struct, frozen=True):
     details: Mapping[str, Any] = {}
 
     @property
-    def work(self) -> Work:
+    def work(self) -> LimitedWork:
         """The work of the process that reads it."""
         place = {"kind": self.kind, "offset": self.source.offset, "size": self.source.size}
-        return Work(
+        return LimitedWork(
             program=self.reader,
             key=self.source,
             memory_bytes=self.memory_bytes,
@@ -60,7 +60,7 @@ def library(reading: Reading) -> Iterator[Library]:
 
 
 class Library(Struct, frozen=True):
-    """A library with files open, in a process that limits itself: see `exporter.limited.process`."""
+    """A library with files open, in a process that limits itself: see `exporter.limited.worker_process`."""
 
     reading: Reading
     process: Worker

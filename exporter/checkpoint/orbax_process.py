@@ -1,4 +1,4 @@
-"""Read arrays of an Orbax checkpoint, in a process of its own that `exporter.limited.process` limits.
+"""Read arrays of an Orbax checkpoint, in a process of its own that `exporter.limited.worker_process` limits.
 
 `orbax.py` asks it. tensorstore opens nothing but files below the directory that `config` names.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from exporter.limited.process import BLOCK_BYTES, Deadline, Refused
+from exporter.limited.worker_process import BLOCK_BYTES, Deadline, Refused
 
 LIBRARY = "tensorstore"
 

@@ -29,7 +29,7 @@ import numpy as np
 from msgspec import Struct
 
 from exporter.errors import NotServable, UsageError
-from exporter.graph.batch.laboratory import Ends, Input, sparse_inputs
+from exporter.graph.batch.laboratory import Ends, InputKind, sparse_inputs
 from exporter.graph.batch.opening import BatchSize, Filling, settle_batch
 from exporter.graph.deeprec_ops import drop_foreign_attributes, is_deeprecs
 from exporter.graph.feeds import cut_inputs, fix_constants, pipeline_batches, served_shape
@@ -246,7 +246,7 @@ def _settled(
 
 def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpoint]) -> Ends:
     """The tensors of a signature in the served graph."""
-    inputs = {tensor: Input(served_shape(index, tensor), index.dtype(tensor)) for tensor in ends.inputs}
+    inputs = {tensor: InputKind(served_shape(index, tensor), index.dtype(tensor)) for tensor in ends.inputs}
     sparse = [tuple(moved.get(t, t) for t in group) for group in sparse_inputs(inputs, ends.inputs)]
     return Ends(
         {moved.get(tensor, tensor): given for tensor, given in inputs.items()},

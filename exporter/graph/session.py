@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.limited.process import Deadline
-from exporter.limited.worker import Work, Worker, worker
+from exporter.limited.worker import LimitedWork, Worker, worker
+from exporter.limited.worker_process import Deadline
 from exporter.wire import protos
 from exporter.wire.dtypes import Array
 from exporter.wire.protos import Proto
@@ -117,7 +117,7 @@ def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -
 
     Raises NotStarted and, in the block, Ended.
     """
-    work = Work(
+    work = LimitedWork(
         program="exporter.graph.session_process",
         key="",
         memory_bytes=memory_bytes,

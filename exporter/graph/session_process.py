@@ -1,4 +1,4 @@
-"""Run graphs of others in TensorFlow, in a process of its own that `exporter.limited.process` limits.
+"""Run graphs of others in TensorFlow, in a process of its own that `exporter.limited.worker_process` limits.
 
 `session.py` asks it. Only what runs a graph is imported of TensorFlow, which takes a third of the time: no
 process but that one may import this module.
@@ -15,7 +15,7 @@ from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
-from exporter.limited.process import Deadline
+from exporter.limited.worker_process import Deadline
 
 LIBRARY = "tensorflow.python.client.session"
 

@@ -1,8 +1,8 @@
 """Ask code that may never return, crash or take all memory, in a process with limits: `worker`.
 
-`process.py` is the other side: there it says what is asked, and how. Its users turn an `Ended` into the error
-that says what was worked on: libraries that read files (`exporter.checkpoint.library`), and TensorFlow's runs
-of graphs (`exporter.graph.session`).
+`worker_process.py` is the other side: there it says what is asked, and how. Its users turn an `Ended` into
+the error that says what was worked on: libraries that read files (`exporter.checkpoint.library`), and
+TensorFlow's runs of graphs (`exporter.graph.session`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from exporter.limited.process import BLOCK_BYTES, REFUSED
+from exporter.limited.worker_process import BLOCK_BYTES, REFUSED
 
-_PROGRAM = Path(__file__).with_name("process.py")
+_PROGRAM = Path(__file__).with_name("worker_process.py")
 _IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
 _MAX_LINE_BYTES = 256 << 20
 _SETTINGS = {  # no threads, no arenas of memory for each, and no plug-ins
@@ -36,11 +36,12 @@ _SETTINGS = {  # no threads, no arenas of memory for each, and no plug-ins
 _idle: deque[Worker] = deque()
 
 
-class Work(Struct, frozen=True):
+class LimitedWork(Struct, frozen=True):
     """What a process does, and its limits.
 
-    `program` is its module, see `process.py`; equal `key`s may share a process. It may have `memory_bytes`
-    beyond what it needs to start, and for each step `cpu_seconds` of computing and `step_seconds` of waiting.
+    `program` is its module, see `worker_process.py`; equal `key`s may share a process. It may have
+    `memory_bytes` beyond what it needs to start, and for each step `cpu_seconds` of computing and
+    `step_seconds` of waiting.
     `details` are the program's own, `settings` variables of its environment.
     """
 
@@ -70,7 +71,7 @@ class NotStarted(Exception):
 
 
 @contextmanager
-def worker(work: Work, descriptor: int | None = None) -> Iterator[Worker]:
+def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]:
     """A process for this work: an idle one, or else a new one. It is ended if the block fails.
 
     A new one inherits the open file `descriptor`. Raises NotStarted.
@@ -87,7 +88,7 @@ def worker(work: Work, descriptor: int | None = None) -> Iterator[Worker]:
     _idle.append(found)
 
 
-def _take(work: Work) -> Worker | None:
+def _take(work: LimitedWork) -> Worker | None:
     """The idle process, if it does this work; None, and another one stays idle."""
     with suppress(IndexError):
         if (found := _idle.popleft()).does(work):
@@ -104,9 +105,9 @@ def _end_idle() -> None:
 
 
 class Worker:
-    """A process that works within limits that it sets itself: see `process.py`."""
+    """A process that works within limits that it sets itself: see `worker_process.py`."""
 
-    def __init__(self, work: Work, descriptor: int | None = None) -> None:
+    def __init__(self, work: LimitedWork, descriptor: int | None = None) -> None:
         self.idle_since = 0.0
         self._work = work
         self._owner = os.getpid()  # a fork of this process has the same pipes: it must leave them alone
@@ -132,7 +133,7 @@ class Worker:
         except OSError as error:
             raise NotStarted(str(error)) from None
 
-    def does(self, work: Work) -> bool:
+    def does(self, work: LimitedWork) -> bool:
         """True if it does this work, and waits for a request."""
         is_fresh = time.monotonic() - self.idle_since < _IDLE_SECONDS / 2  # it ends by itself
         is_ours = self._owner == os.getpid() and self._process.poll() is None

@@ -56,7 +56,7 @@ class Ends(Struct, frozen=True):
     `sparse` has the inputs that are indices, values and dense shape of a sparse tensor.
     """
 
-    inputs: Mapping[Endpoint, Input]
+    inputs: Mapping[Endpoint, InputKind]
     outputs: Sequence[Endpoint]
     sparse: Sequence[tuple[Endpoint, Endpoint, Endpoint]] = ()
 
@@ -67,7 +67,7 @@ class Ends(Struct, frozen=True):
         return [tensor for tensor in found if tensor not in parts]
 
 
-class Input(Struct, frozen=True):
+class InputKind(Struct, frozen=True):
     """An input's shape, None if it is not known, and its dtype."""
 
     shape: tuple[int, ...] | None
@@ -75,7 +75,7 @@ class Input(Struct, frozen=True):
 
 
 def sparse_inputs(
-    inputs: Mapping[Endpoint, Input], names: Mapping[Endpoint, str]
+    inputs: Mapping[Endpoint, InputKind], names: Mapping[Endpoint, str]
 ) -> list[tuple[Endpoint, Endpoint, Endpoint]]:
     """The inputs that make sparse tensors: (indices, values, dense shape) of one node, or of one prefix.
 

@@ -1,4 +1,4 @@
-"""Work in a process of its own, with limits: `python process.py CONFIG`.
+"""Work in a process of its own, with limits: `python worker_process.py CONFIG`.
 
 A damaged file can keep a library busy for ever, make it allocate without measure, or crash it; so can a graph
 that TensorFlow runs. Here that ends this process alone, which limits its own memory and the time of each
@@ -150,6 +150,6 @@ def main(config: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     sys.path[:] = asked["path"]
-    from exporter.limited import process  # programs raise the errors of this one
+    from exporter.limited import worker_process  # programs raise the errors of this one
 
-    process.main(asked)
+    worker_process.main(asked)
