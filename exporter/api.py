@@ -291,7 +291,7 @@ def merge(
             return log_maintenance.plan_merge(path, start, end, jobs)
         return log_maintenance.merge(path, start, end, jobs, progress)
 
-    return _with_model(model, work, read_only=dry_run, signing=signing)
+    return _with_model(model, work, read_only=dry_run, deciding="merge", signing=signing)
 
 
 @given.named_misfit
@@ -326,7 +326,7 @@ def rebase(
             return bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs)
         return bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress)
 
-    return _with_model(model, work, read_only=dry_run, signing=signing)
+    return _with_model(model, work, read_only=dry_run, deciding="merge --rebase", signing=signing)
 
 
 @given.named_misfit
@@ -363,7 +363,7 @@ def rollback(
             return log_maintenance.plan_rollback(path, to, if_canary=if_canary)
         return log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
 
-    return _with_model(model, work, read_only=dry_run, signing=signing)
+    return _with_model(model, work, read_only=dry_run, deciding="rollback", signing=signing)
 
 
 @given.named_misfit
@@ -393,6 +393,7 @@ def resume(
         model,
         lambda path: act(path, lift_only=lift_only, lift_canary=lift_canary),
         read_only=dry_run,
+        deciding="resume",
         signing=signing,
     )
 
@@ -423,6 +424,7 @@ def tag(
         model,
         lambda path: tagging.set_tag(path, name, position, reason=reason, dry_run=dry_run),
         read_only=dry_run,
+        deciding="tag",
     )
 
 
@@ -436,7 +438,12 @@ def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
     """
     from exporter.pipeline import tagging
 
-    return _with_model(model, lambda path: tagging.delete_tag(path, name, dry_run=dry_run), read_only=dry_run)
+    return _with_model(
+        model,
+        lambda path: tagging.delete_tag(path, name, dry_run=dry_run),
+        read_only=dry_run,
+        deciding="tag",
+    )
 
 
 @given.named_misfit
@@ -727,12 +734,13 @@ def _with_model(
     work: Callable[..., T],
     *,
     read_only: bool = False,
+    deciding: str = "",
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> T:
     given.flag("dry_run", read_only)
-    place = given.place("model", model, checkpoint_path)
-    with opened(place, read_only=read_only, signing=signing, trusting=trusting) as target:
+    place, deciding = given.place("model", model, checkpoint_path), "" if read_only else deciding
+    with opened(place, read_only=read_only, deciding=deciding, signing=signing, trusting=trusting) as target:
         return target.carry(lambda: work(target.path))
 
 

@@ -407,6 +407,7 @@ class _ByDelta(_Way):
             return  # no server passes it
         if held is None or held > to:
             self.hold.put(to, staging, why=why)
+            mirror.held(self.published.model)
 
     def _instead(self, restoration: Restoration) -> str:
         """Return the hint for values that the model, which wants finite ones, refuses."""

@@ -51,6 +51,7 @@ from exporter.publish.versions import (
     taken,
     version_dirs,
 )
+from exporter.storage import mirror
 from exporter.storage.files import (
     close_quietly,
     lock_within,
@@ -538,6 +539,8 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
         with suppress(OSError):  # for a waiting process's message; a full disk is reported where it matters
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        if name == LOCK_FILE:
+            mirror.locked(model)
         yield
     finally:
         close_quietly(lock)

@@ -73,6 +73,10 @@ class Mirror:
         self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self.spent: set[str] = set()
         """Directories of jobs in a store, to be removed once what is here was uploaded."""
+        self.on_lock: Callable[[], None] | None = None
+        """Called by who has taken the lock of the model here, before anything is read under it."""
+        self.on_hold: Callable[[], None] | None = None
+        """Called by who has set a hold here, before the work that it announces."""
         self._lock = threading.RLock()
         self._directories: set[str] = set()  # of the names that were ever shown
         directory = private_directory()
@@ -334,6 +338,28 @@ def _directories(names: Iterable[str]) -> set[str]:
             found.add(directory)
             directory = directory.rpartition("/")[0]
     return found
+
+
+def locked(path: Path) -> None:
+    """Take the lock of the model at `path` in its store, too, if a person's decision is at work there.
+
+    Raises:
+        PositionError: others had it for too long; see `Carrier.decide`.
+    """
+    found = _find(path)
+    if found is not None and found[0].on_lock is not None:
+        found[0].on_lock()
+
+
+def held(path: Path) -> None:
+    """Set a hold that was just set at `path` in the model's store, too, if a decision is at work there.
+
+    Raises:
+        PositionMoved: another machine published meanwhile.
+    """
+    found = _find(path)
+    if found is not None and found[0].on_hold is not None:
+        found[0].on_hold()
 
 
 def is_remote(path: Path) -> bool:

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from exporter.errors import CheckpointError, ExportError, ManifestError, PositionMoved, PublishError
+from exporter.errors import (
+    CheckpointError,
+    ExportError,
+    ManifestError,
+    ModelHeld,
+    PositionMoved,
+    PublishError,
+)
+from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import FileEntry
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
@@ -19,8 +27,8 @@ from exporter.storage.layout import HEAD_FILE, MANIFEST_FILE
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag, require_conditions
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
-from exporter.terminal.progress import Progress
-from exporter.transfer.head import Head, Upload, fetch_head, files_digest
+from exporter.terminal.progress import Progress, ProgressFactory
+from exporter.transfer.head import Decision, Head, Upload, fetch_head, files_digest
 from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_model
 
 BEAT_SECONDS = 10.0
@@ -29,8 +37,10 @@ LEASE_SECONDS = 60.0
 """How long an upload may be silent. Abandoning it too early costs only the work done so far."""
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
-_FAREWELL_SECONDS = 1.0
-"""How long an interrupted upload may take to record that it is abandoned."""
+DECISION_SECONDS = 60.0
+"""How long a person's command tries again to go before others."""
+FAREWELL_SECONDS = 1.0
+"""How long an interrupted upload or decision may take to record that it is abandoned."""
 _COPIES = 16
 _POLL_SECONDS = 0.5
 _UNREADABLE_HOLD = b"a rollback is being published\n"
@@ -46,6 +56,7 @@ class Carrier:
         self._skew: float | None = None
         self.head = Head()
         self._tag: Tag | None = None
+        self._replacing = threading.Lock()  # beats replace the head from a thread of their own
         self.shown: dict[str, bytes] = {}
         """The holds that are in the store."""
 
@@ -57,10 +68,16 @@ class Carrier:
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
         """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned.
 
-        Waits for uploads of others; PositionMoved if one of them goes on too long.
+        Waits for uploads of others; PositionMoved if one of them goes on too long. ModelHeld, at once, while
+        a person's decision is under way.
         """
         deadline = time.monotonic() + WAIT_SECONDS
         self.look()
+        if (other := self._other_decision()) is not None:
+            raise ModelHeld(
+                f"{self._url} is held while a person decides: {other.text}",
+                hint="run the command again in some seconds; with --watch it goes on by itself",
+            )
         while (upload := self.head.uploading) is not None:
             if is_ours(upload) or self._silence() >= LEASE_SECONDS:
                 with suppress(PositionMoved):  # another machine did so first, or it goes on after all
@@ -74,8 +91,81 @@ class Carrier:
             time.sleep(_POLL_SECONDS)
             self.look()
 
-    def publish(self, model: Path, item: Item, holds: Mapping[str, bytes], bar: Progress) -> None:
+    def decide(self, what: str, progress: ProgressFactory) -> None:
+        """Go before all publishers: from here on none of them commits anything, until `end_decision`.
+
+        Waits for the decision of somebody else. It is tried again for `DECISION_SECONDS` in all: uploads and
+        their beats replace the head, too.
+
+        Raises:
+            ModelHeld: another decision takes longer.
+            PositionMoved: other publishers always replaced the head first.
+        """
+        deadline, by = time.monotonic() + DECISION_SECONDS, HeldBy.now(0)
+        with progress("waiting for other publishers", 0):
+            while True:
+                self.look()
+                if (other := self._other_decision()) is None:
+                    deciding = Decision(what, by.who, by.when, self._owner)
+                    try:
+                        self._replace(replace(self.head, deciding=deciding))
+                    except PositionMoved:
+                        if time.monotonic() >= deadline:
+                            raise
+                        continue  # at once: whoever asks most often comes first
+                    return
+                if time.monotonic() >= deadline:
+                    raise ModelHeld(
+                        f"{self._url} is held while another person decides: {other.text}",
+                        hint="run the command again when that is done",
+                    )
+                time.sleep(_POLL_SECONDS)
+
+    @property
+    def is_deciding(self) -> bool:
+        """True if the head that was read or replaced last says that this process decides."""
+        return self.head.deciding is not None and self.head.deciding.owner == self._owner
+
+    def end_decision(self, holds: Mapping[str, bytes] | None = None) -> None:
+        """Let publishers go on, with these holds instead of those that the decision had set, if any are given.
+
+        PositionMoved if the decision was taken for abandoned.
+        """
+        head = self.head if holds is None else self.head.holding(holds)
+        self._replace(replace(head, deciding=None))
+        if holds is not None:
+            self._show_holds()
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Show that the decision goes on while the block takes its time."""
+        with self._beating(lambda: False):
+            yield
+
+    def _other_decision(self) -> Decision | None:
+        """The decision of another process in the head that was read last; None also if it shows no life."""
+        other = self.head.deciding
+        if other is None or other.owner == self._owner:
+            return None
+        if self._silence() < LEASE_SECONDS:
+            return other
+        with suppress(PositionMoved):  # another machine did so first, or it goes on after all
+            self._replace(replace(self.head, deciding=None))
+        return None
+
+    def publish(
+        self,
+        model: Path,
+        item: Item,
+        holds: Mapping[str, bytes],
+        bar: Progress,
+        *,
+        ends_decision: bool = True,
+    ) -> None:
         """Publish one item of a local model, with these holds; PositionMoved if another machine was faster.
+
+        Another machine's upload is abandoned, which is there only where this process decides; the decision
+        ends with the commit, unless more is to come.
 
         An upload that fails is abandoned. After it, the error of showing the item says that it is published.
         """
@@ -91,28 +181,61 @@ class Carrier:
                 cause="it may still be written to, so that nothing else can be published there",
                 hint="publish again when the model has gone on, or to a URL of its own",
             )
+        if (other := before.uploading) is not None:
+            before = replace(before, given_up={**before.given_up, other.path: other.files})
         self._replace(replace(before, uploading=upload))
         try:
-            with self._beating() as check:
+            with self._beating(lambda: self._goes_on(upload, before)) as check:
                 self._store.put(key, item.content)
                 with lease(model / item.path), closing(self._put_files(model, item)) as sizes:
                     for size in sizes:
                         bar.advance(size)
                         check()
         except BaseException as error:  # other processes need not wait until the lease ends
-            seconds = WAIT_SECONDS if isinstance(error, Exception) else _FAREWELL_SECONDS
+            seconds = WAIT_SECONDS if isinstance(error, Exception) else FAREWELL_SECONDS
             with suppress(ExportError), within(seconds):
                 self._give_up_own(upload)
             raise
-        given_up = {path: files for path, files in before.given_up.items() if path != item.path}
-        done = replace(before, path=item.path, manifest=item.digest, given_up=given_up)
-        self._replace(done.holding(holds))
+        self._commit(item, holds, upload, before, ends_decision=ends_decision)
         try:
             self._reveal(item)
         except (PublishError, CheckpointError) as error:
             error.message = f"{self._url}/{item.path} is published, but not shown yet: {error.message}"
             error.hint = "run any command that publishes there: it shows what is published"
             raise
+
+    def _commit(
+        self, item: Item, holds: Mapping[str, bytes], upload: Upload, before: Head, *, ends_decision: bool
+    ) -> None:
+        """Let the head name what was uploaded as published; while another process decides, wait for it.
+
+        PositionMoved if that changed what is published or held, or tags that `holds` change, too.
+        """
+        while True:
+            while self._other_decision() is not None:
+                time.sleep(_POLL_SECONDS)
+                if not self._goes_on(upload, before):
+                    raise PositionMoved(f"a person decided about {self._url} meanwhile")
+            head = self.head
+            given_up = {path: files for path, files in head.given_up.items() if path != item.path}
+            done = replace(head, path=item.path, manifest=item.digest, uploading=None, given_up=given_up)
+            done = replace(done, deciding=None if ends_decision else head.deciding).holding(holds)
+            if head.tags != before.tags:
+                if done.tags != (before.tags or ""):
+                    raise PositionMoved(f"another person changed the tags of {self._url} meanwhile")
+                done = replace(done, tags=head.tags)
+            try:
+                self._replace(done)
+            except PositionMoved:
+                if not self._goes_on(upload, before):
+                    raise
+            else:
+                return
+
+    def _goes_on(self, upload: Upload, before: Head) -> bool:
+        """Read the head; True if an upload of ours goes on, and only what decides, or tags, changed meanwhile."""
+        self.look()
+        return self.head.uploading == upload and self.head.is_same_model(before)
 
     def _put_files(self, model: Path, item: Item) -> Generator[int, None, None]:
         """Put an item's files into the store, and tell the bytes of each; what is sent is checked on its way.
@@ -139,10 +262,11 @@ class Carrier:
             for (each, _), _ in zip(copies, done, strict=True):
                 yield each.size
 
-    def settle(self, holds: Mapping[str, bytes]) -> None:
+    def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
         """Change holds alone, or nothing, before what was published is removed."""
         self.probe()
-        self._replace(self.head.holding(holds))
+        head = self.head.holding(holds)
+        self._replace(replace(head, deciding=None) if ends_decision else head)
         self._show_holds()
 
     def completed(self) -> StoredModel:
@@ -221,15 +345,20 @@ class Carrier:
             self._store.put(key, b"")
             found = self._store.look(key)
             self._store.delete(key)
-            self._skew = 0.0 if found is None else found.modified - time.time()
+            # not by this machine's clock, which may be set meanwhile
+            self._skew = -time.monotonic() if found is None else found.modified - time.monotonic()
         found = self._store.look(self._url.key(HEAD_FILE))
-        return 0.0 if found is None else time.time() + self._skew - found.modified
+        return 0.0 if found is None else time.monotonic() + self._skew - found.modified
 
-    def _replace(self, head: Head) -> None:
-        """Replace the head that was read, or last replaced.
+    def _replace(self, head: Head | None = None) -> None:
+        """Replace the head that was read, or last replaced; None: by the same one, to show life.
 
         PositionMoved if another machine has replaced it.
         """
+        with self._replacing:
+            self._put_head(self.head if head is None else head)
+
+    def _put_head(self, head: Head) -> None:
         head = replace(head, owner=self._owner, beat=self.head.beat + 1)
         key, content = self._url.key(HEAD_FILE), head.encoded()
         if self._tag is None:
@@ -244,10 +373,11 @@ class Carrier:
         self.head, self._tag = head, tag
 
     @contextmanager
-    def _beating(self) -> Iterator[_Check]:
-        """Renew the head in a thread while the upload goes on; yields a function that checks if it may go on.
+    def _beating(self, goes_on: Callable[[], bool]) -> Iterator[_Check]:
+        """Renew the head in a thread while work goes on; yields a function that checks if it may go on.
 
-        That, and the end of the block, raises PositionMoved if somebody has given the upload up.
+        That, and the end of the block, raises PositionMoved if somebody has given it up: if another process
+        replaced the head, and what is read then does not say that it `goes_on`.
         """
         ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
@@ -255,10 +385,15 @@ class Carrier:
             with suppress(GivenUp), until(interrupted):
                 while not ended.wait(BEAT_SECONDS):
                     try:
-                        self._replace(self.head)
+                        self._replace()
                     except PositionMoved as error:
-                        failure.append(error)
-                        return
+                        try:
+                            is_lost = not goes_on()
+                        except ExportError:
+                            continue  # as below
+                        if is_lost:
+                            failure.append(error)
+                            return
                     except ExportError:
                         continue  # the upload itself will tell if it is more than a moment
 

@@ -8,6 +8,14 @@ only if it is still the one that was read, and decides what is published:
     3. commit     the head names it as published, with the holds of then: from here on it is
     4. reveal     holds that keep readers back; `manifest.json`, copied from that name; the other holds
 
+A decision (a rollback, its resumption, a merger, a tag) is a person's, and goes before all publishers: it
+first writes itself into the head, as `deciding`. A publisher replaces the head before anything of it can be
+seen, and so meets the decision, whenever that was written: it commits nothing until the decision is done. Its
+upload goes on meanwhile, and counts if the decision left publications and holds as they were. A decision
+shows life as an upload does; one that was killed binds nobody any longer than an upload would, but a hold
+that it had set stays. Releases that know of no decision leave it out of the heads that they write: who
+decides then begins again.
+
 A process that is killed before 3 has published nothing, and cannot do so later, once another one has replaced
 the head. A process that is killed in 4 has published: the next command reveals it. If a process is suspended
 in 4 while others reveal, go on, and remove what it published, it brings nothing back: the manifest's other
@@ -44,7 +52,7 @@ from exporter.storage.layout import (
 )
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
-from exporter.wire.json_documents import DocumentError, decode, format_version
+from exporter.wire.json_documents import DocumentError, Moment, Text, decode, format_version, in_utc
 
 FORMAT_VERSION = 1
 ITEM = rf"[0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}}"
@@ -71,6 +79,22 @@ class Upload(Struct, frozen=True):
     files: str
 
 
+class Decision(Struct, frozen=True):
+    """A person's command that nobody publishes beside: its name, the user and machine, when it began, and the
+    process, by the `owner` of the heads that it writes.
+    """
+
+    what: Text
+    who: Text
+    when: Moment
+    owner: str
+
+    @property
+    def text(self) -> str:
+        """Who decides what, and since when, for people."""
+        return f"{self.who} is at `export-model {self.what}` since {in_utc(self.when):%H:%M:%S} UTC"
+
+
 class Head(Struct, frozen=True):
     """The path of the newest publication, the lower-case SHA-256 of its manifest, the holds by their paths.
 
@@ -78,6 +102,7 @@ class Head(Struct, frozen=True):
     tags, empty without any, and None of a release that does not know them: they stay as they are then.
     `given_up` are uploads that
     were replaced before they were published, the digests of their files by path.
+    `deciding` is a decision that is under way.
     `owner` and `beat` make each head another one, for stores that tell objects apart by their content.
     """
 
@@ -90,6 +115,7 @@ class Head(Struct, frozen=True):
     given_up: dict[_Item, str] = field(default_factory=dict)
     owner: str = ""
     beat: int = 0
+    deciding: Decision | None = None
     format_version: int = FORMAT_VERSION
 
     def encoded(self) -> bytes:
@@ -127,6 +153,11 @@ class Head(Struct, frozen=True):
         """The paths that it names: of what is published, and of what is on its way."""
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
+
+    def is_same_model(self, other: Head) -> bool:
+        """True if both say the same of what is published and held; tags may differ."""
+        holds = self.holds, self.hold_documents
+        return self.is_same_publication(other) and holds == (other.holds, other.hold_documents)
 
     def is_same_publication(self, other: Head | None) -> bool:
         """True if both name the same publication."""

@@ -81,11 +81,13 @@ def opened(
     model: str | os.PathLike[str],
     *,
     read_only: bool = False,
+    deciding: str = "",
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> Iterator[OpenModel]:
     """A model to work on, by its path or URL. With `read_only` nothing is ever written to a URL.
 
+    `deciding` is the name of a person's command, which goes before all who publish to the URL.
     What is published is signed, and what is read is from trusted keys alone, if these say so.
 
     Raises:
@@ -99,12 +101,12 @@ def opened(
         return
     from exporter.transfer.remote_model import RemoteModel  # with the library that reads stores
 
-    remote = RemoteModel(os.fspath(model), read_only=read_only)
+    remote = RemoteModel(os.fspath(model), read_only=read_only, deciding=deciding)
     if signer is not None:
         trust = signer.trusting(signing.trust)
     try:
         with _in_force(remote.path, signer, trust, unsigned=signing.unsigned):
-            remote.refresh()
+            remote.show()
             yield remote
     finally:
         remote.close()

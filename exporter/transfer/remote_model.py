@@ -16,12 +16,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from exporter.errors import CheckpointChanged, ExportError, NothingChanged, PositionMoved, PublishError
+from exporter.errors import (
+    CheckpointChanged,
+    ExportError,
+    ModelHeld,
+    NothingChanged,
+    PositionMoved,
+    PublishError,
+)
 from exporter.jobs.runner import StoredJob, remove_abandoned
 from exporter.publish.versions import is_trusting
 from exporter.storage import mirror
@@ -39,8 +46,9 @@ from exporter.storage.layout import (
 from exporter.storage.mirror import Mirror
 from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
+from exporter.storage.waiting import within
 from exporter.terminal.progress import ProgressFactory, no_progress
-from exporter.transfer.carrier import Carrier
+from exporter.transfer.carrier import DECISION_SECONDS, FAREWELL_SECONDS, WAIT_SECONDS, Carrier
 from exporter.transfer.items import (
     StoredModel,
     is_certainly,
@@ -109,8 +117,11 @@ class RemoteModel:
 
     is_remote = True
 
-    def __init__(self, url: str, *, read_only: bool = False) -> None:
+    def __init__(self, url: str, *, read_only: bool = False, deciding: str = "") -> None:
         self.url: Url = parse(url)
+        self._deciding = deciding
+        self._decision = ExitStack()
+        self._progress: ProgressFactory = no_progress
         self._store = ObjectWriter(self.url)
         self._carrier = Carrier(self._store)
         self._read_only = read_only
@@ -120,14 +131,26 @@ class RemoteModel:
         self._is_stale = True
         self._next_sweep = 0.0
         self._mirror = _ModelMirror(self.url, is_directory=True)
+        if deciding:
+            self._mirror.on_lock, self._mirror.on_hold = self._decide, self._hold
         mirror.register(self._mirror)
         self.path = self._mirror.root
 
+    def show(self) -> None:
+        """Show what is in the store, also while a person decides about it: `carry` looks again then."""
+        try:
+            self.refresh()
+        except ModelHeld:
+            looking_again(lambda: self._show(self._carrier.listed()))
+
     def refresh(self) -> None:
-        """Show what is in the store now; what is here and was not carried there is removed."""
+        """Show what is in the store now; what is here and was not carried there is removed.
+
+        ModelHeld while a person decides, unless this process only reads, or decides itself.
+        """
         carrier = self._carrier
         before = carrier.head
-        if self._read_only:
+        if self._read_only or self._deciding:  # who decides waits for nobody
             carrier.look()
         else:
             carrier.await_turn()
@@ -139,27 +162,75 @@ class RemoteModel:
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
         """Run `work`, which may publish, and carry the result to the store; repeat if another was faster.
 
-        Its error is raised if the store has not moved, or after the last attempt.
+        A decision goes before all other publishers from the moment when `work` takes the model's lock, and is
+        repeated for `DECISION_SECONDS`. The error of `work` is raised if the store has not moved, or after
+        the last attempt.
         """
-        for attempt in range(1, _ATTEMPTS + 1):
+        self._progress, attempt = progress, 0
+        deadline = time.monotonic() + (DECISION_SECONDS if self._deciding else 0.0)
+        while True:
+            attempt += 1
             self.refresh()
             self._is_stale = not self._read_only
             try:
-                done = work()
+                with self._withdrawn_on_failure():
+                    done = work()
                 if self._read_only:
                     self._mirror.require_current()
                 else:
-                    self._publish(progress)
+                    with self._ended_on_failure():
+                        self._publish(progress)
             except NothingChanged:  # after another machine was faster, too, with the same job
                 self._remove_jobs()
                 raise
             except ExportError as error:
                 self._is_stale = True
-                if attempt == _ATTEMPTS or not self._has_moved(error):
+                is_last = attempt >= _ATTEMPTS and time.monotonic() >= deadline
+                if is_last or not self._has_moved(error):
                     raise
             else:
                 return done
-        raise AssertionError("the loop is left, or raises")
+
+    def _decide(self) -> None:
+        """Go before all publishers, and show what they have published until then."""
+        if self._carrier.is_deciding:
+            return
+        self._carrier.probe()
+        self._carrier.decide(self._deciding, self._progress)
+        self._decision.enter_context(self._carrier.beating())
+        with self._ended_on_failure():
+            self._stored = looking_again(self._shown_anew)
+
+    def _hold(self) -> None:
+        """Set the holds of the store as they are here, before the values of a rollback are made."""
+        if self._carrier.is_deciding:
+            self._carrier.settle(local_holds(self.path), ends_decision=False)
+
+    @contextmanager
+    def _withdrawn_on_failure(self) -> Iterator[None]:
+        """If `work` fails, end the decision, and set the store's holds as the failure left them here."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_decision(error, undoes=True)
+            raise
+
+    @contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
+        """If the block fails, end the decision; a hold that it has set stays: it binds more than before."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_decision(error)
+            raise
+
+    def _end_decision(self, error: BaseException, *, undoes: bool = False) -> None:
+        with suppress(ExportError):  # of it: `error` says what is wrong
+            self._decision.close()
+        if self._carrier.is_deciding:
+            seconds = WAIT_SECONDS if isinstance(error, Exception) else FAREWELL_SECONDS
+            with suppress(ExportError), within(seconds):
+                self._carrier.end_decision(local_holds(self.path) if undoes else None)
 
     def close(self) -> None:
         """Remove the local directory; messages show its path as the URL for as long as the process lives."""
@@ -238,17 +309,24 @@ class RemoteModel:
         new.sort(key=lambda item: (item.manifest.created, item.order))
         gone = sorted(stored.manifests.keys() - here.keys())
         holds = local_holds(self.path)
+        self._decision.close()
         if not (new or gone) and holds == carrier.shown:
             self._is_stale = False
+            if carrier.is_deciding:
+                carrier.end_decision()
             return
         self._put_caches_of_next()
         with progress("uploading", sum(item.bytes_ for item in new)) as bar:
             for item in new:
                 try:
-                    carrier.publish(self.path, item, holds if item is new[-1] else carrier.shown | holds, bar)
+                    is_last = item is new[-1]
+                    held = holds if is_last else carrier.shown | holds
+                    carrier.publish(self.path, item, held, bar, ends_decision=is_last)
                 except (PositionMoved, PublishError):
                     if item is new[0]:
                         raise
+                    if carrier.is_deciding:
+                        carrier.end_decision()
                     return  # what was asked for is published; a merger of it can wait for the next command
         self._remove_jobs()
         if holds != carrier.shown or not new:
