@@ -310,7 +310,8 @@ def rollback(
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
         UsageError: `to` is the newest position.
-        ModelHeld: a canary decides about the log, and the values of `to` did not pass.
+        ModelHeld: a canary decides about the log, and the values of `to` did not pass; or the model is a copy,
+            and its store holds it.
         PositionMoved: no canary's hold stands at `to`, if one is to.
         TargetBusy: another exporter had the model's lock for too long.
         VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold
@@ -321,6 +322,7 @@ def rollback(
     with _operating(model) as (restorer, staging):
         to = resolve_position(to, model)
         _require_canary(restorer.hold, to, if_canary)
+        _require_own(model, restorer, "rollback", f"--to {to}")
         asked = replace(restorer.rollback_of(to), reason=reason, by_canary=if_canary)
         replaced = _replaced(restorer.hold)
         with restorer.hold.put_back_on_failure(staging):  # the hold comes before the values
@@ -354,6 +356,7 @@ def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> Rol
     _require_canary(first.hold, to, if_canary)  # not below: it would be tried again as a disturbance
 
     def plan(restorer: Restorer) -> RollbackResult:
+        _require_own(model, restorer, "rollback", f"--to {to}")
         found = _rollback_plan(restorer, restorer.rollback_of(to))
         return replace(found, replaced=_replaced(restorer.hold))
 
@@ -364,6 +367,23 @@ def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
     """Raise PositionMoved, if a canary asks, unless its hold stands at `to`."""
     if if_canary and hold.approved() != to:
         raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
+
+
+def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> None:
+    """Raise ModelHeld if the hold in force was set in the store of which `model` is a copy.
+
+    There it is decided for all copies: what one of them decided alone would lead its servers another way.
+    """
+    holds = {hold.directory: hold for hold in (restorer.hold, *binding(model, restorer.log))}
+    for hold in holds.values():
+        by = hold.by
+        if by is not None and by.url:
+            words = " ".join(filter(None, ("export-model", command, quoted(by.url), option)))
+            raise ModelHeld(
+                f"{model} is held at {by.position} by its store, for all copies",
+                cause=by.text,
+                hint=f"decide there: {words}",
+            )
 
 
 def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
@@ -378,6 +398,7 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
+        ModelHeld: the model is a copy, and its store holds it.
         PositionUnknown: the values of before the rollback are gone.
         TargetBusy: the canary of a running agent would have its hold back at once; or as everywhere.
         VerificationError, CheckpointError, ManifestError, PublishError: see errors.py; the model is still
@@ -394,9 +415,9 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
                 # First, and in one rename: servers must not pass what no canary has seen, not for an instant.
                 restorer.hold.put(approved, staging, canary=True)
             for hold in binding(model, restorer.log):
-                hold.lift()
+                hold.lift(staging)
             if lift_canary:
-                restorer.hold.lift()
+                restorer.hold.lift(staging)
         except PublishError as error:
             if done is not None:
                 error.message = f"{done.path} is published, but may still be held back: {error.message}"
@@ -443,6 +464,7 @@ def _resumption(
 
     Nothing is published (None) where the values stay: nothing is held, or they have come back already.
     """
+    _require_own(model, restorer, "resume", "--lift-only" if lift_only else "")
     if lift_canary and restorer.log is not None:
         _require_no_canary_at_work(model)
     approved = None if lift_canary else restorer.approved_by_canary()

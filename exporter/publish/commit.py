@@ -38,7 +38,7 @@ from exporter.errors import (
 )
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
 from exporter.publish.hold import HeldBy, this_user
-from exporter.publish.manifest import FileEntry, Manifest, ManifestDraft, to_json
+from exporter.publish.manifest import DeltaEntry, FileEntry, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Keep, KeptVersion, Retired, retire
 from exporter.publish.staging import Staging
@@ -391,7 +391,8 @@ def publish_delta(
                 raise PositionMoved(f"{target} is published already")
             manifest = _complete(staging, draft, files, target, position, time.time())
             if held is not None:
-                log.hold.announce(HeldBy.now(position, under_lock.why), staging)
+                back_to = draft.incremental.back_to if isinstance(draft.incremental, DeltaEntry) else None
+                log.hold.announce(HeldBy.now(position, under_lock.why, values_of=back_to), staging)
             # A link into the delta: with one rename the delta is seen and the hold is read. A hold that came
             # first would let servers go on to what is rolled back (`exporter.pipeline.restoration`).
             if held is not None and not under_lock.follows_canary:

@@ -14,6 +14,11 @@ Two files do not change at once. The document is written first, and has the hold
 in `instead_of`: whichever position the number says, before and after it changes, is one of the two. A
 document of neither is a left-over, and is ignored: an earlier release has set the number since.
 
+A copy of a model in a store has *two* holds: its own, which its canary or its operator set, and that of the
+store. Servers get the lesser; `Decided.in_force` alone says which that is, and `beside` keeps the other one.
+A rollback's hold counts as the position whose values it brought back: a canary that approved these stops
+nobody from going to where they are published again.
+
 A hold that cannot be read binds as well: servers then do not move by themselves. While a rollback is
 published the file is, for an instant, a symbolic link into the delta that is about to appear
 (`exporter.pipeline.restoration` has the argument).
@@ -31,6 +36,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 
 from exporter.errors import ManifestError, PublishError
 from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
@@ -67,21 +73,37 @@ class HeldBy(Struct, frozen=True):
     """The reason that was given; empty if none was, cut off if it is long."""
     canary: bool = False
     """True if it is how far the canary of an agent approved: it binds nobody who publishes."""
+    url: Text = ""
+    """The model in a store where it was set; empty if it was set in this directory."""
+    values_of: Count | None = None
+    """The position whose values a rollback brought back to where it is held; null if no rollback set it."""
 
     @classmethod
-    def now(cls, position: int, why: str | None = "", *, canary: bool = False) -> HeldBy:
+    def now(
+        cls, position: int, why: str | None = "", *, canary: bool = False, values_of: int | None = None
+    ) -> HeldBy:
         """A hold that this process sets now, for its user; a long reason is cut off."""
         why = why or ""
         if len(why) > _LONGEST_REASON:
             why = f"{why[: _LONGEST_REASON - 3]}..."
         when = datetime.now(timezone.utc).replace(microsecond=0)
-        return cls(position, this_user(), when, why, canary)
+        return cls(position, this_user(), when, why, canary, values_of=values_of)
 
     @property
     def origin(self) -> str:
         """Who set it and when, for people."""
         by = f"the agent's canary ({self.who})" if self.canary else self.who
-        return f"set by {by} at {in_utc(self.when):%Y-%m-%d %H:%M:%S} UTC"
+        where = f" in {self.url}" if self.url else ""
+        return f"set by {by}{where} at {in_utc(self.when):%Y-%m-%d %H:%M:%S} UTC"
+
+    @property
+    def reach(self) -> int:
+        """The newest position whose values it lets servers have, by which two holds are compared."""
+        return self.position if self.values_of is None else self.values_of
+
+    def place(self, model: Path) -> str | Path:
+        """Where to lift or change it: the URL where it was set, or `model`, the directory that has it."""
+        return self.url or model
 
     @property
     def text(self) -> str:
@@ -90,9 +112,45 @@ class HeldBy(Struct, frozen=True):
 
 
 class HoldDocument(HeldBy, frozen=True):
-    """The file `hold.json`: `instead_of` is the hold before, which stands until the number has changed."""
+    """The file `hold.json`: `instead_of` is the hold before, which stands until the number has changed.
+
+    `beside` is the hold of the other place, store or copy, which leads further and stops nobody now.
+    """
 
     instead_of: HeldBy | None = None
+    beside: HeldBy | None = None
+
+
+class Decided(Struct, frozen=True):
+    """The holds of a directory: its own, and that of the store of which it is a copy; None without one."""
+
+    own: HeldBy | None = None
+    stored: HeldBy | None = None
+
+    @property
+    def in_force(self) -> HeldBy | None:
+        """The lesser, which servers get; None without a hold."""
+        if self.own is None or self.stored is None:
+            return self.own or self.stored
+        own, stored = ((by.reach, -by.position) for by in (self.own, self.stored))
+        return self.own if own < stored else self.stored
+
+    @property
+    def other(self) -> HeldBy | None:
+        """The hold that is not in force; None if there are not two."""
+        return self.stored if self.in_force is self.own else self.own
+
+    def following(self, stored: HeldBy | None) -> Decided:
+        """The same with another hold of the store.
+
+        Where a rollback of the store brings back what the copy's canary has approved, the canary has approved
+        the rollback: it need not judge these values again.
+        """
+        own = self.own
+        if stored is not None and own is not None and own.canary and stored.values_of is not None:
+            if stored.reach <= own.reach and stored.position > own.position:
+                own = replace(own, position=stored.position)
+        return Decided(own, stored)
 
 
 def this_user() -> str:
@@ -109,12 +167,14 @@ def this_user() -> str:
 class HeldAt(Struct, frozen=True):
     """A hold as servers take it: they stop at `position`, -1 if the number cannot be read.
 
-    `is_canary`: a canary set it. `by` says who set it; None if nothing does.
+    `is_canary`: a canary set it. `by` says who set it; None if nothing does. `bound` is where the hold of the
+    store stands that a canary's keeps servers before: the canary may not pass it either.
     """
 
     position: int
     is_canary: bool = False
     by: HeldBy | None = None
+    bound: int | None = None
 
 
 class Hold(Struct, frozen=True):
@@ -173,23 +233,32 @@ class Hold(Struct, frozen=True):
                 return HeldAt(-1)
             if position is None:
                 return None
-            by, looks = self._said_of(position), looks - 1
-            if by is not None or not looks or (again := self.content()) == content:
-                break
+            said, looks = self._said(), looks - 1
+            held = _held_at(content or b"", said)
+            if held.by is not None or not looks or (again := self.content()) == content:
+                return held
             content = again
-        if _CANARY.fullmatch(content or b""):
-            return HeldAt(position, True, by if by is not None and by.canary else None)
-        return HeldAt(position, by is not None and by.canary, by)
 
-    def _said_of(self, position: int) -> HeldBy | None:
-        """What the document says of a position; None if it does not, or cannot be read."""
+    def decided(self) -> Decided:
+        """Its own hold and that of the store; of a hold of which nothing says who set it, it is its own."""
+        content, said = self.content(), self._said()
+        if content is None:
+            return Decided()  # a document without a number says nothing
+        told = [] if said is None else [by for by in (_of(said), said.beside) if by is not None]
+        if position_in(content) is not None:
+            held = _held_at(content, said)
+            if held.by is None:
+                return Decided(_of_nobody(held, self.path))
+            told = [held.by, *told]
+        own, stored = (next((by for by in told if bool(by.url) is far), None) for far in (False, True))
+        return Decided(own, stored)
+
+    def _said(self) -> HoldDocument | None:
+        """The document; None if there is none, or if it cannot be read."""
         try:
-            content = read_regular(self._document, LONGEST_DOCUMENT)
-            new: HoldDocument = decode(content, HoldDocument, HOLD_DOCUMENT_FILE, written=_encoded)
+            return _document_in(read_regular(self._document, LONGEST_DOCUMENT))
         except (OSError, DocumentError):
             return None
-        told = (msgspec.convert(new, HeldBy, from_attributes=True), new.instead_of)
-        return next((by for by in told if by is not None and by.position == position), None)
 
     @property
     def _document(self) -> Path:
@@ -220,21 +289,50 @@ class Hold(Struct, frozen=True):
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
-        """Set the hold atomically, a canary's or one that binds publishers, too."""
+        """Set the directory's own hold atomically, a canary's or one that binds publishers, too."""
+        own = HeldBy.now(position, why, canary=canary)
+        self.set(Decided(own, self.decided().stored), staging)
+
+    def set(self, decided: Decided, staging: Staging, content: bytes | None = None) -> None:
+        """Set both holds atomically; without any, remove what is there.
+
+        Where the store's number cannot be read, its `content` takes the place of the number.
+        """
+        by = decided.in_force
+        if by is None and content is None:
+            self._remove()
+            return
         with writing(self.path):
-            number = self.prepare(position, staging)
-            self.announce(HeldBy.now(position, why, canary=canary), staging)
+            number = _written(
+                staging, f"{by.position}\n".encode() if by and content is None else content or b""
+            )
+            self.announce_both(decided, staging)
             self._replace(number)
 
     def announce(self, by: HeldBy, staging: Staging) -> None:
         """Write who sets the hold, before the number says so; until it does, the hold before stands."""
-        document = HoldDocument(by.position, by.who, by.when, by.why, by.canary, self.by)
+        self.announce_both(Decided(by, self.decided().stored), staging)
+
+    def announce_both(self, decided: Decided, staging: Staging) -> None:
+        """As `announce`, where the store has a hold, too."""
+        by = decided.in_force
         make_directories(self.directory)
+        if by is None:
+            return
+        document = HoldDocument(**asdict(by), instead_of=self.by, beside=decided.other)
         _written(staging, _encoded(document)).replace(self._document)
         sync(self.directory)
 
-    def lift(self) -> None:
-        """Remove the hold, the number first."""
+    def lift(self, staging: Staging | None = None) -> None:
+        """Remove the directory's own hold; that of the store takes its place, which needs a `staging`."""
+        stored = self.decided().stored
+        if stored is None or staging is None:
+            self._remove()
+        else:
+            self.set(Decided(None, stored), staging)
+
+    def _remove(self) -> None:
+        """Remove the hold's files, the number first."""
         with writing(self.path):
             self.path.unlink(missing_ok=True)
             self._document.unlink(missing_ok=True)
@@ -248,9 +346,9 @@ class Hold(Struct, frozen=True):
         A hold that cannot be put back stays: it binds more than the one before. A link that leads somewhere
         stays, too: what it was made for is published.
         """
-        content, by = self.content(), self.by
+        content, document = self.content(), self._said()
         before = None if content is None else _written(staging, content)
-        said = None if by is None else _written(staging, _encoded(by))
+        said = None if document is None else _written(staging, _encoded(document))
         try:
             yield
         except BaseException:
@@ -258,7 +356,7 @@ class Hold(Struct, frozen=True):
                 with suppress(OSError, PublishError):
                     if said is not None:
                         said.replace(self._document)
-                    self.lift() if before is None else self._replace(before)
+                    self._remove() if before is None else self._replace(before)
             raise
 
     def promise(self, name: str, prepared: Path, staging: Staging) -> None:
@@ -293,6 +391,51 @@ class Hold(Struct, frozen=True):
     def _replace(self, file: Path) -> None:
         file.replace(self.path)  # in one step: a server never finds no hold, or half of one
         sync(self.directory)
+
+
+def hold_in(number: bytes | None, document: bytes | None) -> HeldAt | None:
+    """The hold that the bytes of the two files say; None without a number."""
+    if number is None:
+        return None
+    if position_in(number) is None:
+        return HeldAt(-1)
+    try:
+        return _held_at(number, None if document is None else _document_in(document))
+    except DocumentError:
+        return _held_at(number, None)
+
+
+def _document_in(content: bytes) -> HoldDocument:
+    found: HoldDocument = decode(content, HoldDocument, HOLD_DOCUMENT_FILE, written=_encoded)
+    return found
+
+
+def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
+    """The hold of a number that says a position, and of the document beside it."""
+    position = position_in(number)
+    assert position is not None
+    told = () if said is None else (_of(said), said.instead_of)
+    by = next((by for by in told if by is not None and by.position == position), None)
+    if _CANARY.fullmatch(number) and (by is None or not by.canary):
+        return HeldAt(position, True)
+    if said is None or by is None or not by.canary:
+        return HeldAt(position, False, by)
+    others = (one for one in (_of(said), said.beside) if one is not None and bool(one.url) != bool(by.url))
+    return HeldAt(position, True, by, next((one.position for one in others), None))
+
+
+def _of(said: HoldDocument) -> HeldBy:
+    return msgspec.convert(said, HeldBy, from_attributes=True)
+
+
+def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
+    """The hold that a number alone says."""
+    try:
+        since = path.lstat().st_mtime
+    except OSError:
+        since = 0.0
+    when = datetime.fromtimestamp(int(since), timezone.utc)
+    return HeldBy(held.position, "somebody", when, canary=held.is_canary)
 
 
 def position_in(content: bytes) -> int | None:

@@ -161,8 +161,9 @@ class Log(Struct, frozen=True, dict=True):
     """A log at one time: its deltas, and its hold as the limit of all replicas.
 
     `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
-    replicas. `is_canary` is True if a canary set it, as the position that it approved; `held_by` says who set
-    it, why and when, None if that is not known. `base` is the position of the log's newest base, `rollback`
+    replicas. `bound` is where another hold stands beyond a canary's, which the canary may not pass either.
+    `is_canary` is True if a canary set it, as the position that it approved; `held_by` says who set it, why
+    and when, None if that is not known. `base` is the position of the log's newest base, `rollback`
     the rollback at which the log is held.
 
     `path` is the directory of its deltas, which need not exist; `begun` is when the first base that is there
@@ -181,6 +182,7 @@ class Log(Struct, frozen=True, dict=True):
     commits: Mapping[int, Commit] = field(default_factory=dict)
     sizes: Mapping[Span, int] = field(default_factory=dict)
     held_by: HeldBy | None = None
+    bound: int | None = None
 
     @property
     def number(self) -> int:
@@ -319,6 +321,7 @@ class _Known(Struct):
             self.commits[lineage],
             dict(found.values()),
             None if hold is None else hold.by,
+            None if hold is None else hold.bound,
         )
 
     def forget_all_but(self, lineages: Collection[str]) -> None:
@@ -549,7 +552,7 @@ class Model(Struct, frozen=True, dict=True):
     def decided(self) -> Model:
         """The same logs, as if the canary had approved them to their ends."""
         logs = {
-            lineage: replace(log, limit=None, is_canary=False) if log.is_canary else log
+            lineage: replace(log, limit=log.bound, is_canary=False) if log.is_canary else log
             for lineage, log in self.logs.items()
         }
         return replace(self, logs=logs)

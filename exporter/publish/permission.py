@@ -149,8 +149,9 @@ def _held(model: Path, hold: Hold) -> ModelHeld:
     """The error for a hold that binds publishers; it is read once, as it may be lifted meanwhile."""
     held = hold.for_servers() or HeldAt(-1)
     where = f" ({hold.path} cannot be read)" if held.position < 0 else f" at {held.position}"
+    place = model if held.by is None else held.by.place(model)
     return ModelHeld(
         f"{model} is held{where}, and servers would load a new version in spite of that",
         cause="" if held.by is None else held.by.text,
-        hint=f"lift the hold: export-model resume {quoted(model)}; or publish anyway: --despite-hold",
+        hint=f"lift the hold: export-model resume {quoted(place)}; or publish anyway: --despite-hold",
     )

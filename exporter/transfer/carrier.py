@@ -127,7 +127,7 @@ class Carrier:
         return self.head.deciding is not None and self.head.deciding.owner == self._owner
 
     def end_decision(self, holds: Mapping[str, bytes] | None = None) -> None:
-        """Let publishers go on, with these holds instead of those that the decision had set, if any are given.
+        """Let publishers go on; with `holds`, set these in place of those that the decision had set.
 
         PositionMoved if the decision was taken for abandoned.
         """
@@ -233,7 +233,7 @@ class Carrier:
                 return
 
     def _goes_on(self, upload: Upload, before: Head) -> bool:
-        """Read the head; True if an upload of ours goes on, and only what decides, or tags, changed meanwhile."""
+        """Read the head; True if our upload goes on, and decisions or tags alone have changed meanwhile."""
         self.look()
         return self.head.uploading == upload and self.head.is_same_model(before)
 

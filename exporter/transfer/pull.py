@@ -14,6 +14,9 @@ since stay, unless they have changed in the store, too.
 A rollback by an agent's canary is a decision about the servers of this copy: it stays, and the copy goes on
 with what leads on from it (see `exporter.transfer.push`).
 
+A hold of the store stands beside the copy's own, which its canary or its operator set: servers get the lesser
+(`exporter.publish.hold.Decided`), whatever is written into the store.
+
 A pull removes from the copy what the store no longer has, if servers have no use for it either. Servers list
 the directory and then load what they saw there. So what came a moment ago, or lies beyond a hold, does not
 count yet: only what is settled does. What the store no longer has is removed
@@ -33,8 +36,8 @@ Who may write a store is not always who may publish. With keys that are trusted 
 - what was fetched is compared with the digests that were signed, as it lies here, before servers can see it;
 - what is in the copy goes only when it is replaced, whatever is not in the store any more;
 - tags are left where they are;
-- a hold is taken over if it leads no server of the copy back: it may not be less than the newest position in
-  the copy, or than the copy's own hold below that. Any other, and one that is no position, is left.
+- a hold of the store is taken over if it leads no server of the copy back: it may not be less than the newest
+  position in the copy, or than the hold there below that. Any other, and one that is no position, is left.
 
 So a copy never goes back. Whoever may write the store can still keep a copy where it is, show a new copy less
 than was published, and lift a hold.
@@ -47,7 +50,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -71,8 +74,8 @@ from exporter.errors import (
 )
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import log_path
-from exporter.publish.hold import Hold, position_in
-from exporter.publish.manifest import BaseEntry
+from exporter.publish.hold import Decided, HeldBy, Hold, hold_in, position_in
+from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
 from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
@@ -159,6 +162,8 @@ def _replaces(new: Item, old: Item) -> bool:
     return old_start is not None and start <= old_start and new.log == old.log
 
 
+_LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
+"""When a hold was set that says nothing of it."""
 _LOCK_SECONDS = 5.0
 _LIST_SECONDS = 10.0
 """How long a listing holds while the head stays the same: other tools may put objects there, too."""
@@ -341,6 +346,7 @@ class _Pull:
         self.has_own = False
         self._trust = trust
         self._taken_back_here: list[Item] = []
+        self._refused = set[str]()
         self._untrusted = [*forged(stored).values()]
         if trust is not None:
             self._require_trusted(trust)
@@ -424,6 +430,7 @@ class _Pull:
             least, position = self._least_hold(name, here.get(name)), position_in(holds[name])
             if here.get(name) == holds[name] or (position is not None and position >= least):
                 continue
+            self._refused.add(name)
             said = "no position" if position is None else f"position {position}"
             self._untrusted.append(
                 NotTrusted(
@@ -432,9 +439,6 @@ class _Pull:
                     hint=f"to go back, publish that: export-model rollback {quoted(self._url)} --to POSITION",
                 )
             )
-            for file in (name, str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE))):
-                holds.pop(file, None)
-                holds |= {file: here[file]} if file in here else {}
         self._stored = replace(self._stored, items=items, holds=holds)
 
     def _least_hold(self, name: str, here: bytes | None) -> int:
@@ -466,7 +470,7 @@ class _Pull:
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[str, ...]:
         """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
         self._sweep({item.digest for item in wanted})
-        self._set_holds()
+        self._set_holds(wanted)
         whole = dict[str, dict[str, RemoteObject]]()
         for item in wanted:
             files = files_of(self._stored, item)
@@ -615,32 +619,106 @@ class _Pull:
         with writing(target), Staging(self._model) as staging, model_lock(self._model):
             make_directories(target.parent)
             hold, brought, held = Hold(target.parent), Hold(staged).read(), None
+            name = f"{item.log}/{HOLD_FILE}"
             if self._trust is not None and brought is not None:
-                name = (
-                    f"{item.log}/{HOLD_FILE}"  # a rollback of long ago, put back into the store, holds nobody
-                )
-                if brought < self._least_hold(name, local_holds(self._model, has_tags=False).get(name)):
-                    brought = None
+                least = self._least_hold(name, local_holds(self._model, has_tags=False).get(name))
+                # a rollback of long ago, put back into the store, holds nobody
+                brought = brought if brought >= least else None
+            both = Decided()
             entry = item.manifest.incremental
             if self.holds_new_logs and isinstance(entry, BaseEntry):
                 log = Hold(log_path(self._model, entry.log))
                 if not log.directory.exists():  # else servers follow it, and the canary has begun
                     log.put(item.manifest.position, staging, canary=True, why="the base is judged first")
             if brought is not None:
-                held = hold.prepare(brought, staging)
-                hold.promise(target.name, held, staging)
+                stored = self._stored_hold(name)
+                if stored is None or stored.position != brought:
+                    stored = HeldBy(brought, "somebody", item.manifest.created, url=str(self._url))
+                stored = replace(stored, values_of=self._values_of({item.path: item}, item.log, brought))
+                both = Decided(self._own(name, hold.decided())).following(stored)
+                if both.in_force is stored:
+                    hold.announce_both(both, staging)
+                    held = hold.prepare(brought, staging)
+                    hold.promise(target.name, held, staging)
             os.rename(staged, target)  # noqa: PTH104  the commit: one call, in plain sight
             sync(target.parent)
             if held is not None:
                 hold.settle(held)
+            elif both.stored is not None:
+                hold.set(both, staging)
 
-    def _set_holds(self) -> None:
-        here, stored = local_holds(self._model, has_tags=False), self._stored.holds
-        for name, content in sorted(stored.items(), reverse=True):  # a document before its number
-            number = _number_of(name)
-            stays = number not in stored or self._is_own(number, here)  # a left-over, or of this copy
-            if name != TAGS_FILE and here.get(name) != content and not stays:
-                self._replace(name, content)
+    def _set_holds(self, coming: Iterable[Item] = ()) -> None:
+        """Set the store's holds beside the copy's own; those that are `coming` with a delta come with it."""
+        brought = {(item.hold, item.manifest.position) for item in coming if item.hold is not None}
+        for name, content in self._stored.holds.items():
+            if PurePosixPath(name).name != HOLD_FILE or name in self._refused:
+                continue
+            if (name, position_in(content)) not in brought:
+                self._set_hold(name, content)
+
+    def _set_hold(self, name: str, content: bytes | None) -> None:
+        """Set the store's hold whose number has these bytes, or lift it, beside the copy's own."""
+        hold = Hold((self._model / name).parent)
+        if self._both(name, hold, content) is None:
+            return
+        below(self._model, name, f"{self._url}: the hold")
+        with writing(hold.path), Staging(self._model) as staging, model_lock(self._model):
+            if (found := self._both(name, hold, content)) is not None:  # the copy's own may have changed
+                after, unreadable = found
+                hold.set(after, staging, unreadable)
+
+    def _both(self, name: str, hold: Hold, content: bytes | None) -> tuple[Decided, bytes | None] | None:
+        """Both holds as they are to be, and a number that says no position; None if they are so."""
+        before, stored = hold.decided(), self._stored_hold(name)
+        own = self._own(name, before)
+        if stored is not None and own is not None and not own.canary and _is_same(own, stored):
+            return None  # it went to the store from here
+        after = Decided(own).following(stored)
+        if content is not None and stored is None:
+            return None if hold.content() == content else (after, content)
+        is_so = after == before and (after.in_force is not None or not hold.is_set)
+        return None if is_so else (after, None)
+
+    def _stored_hold(self, name: str) -> HeldBy | None:
+        """The store's hold of a number's path; None without one, or if the number says no position."""
+        document = self._stored.holds.get(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE)))
+        held, log = hold_in(self._stored.holds.get(name), document), name.rpartition("/")[0]
+        if held is None or held.position < 0:
+            return None
+        unknown = HeldBy(held.position, "somebody", _LONG_AGO, canary=held.is_canary)
+        values_of = self._values_of(self.here, log, held.position)
+        return replace(held.by or unknown, url=str(self._url), values_of=values_of)
+
+    def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
+        """The position whose values the rollback at `position` brought back, if it is among these items.
+
+        None without such a rollback, and if the copy's canary has failed those values.
+        """
+        failed = [
+            (entry.back_to or 0, item.manifest.position)
+            for item in self.here.values()
+            if isinstance(entry := item.manifest.incremental, DeltaEntry) and entry.failed
+        ]
+        for item in items.values():
+            entry = item.manifest.incremental
+            if item.log != log or item.manifest.position != position or not isinstance(entry, DeltaEntry):
+                continue
+            if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
+                return None if any(to < entry.back_to < end for to, end in failed) else entry.back_to
+        return None
+
+    def _own(self, name: str, decided: Decided) -> HeldBy | None:
+        """The copy's own hold, unless it came from the store: what is not known of there, and a canary's."""
+        own = decided.own
+        if own is None or name.rpartition("/")[0] == self._kept_log:
+            return own
+        had = hold_in(self._had(name), self._had(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE))))
+        is_stores = had is not None and had.position == own.position
+        if own.canary:
+            return None if is_stores and had is not None and had.is_canary else own
+        if not self.has_own:
+            return None
+        return own if recall(self._model, self._url) is None or not is_stores else None
 
     def _set_tags(self) -> None:
         """Take over the tags that have changed in the store; those that have changed here stay."""
@@ -670,26 +748,13 @@ class _Pull:
     def _settle_holds(self) -> None:
         """Set the store's holds and tags, and lift the holds that the store has lifted.
 
-        A canary's hold is lifted only if the store had the very same: any other an agent set, for this copy.
+        A canary's hold is lifted only if the store had the very same canary's: any other an agent set here.
         """
         self._set_holds()
         self._set_tags()
-        here = local_holds(self._model, has_tags=False)
-        for name in here.keys() - self._stored.holds.keys():
-            hold = Hold((self._model / name).parent)
-            if name == TAGS_FILE or hold.path.name != Path(name).name:
-                continue  # a document goes with its number
-            is_a_canarys = hold.is_canary and hold.content() != self._had(name)
-            if not (is_a_canarys or self._is_own(name, here)):
-                hold.lift()
-
-    def _is_own(self, number: str, here: Mapping[str, bytes]) -> bool:
-        """True if a hold is not the store's to change: that of a rollback here, or one that changed here."""
-        if number.rpartition("/")[0] == self._kept_log:
-            return True
-        if not self.has_own:
-            return False
-        return recall(self._model, self._url) is None or here.get(number) != self._had(number)
+        for name in local_holds(self._model, has_tags=False).keys() - self._stored.holds.keys():
+            if PurePosixPath(name).name == HOLD_FILE:  # a document goes with its number
+                self._set_hold(name, None)
 
     def _had(self, name: str) -> bytes | None:
         """A file of a hold or of tags as the store had it when this copy was last as new; None without."""
@@ -727,9 +792,9 @@ class _Pull:
         return needed
 
 
-def _number_of(name: str) -> str:
-    """The path of the hold that a file is of."""
-    return f"{name.rpartition('/')[0]}/{HOLD_FILE}".lstrip("/")
+def _is_same(own: HeldBy, stored: HeldBy) -> bool:
+    """True if a hold of the store was set in this directory, and pushed."""
+    return (own.position, own.who, own.when) == (stored.position, stored.who, stored.when)
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

@@ -125,7 +125,7 @@ def decide(
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
         return Idle(f"an operator decides: the hold {where}"), None
-    approved, beyond = log.limit, replace(log, limit=None)
+    approved, beyond = log.limit, replace(log, limit=log.bound)
     if trial is not None and trial.approved != approved:
         trial = None
     ahead = _ahead(replicas, log.lineage, approved, trial)

@@ -2,9 +2,9 @@
 
     python -m tests.integration.brakes [DECISIONS]
 
-plays all three places; pytest does not collect this, and the short form is `test_brakes`. A trainer goes on all
-the time, a copy of the model is pulled all the time, and a server follows it: it takes what its hold allows.
-Of a store all heads are recorded, in the order in which they replaced one another.
+plays all three places; pytest does not collect this, and the short form is `test_brakes`. A trainer goes on
+all the time, a copy of the model is pulled all the time, and a server follows it: it takes what its hold
+allows. Of a store all heads are recorded, in the order in which they replaced one another.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -32,12 +33,14 @@ from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import plan_push, push
 from exporter.verify.log import verify_model
 from tests.support.http_proxy import Forwarding, serving
-from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
+from tests.support.logs import Serving, assert_same_bits, served_now, values_at
 from tests.support.object_stores import BASE, new_bucket, s3_server
 from tests.support.setting import FIRST, followed
 
 PLACES: Mapping[str, float | None] = {"directory": None, "store": 0.0, "distant store": 0.05}
 """Where the model lies, and how long each request waits; None: no store."""
+_MOST_AHEAD = 60
+"""Steps that the trainer may be ahead of what is published."""
 LONGEST_S = 5.0
 """In which a decision takes effect: from the command's start until the server has it."""
 
@@ -106,17 +109,15 @@ class Server:
 
     def __init__(self, model: Path) -> None:
         self._model, self._seen = model, Model()
-        self.position, self.limit = FIRST, None
-        self.refused: list[str] = []
-
-    limit: int | None
+        self.position, self.published = FIRST, FIRST
+        self.limit: int | None = None
 
     def follow(self) -> None:
         self._seen = Model.look(self._model, self._seen)
         log = self._seen.newest_log
         if log is None:
             return
-        self.limit = log.limit
+        self.limit, self.published = log.limit, log.last
         way = log.reach(self.position)
         if way:
             self.position = way[-1].end
@@ -152,6 +153,9 @@ class Brakes:
         self._watches = [self._watch(number, environment) for number in range(2)]
 
     def _train(self) -> None:
+        """Train, as long as the watches keep up: what waits is all read at each look."""
+        if self.trainer.step > self.server.published + _MOST_AHEAD:
+            return
         self.trainer.train()
         self.trainer.increment()
 
@@ -244,7 +248,7 @@ def _pull(copy: LocalCopy) -> None:
 def require_in_order(heads: list[Head]) -> None:
     """While a person decided, nobody else published or changed a hold; each head replaced the one before."""
     ordered = sorted(heads, key=lambda head: head.beat)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in pairwise(ordered):
         assert after.beat == before.beat + 1, "two heads replaced one"
         if before.deciding is None or after.is_same_model(before):
             continue
