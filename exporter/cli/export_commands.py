@@ -115,7 +115,8 @@ def published_already(
     if not is_newest:
         lines.append(labelled("newest", f"version {made.newest}; to publish this one again: --again"))
     if hold is not None and at is not None:
-        until = f"until export-model resume {quoted(request.out)}"
+        place = request.out if hold.by is None else hold.by.place(request.out)
+        until = f"until export-model resume {quoted(place)}"
         ends = "as far as its canary has approved" if hold.is_canary else until
         lines.append(labelled("hold", f"at {at}, {ends}"))
     sink.result(document, lines, is_done=True)
@@ -368,7 +369,9 @@ def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")
     elif hold is not None:
         yield labelled("hold", f"at {hold}: servers go no further until it is lifted")
-        yield labelled("next", f"export-model resume {quoted(plan.log.model)}")
+        by = plan.log.hold.by
+        place = plan.log.model if by is None else by.place(plan.log.model)
+        yield labelled("next", f"export-model resume {quoted(place)}")
     elif not is_told:
         yield labelled("next", f"serve-model update HOST:PORT --model {quoted(plan.log.model.name)}")
 

@@ -290,7 +290,8 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
         if by is not None and by.why:
             yield labelled("why", by.why)
         more = " --lift-canary" if is_canary else ""
-        yield labelled("next", f"to lift it: export-model resume {quoted(found.path)}{more}")
+        place = found.path if by is None else by.place(found.path)
+        yield labelled("next", f"to lift it: export-model resume {quoted(place)}{more}")
     if found.listed_tags:
         yield labelled("tags", ", ".join(map(_tag, found.listed_tags)))
     if shown < len(found.publications):

@@ -97,6 +97,7 @@ from exporter.publish.versions import (
     require_signed_bytes,
     taken,
 )
+from exporter.storage import mirror
 from exporter.storage.layout import PAIR_NAME, VARIABLES_PREFIX
 from exporter.storage.local_paths import quoted
 from exporter.version import __version__
@@ -286,6 +287,7 @@ class Restorer:
             return  # no server passes it
         if held is None or not self.hold.binds:
             self.hold.put(self.at.position if held is None else held, staging, why=why)
+            mirror.held(self.model)
 
 
 def _before(manifest: Manifest) -> int | None:
@@ -407,7 +409,7 @@ class _ByDelta(_Way):
             return  # no server passes it
         if held is None or held > to:
             self.hold.put(to, staging, why=why)
-            mirror.held(self.published.model)
+            mirror.held(self.log.model)
 
     def _instead(self, restoration: Restoration) -> str:
         """Return the hint for values that the model, which wants finite ones, refuses."""

@@ -147,9 +147,10 @@ class Decided(Struct, frozen=True):
         the rollback: it need not judge these values again.
         """
         own = self.own
-        if stored is not None and own is not None and own.canary and stored.values_of is not None:
-            if stored.reach <= own.reach and stored.position > own.position:
-                own = replace(own, position=stored.position)
+        is_rollback = stored is not None and stored.values_of is not None
+        if stored is not None and own is not None and is_rollback and own.canary:
+            is_approved = stored.reach <= own.reach and stored.position > own.position
+            own = replace(own, position=stored.position) if is_approved else own
         return Decided(own, stored)
 
 

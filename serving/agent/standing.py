@@ -48,6 +48,7 @@ _OF_REPLICAS = {
     Code.NOT_UPDATABLE: ("is not updatable", "are not updatable"),
     Code.REFUSES: ("refuses a delta", "refuse a delta"),
     Code.LATE: ("is late", "are late"),
+    Code.BEYOND_HOLD: ("is beyond what it may serve", "are beyond what they may serve"),
     Code.LOADING: ("loads a version", "load a version"),
     Code.UNASKED: ("was not asked yet", "were not asked yet"),
     Code.UPDATING: ("takes the newest publication now", "take the newest publication now"),
@@ -142,8 +143,20 @@ def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> S
     if served is None:
         messages = "; ".join(version.message for version in replica.versions if version.message)
         return Standing(Code.LOADING if _is_loading(replica) else Code.ABSENT, messages)
+    if _is_beyond(model, replica, served):
+        return Standing(Code.BEYOND_HOLD, f"{model.position} is the newest that it may serve")
     code, why = code_of(served, model, Limits(fresh_within_s), replica.error, is_loading=_is_loading(replica))
     return Standing(code, _joined(why, replica) if why and why != replica.error else why)
+
+
+def _is_beyond(model: ModelView, replica: ReplicaView, served: VersionView) -> bool:
+    """True if a replica serves what the hold keeps from servers, and is not the one that a canary judges."""
+    if served.position is None or served.behind_deltas is None or served.superseded_s:
+        return False
+    if model.position is None or served.position <= model.position or (model.hold or 0) < 0:
+        return False
+    on_trial = None if model.canary is None else model.canary.replica
+    return model.is_held or on_trial not in (None, replica.address)
 
 
 def _is_loading(replica: ReplicaView) -> bool:
@@ -200,6 +213,8 @@ def _ask(code: Code, model: ModelView, row: Row) -> str:
     address, name = row.replica.address, model.name
     if code.level is Level.BUSY:
         return ""
+    if code is Code.BEYOND_HOLD:
+        return command("export-model", "rollback", _where_held(model), "--to", str(model.position))
     if code is Code.DIFFERS:
         return command("serve-model", "reload", address, "--model", name)
     return command("serve-model", "status", address, "--model", name, "--published", model.path)
@@ -209,9 +224,14 @@ def _doctor(model: ModelView) -> str:
     return command("export-model", "doctor", model.path)
 
 
+def _where_held(model: ModelView) -> str:
+    """The place where the hold was set: the model's directory, or the store of which it is a copy."""
+    return model.path if model.held_by is None else str(model.held_by.place(Path(model.path)))
+
+
 def _past(model: ModelView) -> str:
     """The command that ends a rollback: what a canary took back would not pass again, and is left behind."""
-    words = ["export-model", "resume", model.path]
+    words = ["export-model", "resume", _where_held(model)]
     return command(*words, *(["--lift-only"] if model.rollback and model.rollback.is_canary else []))
 
 
@@ -238,7 +258,7 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             code,
             f"held at {model.hold}: {waits}",
             "" if by is None else by.text,
-            f"export-model resume {quoted(model.path)}",
+            command("export-model", "resume", _where_held(model)),
         )
     trouble = None if model.store is None else model.store.trouble
     if model.problem and trouble is None:
