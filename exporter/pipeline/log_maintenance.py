@@ -310,8 +310,8 @@ def rollback(
     Raises:
         PositionUnknown: nothing published stands at `to`, or its values are gone.
         UsageError: `to` is the newest position.
-        ModelHeld: a canary decides about the log, and the values of `to` did not pass; or the model is a copy,
-            and its store holds it.
+        ModelHeld: a canary decides about the log, and the values of `to` did not pass; or the store of this
+            copy holds it.
         PositionMoved: no canary's hold stands at `to`, if one is to.
         TargetBusy: another exporter had the model's lock for too long.
         VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold

@@ -66,7 +66,7 @@ class HeldBy(Struct, frozen=True):
     position: Count
     """Where it is held."""
     who: Text
-    """The user and the machine that set the hold: `user@machine`."""
+    """The user and the machine that set the hold: `user@machine`; empty if nothing says so."""
     when: Moment
     """When it was set."""
     why: Text = ""
@@ -92,8 +92,10 @@ class HeldBy(Struct, frozen=True):
     @property
     def origin(self) -> str:
         """Who set it and when, for people."""
-        by = f"the agent's canary ({self.who})" if self.canary else self.who
         where = f" in {self.url}" if self.url else ""
+        if not self.who:
+            return f"set{where or ' here'}, and nothing says by whom"
+        by = f"the agent's canary ({self.who})" if self.canary else self.who
         return f"set by {by}{where} at {in_utc(self.when):%Y-%m-%d %H:%M:%S} UTC"
 
     @property
@@ -394,6 +396,25 @@ class Hold(Struct, frozen=True):
         sync(self.directory)
 
 
+def as_set_there(
+    decided: Decided, url: str, number: bytes | None, document: bytes | None
+) -> dict[str, bytes]:
+    """The files of a hold, by their names, as they go to the store at `url`, which has these bytes of them.
+
+    A hold that came from there is as it is there; and so is one that is the same there.
+    """
+    there = {
+        name: content for name, content in ((HOLD_FILE, number), (HOLD_DOCUMENT_FILE, document)) if content
+    }
+    by, held = decided.in_force, hold_in(number, document)
+    if by is None or (decided.stored is not None and decided.stored.url == url):
+        return there
+    by = replace(by, url="", values_of=None)
+    if held is not None and held.by is not None and replace(held.by, url="", values_of=None) == by:
+        return there
+    return {HOLD_DOCUMENT_FILE: _encoded(HoldDocument(**asdict(by))), HOLD_FILE: f"{by.position}\n".encode()}
+
+
 def hold_in(number: bytes | None, document: bytes | None) -> HeldAt | None:
     """The hold that the bytes of the two files say; None without a number."""
     if number is None:
@@ -436,7 +457,7 @@ def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
     except OSError:
         since = 0.0
     when = datetime.fromtimestamp(int(since), timezone.utc)
-    return HeldBy(held.position, "somebody", when, canary=held.is_canary)
+    return HeldBy(held.position, "", when, canary=held.is_canary)
 
 
 def position_in(content: bytes) -> int | None:

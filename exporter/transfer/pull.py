@@ -633,7 +633,7 @@ class _Pull:
             if brought is not None:
                 stored = self._stored_hold(name)
                 if stored is None or stored.position != brought:
-                    stored = HeldBy(brought, "somebody", item.manifest.created, url=str(self._url))
+                    stored = HeldBy(brought, "", item.manifest.created, url=str(self._url))
                 stored = replace(stored, values_of=self._values_of({item.path: item}, item.log, brought))
                 both = Decided(self._own(name, hold.decided())).following(stored)
                 if both.in_force is stored:
@@ -685,8 +685,9 @@ class _Pull:
         held, log = hold_in(self._stored.holds.get(name), document), name.rpartition("/")[0]
         if held is None or held.position < 0:
             return None
-        unknown = HeldBy(held.position, "somebody", _LONG_AGO, canary=held.is_canary)
-        values_of = self._values_of(self.here, log, held.position)
+        unknown = HeldBy(held.position, "", _LONG_AGO, canary=held.is_canary)
+        there = {path: item for path, item in self.here.items() if path in self._stored.manifests}
+        values_of = self._values_of(there, log, held.position)
         return replace(held.by or unknown, url=str(self._url), values_of=values_of)
 
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:

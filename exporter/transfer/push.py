@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -34,9 +34,10 @@ from exporter.errors import (
     TargetNotWritable,
     UsageError,
 )
+from exporter.publish.hold import Hold, as_set_there
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import nothing_published, require_base_path
-from exporter.storage.layout import MANIFEST_FILE, TAGS_FILE
+from exporter.storage.layout import HOLD_DOCUMENT_FILE, HOLD_FILE, MANIFEST_FILE, TAGS_FILE
 from exporter.storage.local_paths import quoted, store_url, without_secrets
 from exporter.storage.objects import ObjectWriter
 from exporter.storage.url import Url
@@ -208,10 +209,25 @@ def _plan(
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = list(ours.values())[-1].manifest.position
-    plan = PushPlan(model, place, upload, gone, stored, position, local_holds(model), prune, trust)
+    plan = PushPlan(model, place, upload, gone, stored, position, _holds(model, stored, place), prune, trust)
     if head.path:
         _require_ours(plan, head)
     return plan
+
+
+def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
+    """The files of holds and tags that go to a store: a hold that came from there goes as it is there."""
+    found = local_holds(model)
+    for name in [name for name in found if PurePosixPath(name).name == HOLD_FILE]:
+        decided = Hold((model / name).parent).decided()
+        if decided.stored is None:
+            continue
+        document = str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE))
+        files = as_set_there(decided, str(url), stored.holds.get(name), stored.holds.get(document))
+        for file in (name, document):
+            found.pop(file, None)
+            found |= {file: files[PurePosixPath(file).name]} if PurePosixPath(file).name in files else {}
+    return found
 
 
 def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:

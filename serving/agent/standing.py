@@ -27,7 +27,7 @@ from exporter.publish.made_by import new_base
 from exporter.storage.local_paths import quoted
 from exporter.terminal.progress import count, human_time
 from serving.agent.puller import Trouble
-from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView
+from serving.agent.view import FleetView, ModelView, ReplicaView, StoreView, VersionView
 from serving.documents import FleetFinding
 from serving.status import VersionState
 

@@ -278,7 +278,9 @@ def test_a_rollback_and_its_hold_come_signed(attack: Attack) -> None:
     rollback(attack.machine.model, 20, reason="scores fell")
     pushed(attack.machine.model, attack.url)
     assert attack.pull() == set()
-    assert files(attack.copy) == files(attack.machine.model)
+    theirs, ours = files(attack.machine.model), files(attack.copy)
+    assert theirs.pop(f"{LOG}/hold.json") != ours.pop(f"{LOG}/hold.json"), "which names the store"
+    assert ours == theirs
     assert (attack.copy / LOG / "hold").read_bytes() == b"31\n"
 
 
@@ -687,3 +689,17 @@ def test_a_canary_of_the_copy_decides_beside_signatures(attack: Attack) -> None:
     pushed(attack.machine.model, attack.url)
     assert attack.pull() == set()
     assert (attack.copy / delta(10, 40)).exists()
+
+
+def test_nothing_in_the_bucket_moves_what_a_canary_of_the_copy_has_approved(attack: Attack) -> None:
+    """A hold is not signed: one far beyond would free what no canary has judged."""
+    attack.pull()
+    with Staging(attack.copy) as staging:
+        read_log(attack.copy).hold.put(20, staging, canary=True)
+    attack.put(f"{LOG}/hold", f"{10**17}\n".encode())
+    assert attack.pull() == set()
+    log = read_log(attack.copy)
+    assert (log.approved, log.hold.path.read_text()) == (20, "20\n")
+    attack.delete(f"{LOG}/hold")
+    assert attack.pull() == set()
+    assert read_log(attack.copy).approved == 20
