@@ -177,9 +177,10 @@ def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> A
         return Approve(None, max(trial.approved, log.base))
     if positions:
         return Approve(None, max(positions))
-    if any(observed.failures for observed in replicas.values()):
+    loads = any(replicas[address].versions for address in _starting(replicas))
+    if any(observed.failures for observed in replicas.values()) and not loads:
         return Idle("no replica reports its position", is_stuck=True)
-    return Approve(None, log.base)
+    return Approve(None, log.base)  # also for who loads it now: it would take all that is there
 
 
 def _ahead(

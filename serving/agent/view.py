@@ -257,6 +257,8 @@ class FleetView(Struct, frozen=True):
                     "quarantined": [
                         {"delta": str(found.delta), "reason": found.reason} for found in model.quarantined
                     ],
+                    "store": model.store
+                    and {**to_builtins(model.store), "problem": model.store.problem},  # as of 0.2
                 }
                 for model in self.models
             ],

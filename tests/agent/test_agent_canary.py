@@ -311,6 +311,61 @@ DECISIONS: dict[str, tuple[Log, list[Member], Trial | None, bool, Action]] = {
 }
 
 
+LOADING = Served(1, VersionState.LOADING, None, None, "")
+LOADS_A, LOADS_B = replica("a", LOADING), replica("b", LOADING)
+NOT_UP_A, NOT_UP_B = away("a"), away("b")
+FREE, AT_BASE = log(1, 2, 3, limit=None), log(1, 2, 3, limit=0)
+BEYOND_A, BEYOND_B = replica("a", 3), replica("b", 3)
+STARTS: dict[str, tuple[Log, list[Member], bool, Action]] = {
+    "nothing is held, both load": (FREE, [LOADS_A, LOADS_B], False, Approve(None, 0)),
+    "nothing is held, one loads and one is not up": (FREE, [LOADS_A, NOT_UP_B], False, Approve(None, 0)),
+    "nothing is held, none is up": (
+        FREE,
+        [NOT_UP_A, NOT_UP_B],
+        False,
+        Idle("no replica reports its position", STUCK),
+    ),
+    "nothing is held, one serves the base": (FREE, [A0, LOADS_B], False, Approve(None, 0)),
+    "nothing is held, both serve what is newest": (FREE, [BEYOND_A, BEYOND_B], False, Approve(None, 3)),
+    "held at the base, both load it": (
+        AT_BASE,
+        [LOADS_A, LOADS_B],
+        False,
+        Idle("waiting for a and b to load the base"),
+    ),
+    "held at the base, one loads it and one is not up": (
+        AT_BASE,
+        [LOADS_A, NOT_UP_B],
+        False,
+        Idle("waiting for a and b to load the base"),
+    ),
+    "held at the base, none is up": (
+        AT_BASE,
+        [NOT_UP_A, NOT_UP_B],
+        False,
+        Idle("waiting for a and b to start", STUCK),
+    ),
+    "held at the base, one serves it": (AT_BASE, [A0, LOADS_B], False, Learn("a", 1, 0)),
+    "held at the base, one serves it, and it was judged": (AT_BASE, [A0, LOADS_B], True, Go("a", 3)),
+    "held at the base, both serve it": (AT_BASE, [A0, B0], True, Go("a", 3)),
+    "held at the base, one was faster than the hold": (AT_BASE, [A0, BEYOND_B], True, Judge("b", 1, 3, 0)),
+    "held at the base, and there is no more": (
+        log(limit=0),
+        [LOADS_A, LOADS_B],
+        False,
+        Idle("all is approved, up to 0"),
+    ),
+}
+"""Each way in which servers and an agent with a canary can begin, on a copy that was empty or a directory."""
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_every_start(name: str) -> None:
+    published, members, knows, expected = STARTS[name]
+    action, _ = decide(published, dict(members), None, NOW, patience_s=PATIENCE_S, knows=knows)
+    assert action == expected
+
+
 @pytest.mark.parametrize("name", DECISIONS)
 def test_decisions(name: str) -> None:
     published, members, before, knows, expected = DECISIONS[name]

@@ -57,6 +57,7 @@ def test_damage_is_named_where_it_lies(bucket: Bucket, url: str, tmp_path: Path)
     ran = export_model("pull", url, tmp_path / "copy", "--json")
     assert (ran.code, ran.error["error"]) == (6, "PublicationDamaged"), ran.err
     assert (bucket.url(name) in ran.error["cause"]) is True, ran.err
+    assert ran.error["hint"].endswith(f"export-model doctor {url}")
     bucket.delete(name)
     ran = export_model("verify", url, "--json")
     assert ran.error["message"] == f"{bucket.url(name)} is in the manifest and not there as a file"

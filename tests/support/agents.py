@@ -80,6 +80,11 @@ class Published:
         found = publishing(self.trainer.directory, self.model, self.graph)
         return [*found, *self.options, *([] if self.plain else ["--incr"])]
 
+    @property
+    def place(self) -> str:
+        """Where it is published: a path, or a URL."""
+        return str(self.model)
+
     def publish(self, *more: str) -> int:
         """Train on and publish; the newest position."""
         self.train()

@@ -40,6 +40,7 @@ class Weather:
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
+        self.slow_seconds = SLOW_SECONDS
         self.times = 0
         self.said = b"<Error><Code>Bad</Code></Error>"
         """The body of a refusal."""
@@ -101,7 +102,7 @@ def _proxy(address: str, weather: Weather, elsewhere: str) -> type[BaseHTTPReque
                     place = elsewhere.replace("127.0.0.1", "localhost") + self.path
                     return self.answer(Answer(307, b"", {"Location": place}))
                 case Fault.SLOW:
-                    time.sleep(SLOW_SECONDS)
+                    time.sleep(weather.slow_seconds)
             found = self.ask(leaving_out="range" if fault is Fault.WHOLE else "")
             if fault is Fault.DONE_AND_500:
                 return self.answer(Answer(500))

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +112,9 @@ def firing(metrics: str, directory: Path, job: str = "export-model-agent") -> se
     return set(re.findall(r'alertname="(\w+)"', told))
 
 
-def type_it(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
+def type_it(
+    line: str, directory: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Type a printed command into a shell, in a directory that has nothing to do with it."""
     programs = directory / "bin"
     if not programs.exists():
@@ -122,7 +124,7 @@ def type_it(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
             script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
             script.chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **(variables or {}), "PATH": path, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         ["bash", "-c", line], cwd="/", env=environment, capture_output=True, text=True, timeout=300
     )

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from exporter.errors import DiskFull, ForeignLineage, UsageError
+from exporter.errors import DiskFull, ForeignLineage, PublicationDamaged, UsageError
 from exporter.pipeline.log_maintenance import merge
 from exporter.pipeline.tagging import delete_tag, set_tag
 from exporter.publish.delta_log import read_log
+from exporter.publish.hold import Hold
 from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectReader
 from exporter.transfer.pull import LocalCopy, pull
@@ -196,3 +197,48 @@ def test_what_a_canary_took_back_stays_while_its_merger_has_to_wait(
     resumed = export_model("resume", copy)
     assert resumed.code == 0, resumed.err
     assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
+
+
+def test_damage_keeps_a_copy_until_a_merger_takes_its_place(
+    machine: Machine, url: str, bucket: Bucket, tmp_path: Path
+) -> None:
+    copy, watching = tmp_path / "copy", tmp_path / "watching"
+    pushed(machine.model, url)
+    pull(url, copy)
+    following = LocalCopy(url, watching)
+    machine.go_on(40)
+    machine.go_on(50)
+    pushed(machine.model, url)
+    key = next(key for key in bucket.names() if delta(30, 40) in key and "delta.data" in key)
+    whole = bucket.keys(key)[key]
+    bucket.put(key, bytes([*whole[:-1], whole[-1] ^ 1]))
+    for _ in range(2):  # it is not fetched again while it is the same
+        with pytest.raises(PublicationDamaged, match="publication 40 is damaged") as damaged:
+            following.update()
+    assert key in damaged.value.cause
+    assert following.newest is not None
+    assert following.newest[0] == 50, "the store has more than the copy"
+    assert read_log(watching).at.position == 30
+    merge(machine.model)
+    pushed(machine.model, url)
+    done = following.update()
+    assert read_log(watching).at.position == 50
+    assert delta(30, 40) not in done.fetched
+    assert delta(40, 50) not in done.fetched, "nobody can take it"
+    assert pull(url, copy).position == 50
+
+
+def test_a_new_log_is_held_at_its_base_before_anything_follows(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    LocalCopy(url, copy, holds_new_logs=True).update()
+    held = Hold(copy / LOG).for_servers()
+    assert held is not None
+    assert (held.position, held.is_canary) == (10, True)
+    Hold(copy / LOG).lift()
+    machine.go_on(40)
+    pushed(machine.model, url)
+    LocalCopy(url, copy, holds_new_logs=True).update()
+    assert Hold(copy / LOG).for_servers() is None, "servers follow it already"
