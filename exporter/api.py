@@ -317,8 +317,8 @@ def rebase(
     from exporter.pipeline import rebase as bases
     from exporter.publish.retention import Keep
 
-    if keep is not None:
-        given.whole("keep", keep, "keep=2")
+    if keep is not None and given.whole("keep", keep, "keep=2") < 1:
+        raise UsageError(f"keep={keep} would leave no version to serve", hint="leave out keep, or give 1")
     kept = None if keep is None else Keep(keep)
 
     def work(path: Path) -> Rebased | None:

@@ -71,6 +71,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
@@ -579,7 +580,9 @@ def os_error(exc: OSError, path: Path) -> ExportError:
         return DiskFull(f"no space left to write {os.fspath(path)}", cause=cause)
     if exc.errno in _NOT_WRITABLE:
         return TargetNotWritable(f"cannot write {os.fspath(path)}", cause=cause)
-    return PublishError(f"writing {os.fspath(path)} failed", cause=cause)
+    where = shlex.quote(os.path.dirname(os.path.abspath(path)))  # noqa: PTH100, PTH120  of bytes, too
+    hint = f"look at where that is, and whether it can be written: df {where}"
+    return PublishError(f"writing {os.fspath(path)} failed", cause=cause, hint=hint)
 
 
 def unreachable(exc: OSError) -> ExportError:

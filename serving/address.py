@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from exporter.errors import UsageError
+from exporter.storage.local_paths import quoted
 
 GRPC_PORT = 8500
 """The gRPC port of TF Serving's image and of `serve-model run`."""
@@ -54,12 +55,16 @@ def _meant(address: str) -> str:
         return f"{found[1]}:{GRPC_PORT}: {_REST_PORT} is usually the port of REST, and this is gRPC"
     if found:
         return f"{found[1]}{found[2] or ''}"
+    if (longer := re.match(rf"({_HOST}:[0-9]+):", address)) and re.fullmatch(_WITH_PORT, longer[1]):
+        return f"{longer[1]}; --version or --label names a version where a command takes one"
     return f"127.0.0.1:{GRPC_PORT}, or [::1]:{GRPC_PORT}; --model names the model"
 
 
-def to_reach(address: str) -> str:
-    """A hint for an address at which no server answers."""
+def to_reach(address: str, *, is_unknown: bool = False) -> str:
+    """A hint for an address at which no server answers; `is_unknown`: its host's name does not resolve."""
     host, _, port = address.rpartition(":")
+    if is_unknown:
+        return f"this machine knows no host of that name: getent hosts {quoted(host)}"
     if port == str(_REST_PORT):
         return f"{port} is usually the port of REST; gRPC's is {GRPC_PORT}: {host}:{GRPC_PORT}"
     if host in _THIS_MACHINE:
@@ -75,7 +80,12 @@ Address = Annotated[
         parser=with_port,
     ),
 ]
-ModelName = Annotated[str, typer.Option(metavar="NAME", help="The model's name on the server.")]
+OneModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="The model's name on the server.", show_default="the one that it serves"
+    ),
+]
 Deadline = Annotated[
     float, typer.Option(metavar="SECONDS", min=0.001, help="Fail when a call takes longer than this.")
 ]

@@ -337,7 +337,7 @@ class LabelFlags(Struct, frozen=True):
                 error.message = f"--label {label}={tag}: {error.message}"
                 if is_position(tag):
                     model = next(iter(models.values()))
-                    command = f"export-model tag {quoted(model)} NAME {quoted(tag)}"
+                    command = f"export-model tag {quoted(model)} {quoted(label)} {quoted(tag)}"
                     error.hint = f"name that position by a tag: {command}"
                 raise
         read_servers_config("--model-config-file", self.model_config_file, models)

@@ -27,7 +27,7 @@ from exporter.terminal.edge import (
 from exporter.terminal.output import Output, as_json, escape
 from exporter.terminal.progress import count
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
-from serving.address import Address, Deadline, ModelName
+from serving.address import Address, Deadline, OneModel
 from serving.documents import ColumnPrediction, ExampleResults, Form, RequestExample, RowPrediction, Update
 
 if TYPE_CHECKING:
@@ -54,12 +54,7 @@ Examples:
 
 def status(
     address: Address,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The model's name on the server.", show_default="the one that it serves"
-        ),
-    ] = None,
+    model: OneModel = None,
     published: Annotated[
         Path | None,
         typer.Option(
@@ -92,7 +87,7 @@ def status(
         from serving.client import ModelClient
 
         connect = partial(ModelClient, address, deadline_s=deadline, access=access)
-        with connect(model) if model else status_command.find_model(connect, published) as client:
+        with status_command.client_of(connect, model, published) as client:
             status_command.run(client, published, sink)
 
 
@@ -122,7 +117,7 @@ def predict(
             "keys of tables by keys.",
         ),
     ] = None,
-    model: ModelName = "default",
+    model: OneModel = None,
     signature: Annotated[
         str | None,
         typer.Option(
@@ -158,6 +153,7 @@ def predict(
         import json
 
         from serving.client import ModelClient
+        from serving.status_command import client_of
 
         if version is not None and label is not None:
             raise UsageError("--version and --label both name a version", hint="leave one of them out")
@@ -175,9 +171,11 @@ def predict(
         request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
         most = _MOST_PREDICTED_BYTES  # whoever waits for one answer may have asked for a large one
-        with ModelClient(
-            address, model, deadline_s=deadline, access=access, most_answer_bytes=most
-        ) as client:
+        connect = partial(
+            ModelClient, address, deadline_s=deadline, access=access, most_answer_bytes=most
+        )
+        with client_of(connect, model, model_base_path) as client:
+            model = client.model
             metadata = client.metadata(version, label=label)
             asked = version if label is None else metadata.version
             if example:
@@ -215,7 +213,7 @@ def _print_example(
 
 def update(
     address: Address,
-    model: ModelName = "default",
+    model: OneModel = None,
     up_to: Annotated[
         str,
         typer.Option(
@@ -266,8 +264,11 @@ def update(
 
         from serving import updates
         from serving.client import ModelClient
+        from serving.status_command import client_of
 
-        with ModelClient(address, model, deadline_s=deadline, access=access) as client:
+        connect = partial(ModelClient, address, deadline_s=deadline, access=access)
+        with client_of(connect, model, published) as client:
+            model = client.model
             target = _position(up_to, published, trusting)
             if trusting.trust:
                 with _trusted(published, trusting) as model_:

@@ -47,6 +47,7 @@ _GRAPH_PLACE = re.compile(
     r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
 )
 """TensorFlow's location in the graph, and its other log lines, which do not help a client."""
+_UNRESOLVED = re.compile("errors resolving|DNS resolution failed")
 _TLS_PROBLEM = re.compile(r"\w+ handshake failed.*|Hostname Verification Check failed.*", re.I)
 _CUT_OFF = "Socket closed"
 """gRPC's only message when the server expects TLS, or a client certificate."""
@@ -398,7 +399,7 @@ class ModelClient:
             if _CUT_OFF in details:
                 hint = "if it expects TLS: --grpc-ca FILE; if it needs a certificate: --grpc-cert, --grpc-key"
             else:
-                hint = to_reach(self.address)
+                hint = to_reach(self.address, is_unknown=_UNRESOLVED.search(details) is not None)
             return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)
         if code == "DEADLINE_EXCEEDED":
             message = f"{self.address} did not answer {method} in {self.deadline_s:g} s"

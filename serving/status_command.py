@@ -152,6 +152,13 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     _require_available(client, found, statuses)
 
 
+def client_of(
+    connect: Callable[[str], ModelClient], model: str | None, published: Path | None
+) -> ModelClient:
+    """A client of the model that was named, or else of the one that the server serves (`find_model`)."""
+    return connect(model) if model else find_model(connect, published)
+
+
 def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
     """A client of the one model that a server serves, which was not named.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from msgspec import Struct
@@ -15,7 +16,7 @@ from exporter.cli.notify import Servers
 from exporter.errors import UsageError
 from exporter.options import CHECKS, DELTAS, FOLLOWING, PLACES, ExportRequest, Option, Updates
 from exporter.pipeline.watch_loop import EVERY_SECOND, Watching
-from exporter.storage.local_paths import checkpoint_path
+from exporter.storage.local_paths import checkpoint_path, quoted
 from exporter.terminal.commands import LateCommand, application
 from exporter.terminal.edge import AS_TEXT, EXIT_CODES, OutputFlags, VersionFlag, command, run
 from exporter.terminal.parameters import ARGUMENTS, with_structs
@@ -204,8 +205,24 @@ def refuse_root_options(context: typer.Context) -> None:
     if given:
         raise UsageError(
             f"{', '.join(given)} before {context.invoked_subcommand!r} has no effect",
-            hint=f"put options behind it: export-model {context.invoked_subcommand} ... {given[0]}",
+            hint=_without_root_options(context, given),
         )
+
+
+def _without_root_options(context: typer.Context, given: Sequence[str]) -> str:
+    """The command line of a subcommand, with the options that stood before it behind it, if it has them."""
+    name = str(context.invoked_subcommand)
+    typed = [*ARGUMENTS.get()]
+    at = typed.index(name)
+    command: Any = context.command
+    known = {opt: one for one in command.get_command(context, name).params for opt in one.opts}
+    moved, before = list[str](), iter(typed[:at])
+    for each in before:
+        if (option := known.get(each.partition("=")[0])) is not None:
+            moved += [each] if "=" in each or getattr(option, "is_flag", True) else [each, next(before, "")]
+    left = [option for option in given if option not in known]
+    line = " ".join(["export-model", *map(quoted, [*typed[at:], *moved])])
+    return f"{f'leave out {chr(44).join(left)}: ' if left else ''}{line}"
 
 
 def export(

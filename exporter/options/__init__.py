@@ -885,6 +885,9 @@ def _checkpoint(option: str) -> Callable[[str, StrPath], Path]:
     return lambda _, place: checkpoint_path(option, place)
 
 
+_NEWEST_MAJOR = 2
+
+
 def _server(given_as: Any) -> str | None:
     """The major and minor number of the version that is given: `2.4`."""
     if given_as is None:
@@ -895,6 +898,11 @@ def _server(given_as: Any) -> str | None:
     if found is None:
         raise UsageError(
             f"--for-server {given_as!r} is not the version of a TensorFlow", hint="as in --for-server 2.4"
+        )
+    if int(found[1]) > _NEWEST_MAJOR:
+        raise UsageError(
+            f"--for-server {given_as}: there is no TensorFlow {found[1]}",
+            hint="give the version of the servers, as in --for-server 2.19, or leave it out",
         )
     if (int(found[1]), int(found[2])) < OLDEST:
         raise UsageError(

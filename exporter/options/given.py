@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import (
 from msgspec import Struct, StructMeta
 from msgspec.structs import force_setattr, replace
 
-from exporter.errors import UsageError, nearest
+from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import StrEnum
 from exporter.storage.local_paths import local_path, without_secrets
 
@@ -193,19 +194,55 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     return folded.get(nearest(name.casefold().lstrip("-").replace("-", "_"), folded), "")
 
 
+IN_COMMAND: ContextVar[bool] = ContextVar("IN_COMMAND", default=False)
+"""True inside a command: there errors name options as they are typed."""
+
+
 def named_misfit(function: CallT) -> CallT:
-    """Make a function raise UsageError, with what it takes, where a call does not fit its signature."""
+    """Make a function raise UsageError, with what it takes, where a call does not fit its signature.
+
+    Its other errors name its arguments as a program gives them, unless a command calls it.
+    """
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
         try:
             return function(*values, **named)
+        except ExportError as failed:
+            if not IN_COMMAND.get():
+                _name_arguments(failed, function)
+            raise
         except TypeError:
             if error := _misfit(function, values, named):
                 raise error from None
             raise
 
     return cast(CallT, call)
+
+
+_AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+))?")
+
+
+def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
+    """Write `name=value` for each `--name value` of an error that is an argument of the function.
+
+    Commands stay as they are typed.
+    """
+    from inspect import signature  # late: it takes longer to import than this module
+
+    known = {name.rstrip("_") for name in signature(function).parameters}
+
+    def as_argument(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2]
+        if name not in known:
+            return found[0]
+        return f"{name}={value}" if value and value[0].isdigit() else f"{name} {value}" if value else name
+
+    parts = {"message": error.message, "cause": error.cause, "hint": error.hint}
+    for part, text in parts.items():
+        if not re.search(r"(?:export|serve)-model [a-z-]", text):
+            setattr(error, part, _AN_OPTION.sub(as_argument, text))
+    error.args = (error.message, *error.args[1:])
 
 
 def _misfit(called: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> UsageError | None:

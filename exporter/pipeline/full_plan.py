@@ -20,7 +20,14 @@ from exporter.catalog import Catalog, Extra
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.admission import Admission
 from exporter.checkpoint.identity import Identity
-from exporter.errors import ManifestError, MissingAsset, NotServable, NotUpdatable, UsageError
+from exporter.errors import (
+    ManifestError,
+    MissingAsset,
+    NotServable,
+    NotUpdatable,
+    UnknownTensor,
+    UsageError,
+)
 from exporter.graph.feeds import mode_switches
 from exporter.graph.graph_digest import graph_digest
 from exporter.graph.inference_graph import InferenceGraph
@@ -156,7 +163,12 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
     if not is_known:
         permission(request).check(request.out, takes_deltas=request.updates is not None)
-    found = read_both(request, rules, catalog, checkpoint, load)
+    try:
+        found = read_both(request, rules, catalog, checkpoint, load)
+    except UnknownTensor as error:
+        if isinstance(request.model, str):
+            error.advise(f"list the graph's tensors: export-model inspect {quoted(request.model)} --tensors")
+        raise
     _require_own_directory(request.out, found.catalog)
     _require_runnable(request, found.graph)
     graph, layout = lay_out_tables(

@@ -167,9 +167,10 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
         if position is not None:
             log.standing(position)
     if start is not None and end is not None and start >= end:
+        turned = f"export-model merge {quoted(log.model)} --from {end} --to {start}"
         raise UsageError(
-            f"--from {start} does not come before --to {end}",
-            hint=f"export-model merge {quoted(log.model)} --from {end} --to {start}",
+            f"position {start} does not come before position {end}",
+            hint=f"list the positions: export-model history {quoted(log.model)}" if start == end else turned,
         )
     return log.chain(log.base.at.position if start is None else start, end)
 

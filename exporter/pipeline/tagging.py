@@ -57,7 +57,7 @@ def set_tag(
         TargetBusy: another exporter had the model's lock for too long.
         ExportError: the model or its tags cannot be read or written; the tags are as they were.
     """
-    require_tag_name(name)
+    require_tag_name(name, model)
     if reason is not None:
         reason = reason.encode(errors="backslashreplace").decode()
 
@@ -92,7 +92,7 @@ def delete_tag(model: Path, name: str, *, dry_run: bool = False) -> Tagging:
         PositionUnknown: there is no such tag.
         TargetBusy, ExportError: as `set_tag`.
     """
-    require_tag_name(name)
+    require_tag_name(name, model)
 
     def change(tags: Mapping[str, PositionTag]) -> Tagging:
         if name not in tags:

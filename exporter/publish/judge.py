@@ -344,11 +344,10 @@ def _of_server(model: Model, server: Server, now: datetime, limits: Limits) -> I
     where = f"{server.name} on {server.address}"
     status = command("serve-model", "status", server.address, "--model", server.name)
     if (failure := server.failure) is not None:
-        start = command("serve-model", "run", model.path, "--port", server.address.rpartition(":")[2])
         if failure.code == "UNAVAILABLE":
-            yield Finding(Code.DOWN, failure.message, failure.cause, start)
+            yield Finding(Code.DOWN, failure.message, failure.cause, _to_start(model, server, failure.cause))
         else:
-            status = command("serve-model", "status", server.address, "--model", "NAME")
+            status = command("serve-model", "status", server.address)
             yield Finding(Code.ABSENT, failure.message, failure.cause, status)
         return
     newest = newest_of(model.versions)
@@ -366,6 +365,19 @@ def _of_server(model: Model, server: Server, now: datetime, limits: Limits) -> I
         yield Finding(Code.NOT_UPDATABLE, text, why, status)
     else:
         yield from _behind(model, server, answer, now, limits)
+
+
+_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
+
+
+def _to_start(model: Model, server: Server, cause: str) -> str:
+    """The command about a server that does not answer: on this machine it starts one."""
+    host, _, port = server.address.rpartition(":")
+    if "resolv" in cause or "lookup" in cause:
+        return command("getent", "hosts", host)
+    if host in _THIS_MACHINE:
+        return command("serve-model", "run", model.path, "--port", port)
+    return command("serve-model", "status", server.address, "--model", server.name)
 
 
 def _not_loaded(

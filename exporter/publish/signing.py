@@ -292,7 +292,10 @@ def _secret(source: str) -> bytes:
     name = source.removeprefix("env:")
     if name != source:
         if not (text := os.environ.get(name, "")):
-            raise UsageError(f"--sign-key {source}: there is no such variable", hint=TO_MAKE_KEYS)
+            raise UsageError(
+                f"--sign-key {source}: there is no such variable",
+                hint=f"export it with the key, or name the key's file: --sign-key {name.lower()}.key",
+            )
         return text.encode()
     path = Path(source)
     try:

@@ -215,8 +215,8 @@ def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
         sync(staging.model)
 
 
-def require_tag_name(name: str) -> None:
-    """Refuse a name that no tag can have.
+def require_tag_name(name: str, model: Path | None = None) -> None:
+    """Refuse a name that no tag can have; `model` is the one that gets it.
 
     Raises:
         UsageError: it is one of another kind of position, or has other characters.
@@ -226,18 +226,20 @@ def require_tag_name(name: str) -> None:
             f"{str(name)[:80]!r} cannot be the name of a tag",
             cause="a tag has up to 64 of the characters a-z, 0-9, '.', '_' and '-', begins with one of the "
             "first two kinds, and is no number and no time",
-            hint=f"write {_instead(str(name))}",
+            hint=_instead(str(name), model),
         )
 
 
-def _instead(name: str) -> str:
-    """What to write for a name that no tag can have."""
+def _instead(name: str, model: Path | None) -> str:
+    """The hint for a name that no tag can have; it moves no tag that is there."""
+    of_model = "" if model is None else f"export-model tag {quoted(model)} "
     tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
     if position and re.match(_NAME, tag):
-        return f"{tag} {quoted(position)}: the position stands behind the name"
+        return f"the position stands behind the name: {of_model}{tag} {quoted(position)}"
     if is_position(name):
-        return f"prod {name}: a name stands before the position"
-    return quoted(near) if (near := _allowed(name)) else "prod, for example"
+        free = f"at-{re.sub('[^a-z0-9]', '', name.lower())}"
+        return f"a name stands before the position: {of_model}{free} {quoted(name)}"
+    return f"write {quoted(near) if (near := _allowed(name)) else 'prod, for example'}"
 
 
 def is_position(text: str) -> bool:

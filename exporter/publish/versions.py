@@ -53,7 +53,7 @@ def nothing_published(model: Path) -> NotUpdatable:
     if (model / CHECKPOINT_STATE_FILE).exists():
         return NotUpdatable(what, hint=f"it holds checkpoints: export-model inspect {quoted(model)}")
     if _ADDRESS.fullmatch(str(model)):
-        return NotUpdatable(what, hint=f"of a server, ask: serve-model status {quoted(model)} --model NAME")
+        return NotUpdatable(what, hint=f"of a server, ask: serve-model status {quoted(model)}")
     return NotUpdatable(what)
 
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from exporter.errors import Exit, ExportError, UsageError, in_lines, unreachable
 from exporter.options import Option
+from exporter.options.given import IN_COMMAND
 from exporter.terminal import Leave, interrupt_by_exception
 from exporter.terminal.commands import without_variables
 from exporter.terminal.output import Output, OutputMode, silence
@@ -84,7 +85,11 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     interrupt_by_exception()
     try:
         with redirect_stdout(sys.stderr), sink.at_work(COMMAND.get()):  # what a user's code prints is talk
-            yield sink
+            typed = IN_COMMAND.set(True)
+            try:
+                yield sink
+            finally:
+                IN_COMMAND.reset(typed)
     except ExportError as error:
         _finish(sink, error, flags.debug)
     except KeyboardInterrupt:

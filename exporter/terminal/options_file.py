@@ -43,12 +43,15 @@ def options_in(path: Path) -> Mapping[str, Any]:
                 f"{file} has the options of several models: {', '.join(models)}",
                 hint=f"--config {quoted(file)} runs all, --options {one} one of them",
             )
+        if hint := _meant(found):
+            raise UsageError(f"{file}: the option 'model' is a table, expected a name", hint=hint)
         return found
     if name not in models:
         raise UsageError(
             f"{file} has no model {name!r}",
             cause=f"it has {', '.join(models) or 'none'}",
-            hint="name one of them",
+            hint=_meant(found)
+            or (f"name one of them: {quoted(f'{file}#{next(iter(models))}')}" if models else _SEVERAL),
         )
     return {key: value for key, value in found.items() if key != _MODELS} | models[name]
 
@@ -71,10 +74,17 @@ def models_in(path: Path) -> list[str]:
         raise UsageError(
             f"--config {path}: it runs all models", hint=f"one of them: --options {quoted(path)}"
         )
-    found = [*_models(path, _read(path))]
+    read = _read(path)
+    found = [*_models(path, read)]
     if not found:
-        raise UsageError(f"{path} has no models", hint=_SEVERAL)
+        raise UsageError(f"{path} has no models", hint=_meant(read) or _SEVERAL)
     return found
+
+
+def _meant(found: Mapping[str, Any]) -> str:
+    """The hint for a file that has `[model.NAME]`; empty if it has not."""
+    named = found.get("model")
+    return f"write [{_MODELS}.{next(iter(named), 'NAME')}]: with an s" if isinstance(named, dict) else ""
 
 
 def _models(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

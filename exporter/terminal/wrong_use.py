@@ -54,6 +54,7 @@ def wrong_use(
             hint = _command_line(program, _with_correction(arguments, wrong, names[close]))
     elif (parameter := getattr(error, "param", None)) is not None:
         if message.startswith("Missing"):
+            arguments = [*_with_position(parameter, arguments)]
             hint = _with_missing(program, arguments, parameter, context)
         else:
             hint = _nearest_choice(parameter, message) or f"{_usage_of(parameter, context)}: {parameter.help}"
@@ -66,7 +67,12 @@ def wrong_use(
         hint = hint if found is None else f"{_usage_of(found, context)}: {found.help}"
     elif (extra := _EXTRA.search(message)) is not None:
         too_many = extra[1].split(" ")
-        hint = _command_line(program, [each for each in arguments if each not in too_many])
+        known = {name for one in context.command.params for name in getattr(one, "opts", ())}
+        free = [name for name in takes if name in known and name not in arguments]
+        named = [part for pair in zip(free, too_many, strict=False) for part in pair]
+        left = [each for each in arguments if each not in too_many]
+        at = 1 if left[:1] == [context.command.name] else 0
+        hint = _command_line(program, [*left[:at], *named, *left[at:]])
     return UsageError(message, hint=hint)
 
 
@@ -90,7 +96,19 @@ def _with_missing(program: str, arguments: Sequence[str], parameter: Any, contex
             for part in (max(one.opts, key=len), word)
         )
         return _command_line(program, [*asked, *named])
-    return f"{_command_line(program, arguments)} {_usage_of(parameter, context)}"
+    line = _command_line(program, arguments)
+    is_there = any(name in arguments for name in parameter.opts)
+    return line if is_there else f"{line} {_usage_of(parameter, context)}"
+
+
+def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
+    """The words of a command line; MODEL@POSITION in two, if the option that is missing takes a position."""
+    is_position = parameter.metavar == "POSITION" and parameter.param_type_name == "option"
+    for each in arguments:
+        model, at, position = each.rpartition("@")
+        yield from (
+            (model, max(parameter.opts, key=len), position) if is_position and at and model else (each,)
+        )
 
 
 def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:

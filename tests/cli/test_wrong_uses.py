@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import exporter
 from exporter.errors import UsageError
 from exporter.options import ExportRequest, Verify
 from serving import cli as serving_cli
@@ -43,7 +44,7 @@ WRONG = [
     (f"{EXPORT} --incr --plain", 2, "leave out --plain"),
     ("export-model --ckpt-dir train", 2, "export-model --ckpt-dir train --out MODEL --model WHAT"),
     ("export-model --out models/new", 2, "export-model --ckpt-dir DIR --out models/new --model WHAT"),
-    ("export-model --out models/new inspect train", 2, "export-model inspect ... --out"),
+    ("export-model --out models/new inspect train", 2, "leave out --out: export-model inspect train"),
     (f"{EXPORT} --output models/new", 2, "as in --output x=models/new"),
     ("export-model help delta", 2, "export-model help deltas"),
     ("export-model inspect", 2, "export-model inspect PATH"),
@@ -131,7 +132,6 @@ WRONG = [
     ("export-model rollback models/plain --to 35", 5, "export-model history models/plain"),
     ("export-model merge models/ranker --from 35", 5, "export-model history models/ranker"),
     (
-        "export-model merge models/ranker --from 60 --to 20",
         2,
         "export-model merge models/ranker --from 20 --to 60",
     ),
@@ -142,14 +142,30 @@ WRONG = [
     ("export-model history models/ranker/.@20", 5, "did you mean models/ranker?"),
     ("export-model tag models/ranker/99", 5, "did you mean models/ranker?"),
     ("export-model untag models/ranker prod", 2, "export-model tag models/ranker prod --delete"),
-    ("export-model tag models/ranker prod=20", 2, "write prod 20: the position stands behind the name"),
+    ("export-model tag models/ranker prod=20", 2, "export-model tag models/ranker prod 20"),
+    ("export-model tag models/ranker prod@latest", 2, "export-model tag models/ranker prod @latest"),
+    ("export-model tag models/ranker 20", 2, "export-model tag models/ranker at-20 20"),
+    ("export-model tag models/ranker @latest", 2, "export-model tag models/ranker at-latest @latest"),
+    ("export-model rollback models/ranker@20", 2, "export-model rollback models/ranker --to 20"),
+    ("export-model rollback models/ranker@prod", 2, "export-model rollback models/ranker --to prod"),
+    ("export-model merge models/ranker --from 20 --to 20", 2, "export-model history models/ranker"),
     (
-        "export-model tag models/ranker prod@latest",
+        "export-model export train --out models/new",
         2,
-        "write prod @latest: the position stands",
+        "export-model export --ckpt-dir train --out models/new",
     ),
-    ("export-model tag models/ranker 20", 2, "write prod 20: a name stands before the position"),
-    ("export-model tag models/ranker @latest", 2, "write prod @latest: a name stands before the position"),
+    ("export-model --config x.toml inspect train", 2, "leave out --config: export-model inspect train"),
+    (
+        "export-model --dry-run merge models/ranker",
+        2,
+        "export-model merge models/ranker --dry-run",
+    ),
+    ("export-model --config once.toml", 2, "write [models.once]: with an s"),
+    ("export-model --options once.toml#once", 2, "write [models.once]: with an s"),
+    (f"{EXPORT} --model m.py:serving --for-server 3.9", 2, "as in --for-server 2.19"),
+    (f"{EXPORT} --model m.py:serving --sign-key env:NOPE", 2, "--sign-key nope.key"),
+    ("serve-model status nohost.invalid", 7, "getent hosts nohost.invalid"),
+    ("serve-model status 127.0.0.1:8500:1", 2, "127.0.0.1:8500"),
     ("export-model tag models/rankr prod", 5, "did you mean models/ranker?"),
     ("export-model rollback models/ranker --to 2h", 2, "write @2h"),
     (f"{EXPORT} --map-tables --hot-rows emb=", 2, "as in --hot-rows emb=VALUE"),
@@ -192,8 +208,8 @@ WRONG = [
     ),
     (f"{AGENT} --once", 2, "see serve-model agent --help"),
     ("serve-model run trained", 2, "export-model init trained"),
-    ("export-model doctor 127.0.0.1:8500", 5, "serve-model status 127.0.0.1:8500 --model NAME"),
-    ("export-model history localhost:8500", 5, "serve-model status localhost:8500 --model NAME"),
+    ("export-model doctor 127.0.0.1:8500", 5, "serve-model status 127.0.0.1:8500"),
+    ("export-model history localhost:8500", 5, "serve-model status localhost:8500"),
     ("serve-model agent --model-base-path models --target a --port 0", 2, "/models/deeprec"),
     ("serve-model agent --model-base-path m=models --target a --port 0", 2, "--model-base-path m=/"),
 ]
@@ -213,6 +229,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for age, name in enumerate(("final.weights.h5", "e-02.keras", "e-01.keras")):
         (place / "archives" / name).touch()
         os.utime(place / "archives" / name, (1e9 - age, 1e9 - age))
+    (place / "once.toml").write_text("[model.once]\nout = 'm'\n")
     (place / "m.py").write_text("def serving():\n    pass\n")
     return place
 
@@ -234,6 +251,58 @@ def test_the_next_command_is_told(
     assert not re.search(r"error: unexpected|Traceback", ran.err)
     if said.startswith(("export-model ", "serve-model ")):
         assert said == hint, "a hint that is a command is the whole of it"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export-model tag models/ranker 20",
+        "export-model tag models/ranker @latest",
+        "export-model tag models/ranker other=20",
+        "export-model rollback models/ranker@20",
+        "export-model rollback models/ranker 20",
+        "export-model --dry-run merge models/ranker",
+        "export-model --config x.toml inspect train",
+        "export-model merge models/ranker --from 20 --to 20",
+        "export-model untag models/ranker prod",
+        "export-model rollback models/ranker --to 35",
+    ],
+)
+def test_what_a_hint_proposes_works_and_moves_no_tag(
+    line: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(place / "models", tmp_path / "models")
+    shutil.copytree(place / "train", tmp_path / "train")
+    monkeypatch.chdir(tmp_path)
+    assert typed("export-model tag models/ranker prod 40").code == 0
+    proposed = re.search(r"^hint: .*?(export-model .*)$", typed(line).err, re.MULTILINE)
+    assert proposed is not None
+    done = typed(proposed[1])
+    assert done.code == 0, done.err
+    tags = typed("export-model tag models/ranker --json").document["tags"]
+    moved = [tag for tag in tags if tag["name"] == "prod" and tag["position"] != 40]
+    assert not moved
+    assert (len(tags) == 0) is ("untag" in line)
+
+
+def test_a_hint_names_the_graph_and_the_place_of_this_very_call(
+    ranker: Path, ranker_graph: Path, tmp_path: Path
+) -> None:
+    words = ("--ckpt-dir", ranker, "--model", ranker_graph)
+    ran = export_model(*words, "--out", tmp_path / "m", "--feed", "keep=1")
+    assert f"export-model inspect {ranker_graph} --tensors" in ran.err
+    assert "df /proc" in export_model(*words, "--out", "/proc/x").err
+    model = GOLDEN / "models/ranker"
+    assert "getent hosts nohost.invalid" in export_model("doctor", model, "--target", "nohost.invalid").err
+
+
+def test_errors_of_the_python_api_name_its_arguments(place: Path) -> None:
+    model = place / "models/ranker"
+    with pytest.raises(UsageError, match=r"^keep=0 would leave no version"):
+        exporter.rebase(model, keep=0, dry_run=True)
+    with pytest.raises(UsageError, match=r"^position 20 does not come before position 20") as same:
+        exporter.merge(model, 20, 20)
+    assert same.value.hint.endswith(f"export-model history {model}")
 
 
 def test_a_version_that_is_not_there_is_no_matter_of_a_hold(
