@@ -36,7 +36,8 @@ def with_port(address: str) -> str:
         raise UsageError(f"{address} is a port: a host is missing", hint=f"write 127.0.0.1:{address}")
     if _WITHOUT_PORT.fullmatch(address):
         return f"{address}:{GRPC_PORT}"
-    if address.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+", address):
+    is_ipv6 = address.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+", address)
+    if is_ipv6 and not re.match(r"[0-9.]+\.[0-9]+:", address):
         return f"[{address}]:{GRPC_PORT}"
     found = _WITH_PORT.fullmatch(address)
     if found is None or not 0 < int(found[1]) <= _LARGEST_PORT:

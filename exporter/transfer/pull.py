@@ -376,8 +376,13 @@ class _Pull:
             return self._done()
         waiting: tuple[str, ...] = ()
         if taken_back is not None:
-            waiting = tuple(item.path for item in wanted if taken_back.withholds(item))
+            held_back = [item for item in wanted if taken_back.withholds(item)]
             wanted = [item for item in wanted if not taken_back.withholds(item)]
+            paths = {item.path for item in held_back}
+            led_past = [item for path, item in self._stored.items.items() if path not in paths]
+            waiting = tuple(
+                item.path for item in held_back if not any(_replaces(each, item) for each in led_past)
+            )
             if Hold(self._model / taken_back.log).binds:
                 self._kept_log = taken_back.log
         is_current = not (wanted or waiting or self._trust)
