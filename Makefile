@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # By all cores, where pip takes one; and once, where PYTHONDONTWRITEBYTECODE has each process compile for itself.
 COMPILE = $(BIN)/python -m compileall -q -j 0
 
-.PHONY: help demo demo-digits test test-all lint unit durations thorough stores docs soak pictures fuzz chaos faults isolation bench release lock matrix matrix-short clean
+.PHONY: help demo demo-digits test test-all lint unit durations thorough stores docs soak pictures fuzz chaos faults rehearsal isolation bench release lock matrix matrix-short clean
 help:
 	@echo "make demo    a version and a delta at once; then two servers are kept fresh while a cluster trains"
 	@echo "make demo-digits  train a classifier on a loopback cluster, export, serve, predict, compare"
@@ -21,6 +21,7 @@ help:
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
 	@echo "make fuzz    thousands of damaged files of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
+	@echo "make rehearsal  twelve incidents of a model in a bucket, what everybody says of them, and the commands that end them"
 	@echo "make isolation  a million responses beside updates of mapped tables, none of which mixes positions"
 	@echo "make faults  processes killed and paused, networks cut, disks full, clocks set, beside an agent: MINUTES=10"
 	@echo "make release two wheels, an sdist, checksums and a bill of materials in dist/, tried in an empty environment"
@@ -128,6 +129,9 @@ fuzz: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/chaos.py
+
+rehearsal: $(STAMP)
+	@$(BIN)/python -m tests.support.rehearsal $(ONLY)
 
 isolation: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/isolation.py

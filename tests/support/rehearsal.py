@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -514,27 +513,30 @@ def _require(is_so: bool, what: str) -> None:
         raise Failed(what)
 
 
+def failures(directory: Path, say: Say, *words: str) -> dict[str, str]:
+    """Rehearse the incidents, the first always and of the others those with one of the words; what failed."""
+    failed: dict[str, str] = {}
+    with rehearsal(directory) as world:
+        for number, (name, step) in enumerate(INCIDENTS.items()):
+            if number and words and not any(word in name for word in words):
+                continue
+            if step.needs_disk and not world.has_disk:
+                say(f"\n== {name}: left out, because this user may not mount a disk")
+                continue
+            try:
+                rehearse(world, name, step, say)
+            except Failed as error:
+                failed[name] = str(error)
+                say(f"FAILED   {error}")
+    return failed
+
+
 def main(*words: str) -> int:
-    """Rehearse the incidents, the first always; the number of those that failed."""
-    failed = []
-    directory = Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    try:
-        with rehearsal(directory) as world:
-            for number, (name, step) in enumerate(INCIDENTS.items()):
-                if number and words and not any(word in name for word in words):
-                    continue
-                if step.needs_disk and not world.has_disk:
-                    print(f"\n== {name}: left out, because this user may not mount a disk")
-                    continue
-                try:
-                    rehearse(world, name, step, lambda line: print(line, flush=True))
-                except Failed as error:
-                    print(f"FAILED   {error}", flush=True)
-                    failed.append(name)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    """Rehearse, and print; 1 if an incident failed."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as directory:
+        failed = failures(Path(directory), lambda line: print(line, flush=True), *words)
     print(f"\n{len(failed)} failed{''.join(f': {name}' for name in failed)}")
-    return len(failed)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
