@@ -132,6 +132,7 @@ WRONG = [
     ("export-model rollback models/plain --to 35", 5, "export-model history models/plain"),
     ("export-model merge models/ranker --from 35", 5, "export-model history models/ranker"),
     (
+        "export-model merge models/ranker --from 60 --to 20",
         2,
         "export-model merge models/ranker --from 20 --to 60",
     ),

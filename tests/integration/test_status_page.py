@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from exporter.publish.judge import Code
 from serving.agent.http import plot
 from serving.agent.journal import AgentEvent, EventKind, Journal
 from serving.agent.standing import assess
@@ -150,6 +151,14 @@ def test_json_and_metrics_give_them_back_as_they_are(case: str) -> None:
     assert {"model": text, "replica": text} in labels
 
 
+def test_each_finding_leads_to_what_it_means() -> None:
+    with shown(usual()) as address, urllib.request.urlopen(f"{address}findings", timeout=30) as answer:
+        text = answer.read().decode()
+    assert all(f'<h2 id="{code.value}">' in text for code in Code)
+    assert "`" not in text.partition("<body>")[2]
+    assert "](" not in text
+
+
 def test_what_is_usual_is_told() -> None:
     with shown(usual()) as address:
         found = Found(chromium(address, "--dump-dom"))
@@ -259,4 +268,4 @@ def test_an_agent_that_is_gone_leaves_no_green_page() -> None:
     with shown(usual(), view=view) as address:
         dom = chromium(address, "--dump-dom", "--virtual-time-budget=9000")
     assert re.search(r'<body class="lost">', dom)
-    assert "<title>no answer - export-model agent</title>" in dom
+    assert "<title>no answer - serve-model agent</title>" in dom

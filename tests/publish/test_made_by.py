@@ -16,6 +16,7 @@ from exporter.publish.versions import newest_version
 from exporter.storage.layout import MADE_BY_FILE
 from tests.support.commands import export_model
 from tests.support.logs import Serving
+from tests.support.object_stores import Bucket
 from tests.support.setting import followed
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,20 @@ def test_what_was_exported_is_exported_again_by_the_command(
     assert manifests[0]["plan_digest"] == manifests[1]["plan_digest"], "by the same options"
     assert look_at_trainer(model).endswith(f"--ckpt-dir {ranker}")
     assert run(look_at_trainer(model)).returncode == 0
+
+
+def test_of_a_model_in_a_store_it_is_whole_too(
+    ranker: Path, ranker_graph: Path, bucket: Bucket, tmp_path: Path
+) -> None:
+    url = bucket.url("models/ranker")
+    done = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--updatable")
+    assert done.code == 0, done.err
+    line = new_base(url)
+    assert f"--out={url}" in line
+    assert MADE_BY_FILE not in "".join(bucket.names()), "it is this user's alone"
+    again = run(line)
+    assert again.returncode == 0, again.stderr
+    assert look_at_trainer(url) == f"export-model doctor {url} --ckpt-dir {ranker}"
 
 
 def test_without_it_the_manifest_has_the_names(tmp_path: Path) -> None:

@@ -95,3 +95,25 @@ def test_what_cannot_be_read_is_not_called_silent(published: Path) -> None:
     before = Model.read(published)
     published.rename(published.with_name("away"))
     assert Habit.of(Model.look(published, before)).silence(datetime.now(timezone.utc)) == Silence(None, None)
+
+
+def test_two_machines_that_publish_in_turn_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes over from another is one."""
+    trainer = followed(tmp_path, serving=Serving(parts=2, cast=True), parts=3, name="ranker")
+    model, step = tmp_path / "ranker", trainer.step
+    for name, found in (("ann", ()), ("ann", ()), ("bob", ()), ("ann", ("ann", "bob"))):
+        trainer.train()
+        trainer.step = step = step + 10
+        trainer.increment()
+        monkeypatch.setenv("LOGNAME", name)
+        assert export_model("--ckpt-dir", tmp_path / "train", "--out", model, "--incr").code == 0
+        assert tuple(each.partition("@")[0] for each in Model.read(model).publishers) == found
+    codes = {each["code"]: each for each in export_model("doctor", model, "--json").document["findings"]}
+    assert codes["two-publishers"]["message"].startswith("ann@")
+
+
+def test_silence_of_a_copy_is_that_of_its_store() -> None:
+    now = datetime.now(timezone.utc)
+    habit = Habit(now - timedelta(seconds=500), 300.0)
+    assert habit.silence(now).is_too_long
+    assert not habit.silence(now, in_store=now - timedelta(seconds=5)).is_too_long, "the copy is behind"

@@ -18,6 +18,7 @@ from typing import cast
 import pytest
 
 from exporter.errors import PublishError
+from exporter.publish.judge import Code
 from exporter.storage import mirror, objects
 from exporter.storage.objects import BrokenOff, ObjectWriter, Tag, again, require_conditions
 from exporter.storage.url import Url
@@ -330,6 +331,26 @@ def test_an_agent_that_ends_leaves_nobody_who_fetches(
     assert not [name for name in left if name.startswith(("pull", "ahead"))]
     assert not events, "that it ends is no failure"
     assert pull(url, copy).position == 30
+
+
+def test_a_call_without_an_answer_is_trouble_before_it_fails(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, machine: Machine, tmp_path: Path
+) -> None:
+    """It may take minutes, and an operator waits."""
+    url = bucket.url("models/ranker")
+    pushed(machine.model, url)
+    events = Journal()
+    puller = Puller(FollowedModel("m", tmp_path / "copy", is_copy=True), url, events, 0.1)
+    monkeypatch.setattr("serving.agent.puller._SILENT_SECONDS", 0.5)
+    with _silent_about(bucket, "/deltas/.*(?<!manifest.json)$", monkeypatch) as asked, pulling([puller]):
+        assert asked.wait(30)
+        until_ = time.monotonic() + 30
+        while (found := puller.fetched.trouble) is None:
+            assert time.monotonic() < until_
+            time.sleep(0.05)
+    assert (found.code, found.text) == (Code.STORE, "the store does not answer")
+    assert "/deltas/" in found.why
+    assert puller.fetched.trouble is None, "nothing is asked for any more"
 
 
 def test_nothing_is_asked_for_once_it_is_given_up() -> None:

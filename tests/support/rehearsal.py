@@ -108,10 +108,11 @@ def _agent(world: StoredWorld, *more: str) -> Iterator[Agent]:
     targets = [part for server in world.servers for part in ("--target", server.address)]
     often = ("--refresh-seconds", "0.5", "--deadline", "5", "--poll-seconds", "0.5", "--fresh-within", "5")
     place = ("--model-base-path", world.copy, "--pull", world.published.place)
-    with (
-        patch.dict(os.environ, world.agent_environment),
-        process("agent", *place, *targets, "--port", "0", "--json", *often, *more) as started,
-    ):
+    with ExitStack() as stack:
+        with patch.dict(os.environ, world.agent_environment):
+            started = stack.enter_context(
+                process("agent", *place, *targets, "--port", "0", "--json", *often, *more)
+            )
         yield Agent(started)
 
 
@@ -160,7 +161,8 @@ def rehearsal(directory: Path) -> Iterator[StoredWorld]:
             agent_environment=there,
             has_disk=has_disk,
         )
-        tell = f'--on-event=sh -c \'read line; echo "$line" >> "{notes}"\''
+        line = 'read -r line; printf "%s\\n" "$line"'
+        tell = f"--on-event=sh -c '{line} >> {notes}'"
         for thread in starting:  # while there is nothing to load
             thread.start()
         world.agent = stack.enter_context(_agent(world, "--canary", str(golden), tell))
@@ -319,7 +321,7 @@ INCIDENTS: dict[str, Step] = {
         a_person_rolls_back,
         "rolled-back",
         "Rolled back to the values of",
-        alerts=frozenset({"RolledBack", "PublicationsWait"}),
+        alerts=frozenset({"RolledBack"}),
         event="rolled_back",
     ),
     "an object is damaged": Step(

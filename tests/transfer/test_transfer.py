@@ -208,8 +208,8 @@ def test_what_is_not_whole_yet_is_waited_for(
     assert (ran.code, ran.document["position"], len(ran.document["incomplete"])) == (0, 20, 1)
     bucket.put(missing, content[:-1])
     ran = export_model("pull", url, tmp_path / "here", "--json")
-    assert (ran.code, ran.error["error"]) == (6, "VerificationError")
-    assert f"has {len(content) - 1} bytes, expected {len(content)}" in ran.error["message"]
+    assert (ran.code, ran.error["error"]) == (6, "PublicationDamaged")
+    assert f"has {len(content) - 1} bytes, expected {len(content)}" in ran.error["cause"]
     bucket.put(missing, content)
     assert pull(url, tmp_path / "here").position == 30
 
@@ -266,8 +266,8 @@ def test_a_delta_is_what_its_manifest_says(
     for file in forged.glob("delta.*"):
         bucket.put(f"models/ranker/{place}/{file.name}", file.read_bytes())
     ran = export_model("pull", url, tmp_path / "here", "--json")
-    assert (ran.code, ran.error["error"]) == (6, "VerificationError"), ran.err
-    assert "has checksum" in ran.error["message"] and url in ran.error["message"]
+    assert (ran.code, ran.error["error"]) == (6, "PublicationDamaged"), ran.err
+    assert "has checksum" in ran.error["cause"] and url in ran.error["cause"]
     false = [path.read_bytes() for path in forged.glob("delta.*")]
     assert not [
         path for path in (tmp_path / "here").rglob("*") if path.is_file() and path.read_bytes() in false
@@ -287,7 +287,7 @@ def test_a_version_is_what_its_manifest_says(
         content = bucket.keys(key)[key]
         bucket.put(key, content[:-1] + bytes([content[-1] ^ 1]))
         ran = export_model("pull", url, tmp_path / "here", "--json")
-        assert (ran.code, f"{url}/10/{name} has checksum" in ran.error["message"]) == (6, True), ran.err
+        assert (ran.code, f"{url}/10/{name} has checksum" in ran.error["cause"]) == (6, True), ran.err
         bucket.put(key, content)
     assert pull(url, tmp_path / "here").position == 30
 
