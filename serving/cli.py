@@ -171,9 +171,7 @@ def predict(
         request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
         most = _MOST_PREDICTED_BYTES  # whoever waits for one answer may have asked for a large one
-        connect = partial(
-            ModelClient, address, deadline_s=deadline, access=access, most_answer_bytes=most
-        )
+        connect = partial(ModelClient, address, deadline_s=deadline, access=access, most_answer_bytes=most)
         with client_of(connect, model, model_base_path) as client:
             model = client.model
             metadata = client.metadata(version, label=label)
