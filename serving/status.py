@@ -37,6 +37,11 @@ class Code(IntEnum):
     DATA_LOSS = 15
     UNAUTHENTICATED = 16
 
+    @classmethod
+    def _missing_(cls, value: object) -> Code:
+        """`UNKNOWN` for a code that a later server has."""
+        return cls.UNKNOWN
+
 
 class VersionStatus(Struct, frozen=True):
     """One version of a model as `GetModelStatus` reports it; `code` and `message` say why loading failed."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from exporter.bundle.warmup import WarmupRequest, examples_request, takes_examples, tensors_request
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.graph.nodes import attr, const_value, endpoint, input_names, through_identities
+from exporter.graph.nodes import attr, base_dtype, const_value, endpoint, input_names, through_identities
 from exporter.graph.signatures import canonical, tensors_of
 from exporter.graph.variable_uses import read_rows_only
 from exporter.tables.parts import INDEX_ROWS, PARTS
@@ -117,7 +117,7 @@ def _request(name: str, signature: Proto) -> WarmupRequest | None:
         return examples_request(name, signature, {"examples": [{}]})
     inputs: dict[str, NDArray[Any]] = {}
     for key, info in signature.inputs.items():
-        dtype = DType(info.dtype)
+        dtype = base_dtype(info.dtype)
         if info.WhichOneof("encoding") != "name" or info.tensor_shape.unknown_rank:
             return None
         shape = [dim.size if dim.size >= 0 else 1 for dim in info.tensor_shape.dim]

@@ -124,6 +124,12 @@ def candidates(path: Path) -> list[Path]:
     return [prefix]
 
 
+def is_named(path: Path) -> bool:
+    """True if `path` means one checkpoint, whatever comes after it, and not the newest one of a directory."""
+    path = mirror.local(path)
+    return _directory(path) is None or ORBAX.matches(path)
+
+
 def _directory(path: Path) -> Path | None:
     """The directory that `path` means, itself or that of a state file; None for a prefix."""
     if (mode := _mode(path)) and stat.S_ISDIR(mode):

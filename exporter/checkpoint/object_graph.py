@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from google.protobuf.message import DecodeError
@@ -26,6 +26,8 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 VARIABLE_VALUE = "VARIABLE_VALUE"
+# The end of a table's name in a checkpoint, behind the path of its object; `-keys` and `-values` follow.
+TABLE_SUFFIX = "/.ATTRIBUTES/table"
 # The end of a variable's tensor name, behind the path of its object.
 SUFFIX = f"/.ATTRIBUTES/{VARIABLE_VALUE}"
 
@@ -43,7 +45,10 @@ class TrackedVariable(Struct, frozen=True):
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: edges by name, its value if a variable's, slots; `table` is a hash table's name, or ""."""
+    """An object: edges by name, its value if a variable's, slots; `table` is a hash table's name, or "".
+
+    In a served graph that is the table's node.
+    """
 
     children: Mapping[str, int]
     variable: TrackedVariable | None = None
@@ -81,6 +86,21 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     def paths(self) -> Mapping[int, str]:
         """A shortest path to each object that the root leads to, by number."""
         return self.paths_from(ROOT)
+
+    def leading_to(self, targets: Iterable[int]) -> frozenset[int]:
+        """The objects with these numbers, and all objects that lead to one of them."""
+        parents: dict[int, list[int]] = {}
+        for number, item in enumerate(self.objects):
+            for child in item.children.values():
+                parents.setdefault(child, []).append(number)
+        found = {*targets}
+        pending = [*found]
+        while pending:
+            for parent in parents.get(pending.pop(), ()):
+                if parent not in found:
+                    found.add(parent)
+                    pending.append(parent)
+        return frozenset(found)
 
     def paths_from(self, start: int) -> dict[int, str]:
         """A shortest path to each object that `start` leads to, by number; its own is ""."""

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from exporter.errors import MappingError
 from exporter.graph.changed_uses import INDIFFERENT, become_shape, change_uses, rename_output
-from exporter.graph.nodes import Body, attr, attr_shape, free_name
+from exporter.graph.nodes import Body, attr, attr_shape, base_dtype, free_name
 from exporter.wire.dtypes import DType
 from exporter.wire.int8_codes import SCALE_BYTES
 from exporter.wire.protos import Proto
@@ -81,7 +81,7 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     """
     handles = {}
     for node in graph_def.node:
-        wanted = DType(node.attr["dtype"].type) if node.op == "VarHandleOp" else None
+        wanted = base_dtype(node.attr["dtype"].type) if node.op == "VarHandleOp" else None
         if wanted is not None and wanted != stored.get(node.name, wanted):
             cast = _Cast(node.name, wanted, stored[node.name], attr_shape(node) or ())
             handles[node.name] = cast

@@ -60,6 +60,7 @@ from exporter.graph.nodes import (
     GraphIndex,
     Reached,
     attr_text,
+    base_dtype,
     check_acyclic,
     closure,
     const_texts,
@@ -309,7 +310,7 @@ def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
     """Yield notes on signatures with dtypes that TensorFlow Serving's REST has no JSON for."""
     for name, signature in sorted(signatures.items()):
         found = [
-            f"{alias} is {DType(info.dtype).label}"
+            f"{alias} is {base_dtype(info.dtype).label}"
             for _, alias, info in signature_tensors(signature)
             if info.WhichOneof("encoding") == "name" and info.dtype not in REST_TYPES
         ]
@@ -530,7 +531,7 @@ def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> l
                 nodes[user].input[at] = numbers[tensor].as_input
     types = node.attr["dtypes"].list.type
     texts = {f"{name}/tensor_names": names, f"{name}/shape_and_slices": slices}
-    dtypes = tuple(DType(types[output]) for output in used)
+    dtypes = tuple(base_dtype(types[output]) for output in used)
     nodes[name] = new_node(name, _READS, [_PREFIX, *texts], dtypes=dtypes)
     for key, values in texts.items():
         chosen = np.array([values[output].encode() for output in used], object)

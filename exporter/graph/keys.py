@@ -27,7 +27,7 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from exporter.catalog import SliceSpec
-from exporter.checkpoint.object_graph import SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
+from exporter.checkpoint.object_graph import SUFFIX, TABLE_SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
 from exporter.graph.inference_graph import GraphVariable, PartitionStrategy
 from exporter.graph.nodes import (
     ENTERS,
@@ -129,7 +129,7 @@ def _origin(index: GraphIndex, name: str) -> Proto | None:
 
 
 def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
-    """The objects of a SavedModel; a variable's `tensor` is the node of its handle."""
+    """The objects of a SavedModel; a variable's `tensor` is the node of its handle, as is a table's name."""
     nodes = meta_graph.object_graph_def.nodes
     edges = [{child.local_name: child.node_id for child in node.children} for node in nodes]
     known = [
@@ -142,11 +142,16 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
         if found is not None:
             handles[found] = handle
     handles |= _captured(meta_graph, index)
+    tables: dict[int, str] = {}
+    for handle, (keys, _) in _restored_in_function(meta_graph, index, TABLE_IMPORTS, count=2):
+        found = bare.at(keys.removesuffix(f"{TABLE_SUFFIX}-keys"))
+        if found is not None:
+            tables[found] = through_identities(index.nodes, handle)
     return ObjectGraph(
         tuple(
             TrackedObject(children, TrackedVariable(nodes[number].variable.name, handles[number]))
             if number in handles
-            else TrackedObject(children)
+            else TrackedObject(children, table=tables.get(number, ""))
             for number, children in enumerate(known)
         )
         or (TrackedObject({}),)
@@ -213,6 +218,7 @@ _COLLECTIONS = (
     "metric_variables",
 )
 _ASSIGNS = frozenset({"Assign", "AssignVariableOp"})
+TABLE_IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
 _PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
 
 

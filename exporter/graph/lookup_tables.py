@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from exporter.errors import GraphError, MissingAsset, NotServable, ShapeMismatch
 from exporter.graph.functions import callers, reachable
 from exporter.graph.inference_graph import Asset, GraphDynamicTable, GraphTable, GraphVariable, InferenceGraph
-from exporter.graph.keys import restored_names
+from exporter.graph.keys import TABLE_IMPORTS, restored_names
 from exporter.graph.nodes import (
     GraphIndex,
     attr,
@@ -56,7 +56,6 @@ _INIT_COLLECTION = "table_initializer"
 _RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
 _OF_KERAS = re.compile(r"hash_table_[0-9a-f]{8}-[0-9a-f-]{27}$")
 """A layer's table: its name is made at random, and says nothing."""
-_IMPORTS = frozenset({"LookupTableImport", "LookupTableImportV2"})
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
@@ -351,7 +350,7 @@ def table_keys(
         return {}
     known = {
         through_identities(index.nodes, table): TableKey(keys, values)
-        for table, (keys, values) in restored_names(meta_graph, index, _IMPORTS, count=2)
+        for table, (keys, values) in restored_names(meta_graph, index, TABLE_IMPORTS, count=2)
     }
     known |= given or {}
     by_identity = {_identity(node): known[node.name] for node in nodes if node.name in known}
@@ -363,6 +362,8 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
     found: dict[str, GraphTable] = {}
     for node in _restorable(nodes.values()):
         stored = keys.get(node.name) or TableKey.of(node.name)
+        if any(table.keys == stored.keys for table in found.values()):  # objects have names that others have
+            stored = TableKey.of(node.name)
         found.setdefault(
             _identity(node),
             GraphTable(

@@ -39,6 +39,7 @@ from exporter.graph.signatures import (
     parse_examples,
     requested_specs,
     set_signatures,
+    without_references,
 )
 from exporter.graph.source_graph import GraphRequest, SourceGraph
 from exporter.graph.table_marks import marked_tables
@@ -107,6 +108,7 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
     UsageError if there are none. DeepRec's lookups and reference tables become resources; lookups that a
     published version joined are separate again.
     """
+    without_references(meta_graph)
     separate_lookups(meta_graph)
     index = GraphIndex.of(meta_graph)
     drop_internal(meta_graph)

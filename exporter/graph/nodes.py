@@ -25,8 +25,6 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
-_REF = 100  # DT_FLOAT_REF is DT_FLOAT + 100, and so on (source: tensorflow/core/framework/types.proto)
-
 # In the order in which they are asked: a Cast has SrcT and DstT, and gives DstT.
 _TYPE_ATTRS = ("dtype", "T", "Tparams", "out_type", "output_type", "DstT", "SrcT")
 _TYPE_LIST_ATTRS = ("Tout", "output_types", "component_types", "dtypes", "_output_types")
@@ -88,12 +86,9 @@ def readers_of(nodes: Iterable[Proto], *, waiting: bool = False) -> dict[str, li
 
 
 def base_dtype(number: int) -> DType:
-    """The DType of an enum's number, GraphError if it is unknown.
-
-    DT_FLOAT_REF, a reference, becomes DT_FLOAT.
-    """
+    """The DType of a number in a graph, of a reference what it refers to; GraphError if it is unknown."""
     try:
-        return DType(number - _REF if number > _REF else number)
+        return DType(number)
     except ValueError:
         raise GraphError(f"the graph uses data type number {number}, which is unknown") from None
 

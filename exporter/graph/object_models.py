@@ -119,6 +119,7 @@ def view_objects(
             TrackedObject(
                 {name: numbers[id(child)] for name, child in children.items() if id(child) in numbers},
                 (variable_of or _variable)(item),
+                table=_table_node(item),
             )
             for item, children in zip(items, edges, strict=True)
         )
@@ -231,6 +232,17 @@ def _variable(item: Any) -> TrackedVariable | None:
     node = variable.handle.op.name
     # Keras' own path: a graph gives the node of an unnamed model's second layer another name, `dense_1_1`.
     return TrackedVariable(getattr(item, "path", None) or node, node)
+
+
+def _table_node(item: Any) -> str:
+    """The node of a table that training fills; "" for other objects, and for a table outside of a graph."""
+    import tensorflow as tf
+
+    tables = tf.lookup.experimental
+    if not isinstance(item, tables.MutableHashTable | tables.DenseHashTable):
+        return ""
+    handle = item.resource_handle
+    return str(handle.op.name) if tf.is_symbolic_tensor(handle) else ""
 
 
 def _value_of(item: Any) -> Any:

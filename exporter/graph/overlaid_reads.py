@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exporter.graph.changed_uses import INDIFFERENT, RowReads, change_uses
-from exporter.graph.nodes import Body, attr, free_name, makes_vector
+from exporter.graph.nodes import Body, attr, base_dtype, free_name, makes_vector
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -101,7 +101,7 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     """Let a gather yield the table's rows under a new name; the rows as they are now take its old name."""
     name, dtype = node.name, table.dtype
     changed_handle, slots_handle, overlay_handle, *pages_handle = extra_handles
-    indices, index_type = node.input[1], DType(node.attr["Tindices"].type)
+    indices, index_type = node.input[1], base_dtype(node.attr["Tindices"].type)
     body.rename(node, free_name(body.by_name, f"{name}/mapped"))
     node.attr.pop("_output_shapes", None)
 

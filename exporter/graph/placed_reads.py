@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exporter.graph.changed_uses import INDIFFERENT, RowReads, become_shape
-from exporter.graph.nodes import Body, attr
+from exporter.graph.nodes import Body, attr, base_dtype
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -36,7 +36,7 @@ class PlacedReads(RowReads, frozen=True):
         if node.op == "VariableShape":
             become_shape(body, node, self.shape)
         elif node.op == "ResourceGather" and not attr(node, "batch_dims").i:
-            asked = {"dtype": self.places_dtype, "Tindices": DType(node.attr["Tindices"].type)}
+            asked = {"dtype": self.places_dtype, "Tindices": base_dtype(node.attr["Tindices"].type)}
             ids, device = node.input[1], node.device
             place = body.add(
                 f"{node.name}/place", "ResourceGather", *extra_handles, ids, device=device, **asked

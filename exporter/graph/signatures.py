@@ -46,7 +46,7 @@ class SignatureTensor(Struct, frozen=True):
 def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
     """The tensors of a signature's inputs or outputs, each once, in the order of their keys."""
     found = (
-        SignatureTensor(canonical(info.name), DType(info.dtype), _shape(info.tensor_shape))
+        SignatureTensor(canonical(info.name), base_dtype(info.dtype), _shape(info.tensor_shape))
         for _, info in sorted(infos.items())
     )
     return list({tensor.name: tensor for tensor in found}.values())
@@ -96,6 +96,15 @@ def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
 def tensor_names(info: Proto) -> list[str]:
     """The names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's components'."""
     return [getattr(message, field) for message, field in _names(info)]
+
+
+def without_references(meta_graph: Proto) -> None:
+    """Give tensors of signatures, in place, the types that references are of: clients know no references."""
+    for signature in meta_graph.signature_def.values():
+        for _, _, info in signature_tensors(signature):
+            for part in (info, *info.composite_tensor.components):
+                if part.dtype > max(DType):
+                    part.dtype = int(base_dtype(part.dtype))
 
 
 def rename_tensors(info: Proto, names: Mapping[str, str]) -> None:

@@ -66,6 +66,7 @@ def plan_changes(
     within: float = 0.0,
     *,
     awaits_increment: bool = False,
+    is_alone: bool = False,
 ) -> ChangePlan:
     """Plan what to publish after `published` to reach the full checkpoint `full` and its increments.
 
@@ -73,6 +74,7 @@ def plan_changes(
     - If the target is published, rows being off by less than `within`, there is nothing to do.
     - If what is published is exact, and increments lead from it to the target, they hold all that changed.
     - Otherwise the target is compared with what is published, row by row; `reason` says why.
+    - If `full` is to be published alone (`is_alone`), increments that follow it do not count.
     - With `awaits_increment` and none after `full` yet, the plan ends where the next increment will begin:
       that increment tells what changed up to `full`, and nothing has to be compared.
 
@@ -80,7 +82,7 @@ def plan_changes(
     follows B. If A is published and the next increment is awaited, B is sent now, and what changed
     between 120 and 125 comes with the next one. Without waiting checkpoint 125 is compared.
     """
-    after = history.after(full)
+    after = () if is_alone else history.after(full)
     equal = next((name for name in history.same(full) if isinstance(name, str)), None)
     tip = after[-1].increment.id if after else equal
     if awaits_increment and tip is None and published.is_exact:
@@ -98,7 +100,10 @@ def plan_changes(
     if chain is not None:
         event_time = newest([last_event, _last_event(published, chain)])
         return ChangePlan(TrainerVersion.of(full, tip, event_time), step, chain)
-    return ChangePlan(target, step, after, is_known=False, reason=_reason(published, full, history))
+    reason = _reason(published, full, history)
+    if is_alone and published.is_exact and history.after(full):
+        reason = f"{full.name} is named, and not what came after it"
+    return ChangePlan(target, step, after, is_known=False, reason=reason)
 
 
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import Catalog, Extra, ExtraKind, Naming, TensorRef
-from exporter.checkpoint.embedding_variables import embedding_variables
-from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
-from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
+from exporter.catalog import Catalog, Extra, Naming, TensorRef
+from exporter.checkpoint.object_graph import TABLE_SUFFIX, read_object_graph
 from exporter.errors import (
     AmbiguousRename,
-    CheckpointError,
     MissingTensors,
     ShapeMismatch,
     UsageError,
@@ -32,20 +29,30 @@ from exporter.errors import (
 )
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.by_layer import left_over_twins, match_unnamed
+from exporter.mapping.extras import (
+    classify_extras,
+    ignorable,
+    left_out_by_names,
+    names_of,
+    whole_objects,
+)
 from exporter.mapping.mapping_rules import (
     TF_AVERAGE,
     CastRule,
     MappingRules,
     RenameRule,
+    ServedWhole,
     average_slots,
+    parse_ignored,
     row_order,
 )
 from exporter.mapping.tensor_source import CASTABLE, TensorSource, cast_for, group_parts, stored_names
 from exporter.options import ExportRequest
+from exporter.storage.local_paths import quoted
 from exporter.tables.parts import VALUES
 
 if TYPE_CHECKING:
-    from exporter.mapping.object_matching import TrainedObjects
+    from exporter.mapping.object_matching import ObjectMatches, TrainedObjects
 
 _AVERAGES = "_model_variables_moving_average"
 _VARIABLES = "_trainable_variables"
@@ -89,26 +96,45 @@ def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
 
 
 def find_tables(
-    tables: Iterable[GraphTable], catalog: Catalog, renamed: Callable[[str], str | None]
+    tables: Iterable[GraphTable], catalog: Catalog, rules: MappingRules
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
     """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor.
 
     MissingTensors if the checkpoint lacks one of them.
     """
     for table in tables:
-        names = stored_names(table, renamed)
+        names = stored_names(table, rules.renamed)
         missing = [name for name in names if name not in catalog.tensors]
         if missing:
-            raise MissingTensors(
-                f"table {table.node!r} is filled while training and would be empty when served: "
-                f"{catalog.prefix.name} has no {' and no '.join(map(repr, missing))}",
-                cause="a Saver stores tables made with checkpoint=True, unless it is told what to save",
-                hint="map its names with --rename, or fill a static table (tf.lookup.StaticHashTable)",
-            )
+            raise _missing_table(table, missing, catalog)
         keys, values = (catalog.tensors[name] for name in names)
         _check(table, keys, values)
         found = replace(table, keys=keys.name, values=values.name)
         yield replace(found, key_shape=keys.shape[1:], value_shape=values.shape[1:]), keys, values
+
+
+def _missing_table(table: GraphTable, missing: list[str], catalog: Catalog) -> MissingTensors:
+    """The error for a table without contents in a checkpoint, with the tables that are there."""
+    there = [
+        stem
+        for name in catalog.tensors
+        if name.endswith("-keys") and f"{(stem := name.removesuffix('-keys'))}-values" in catalog.tensors
+    ]
+    cause = "a Saver stores tables made with checkpoint=True, unless it is told what to save"
+    if any(name.endswith(TABLE_SUFFIX) for name in there):
+        cause = "the checkpoint's objects do not correspond to the model's"
+    hint = "fill a static table (tf.lookup.StaticHashTable)"
+    if there:
+        cause += f"; it has the tables {', '.join(map(repr, there[:5]))}"
+        stem = re.escape(table.keys.removesuffix("-keys"))
+        rule = rf"{stem}-(keys|values)={there[0]}-\1"
+        hint = f"name its table: --rename {quoted(rule)}; or {hint}"
+    return MissingTensors(
+        f"table {table.node!r} is filled while training and would be empty when served: "
+        f"{catalog.prefix.name} has no {' and no '.join(map(repr, missing))}",
+        cause=cause,
+        hint=hint,
+    )
 
 
 def _check(table: GraphTable, keys: TensorRef, values: TensorRef) -> None:
@@ -150,73 +176,22 @@ def _fits(shape: tuple[int, ...], table: GraphTable) -> bool:
     )
 
 
-_SLOT_NAME = re.compile(
-    r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
-    r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
-    r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)"
-    r"|(^|/)(optimizer_variables|opt_state)/"
-)
-_COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
-_ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
-
-
-def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
-    """Yield every tensor that is not `used`, with its probable purpose."""
-    embedding = _embedding_kinds(catalog)
-    for name, tensor in catalog.tensors.items():
-        if name not in used:
-            yield Extra(tensor, embedding.get(name) or _kind(name, tensor, catalog))
-
-
-def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """The purposes of embedding variables' tensors, by name; those of damaged ones are judged by name."""
-    try:
-        variables = embedding_variables(catalog)
-    except CheckpointError:
-        return {}
-    kinds: dict[str, ExtraKind] = {}
-    for variable in variables.values():
-        for part in variable.parts:
-            rows = {part.keys.name, part.values.name}
-            for name in part.tensor_names:
-                own = ExtraKind.OTHER if name in rows else ExtraKind.BOOKKEEPING
-                kinds[name] = own if variable.slot_of is None else ExtraKind.SLOT
-    return kinds
-
-
-def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
-    if name == OBJECT_GRAPH:
-        return ExtraKind.OBJECT_GRAPH
-    parent, _, leaf = name.removesuffix(SUFFIX).rpartition("/")
-    if leaf in _ITERATIONS and tensor.shape == ():
-        return ExtraKind.GLOBAL_STEP
-    if leaf in _COUNTERS:
-        return ExtraKind.COUNTER
-    if leaf == TF_AVERAGE or "/ExponentialMovingAverage" in name:
-        return ExtraKind.MOVING_AVERAGE
-    owner = catalog.tensors.get(parent)
-    if owner is not None and owner.shape == tensor.shape and leaf in ("ema", "average", "avg"):
-        return ExtraKind.MOVING_AVERAGE
-    of, is_list, _ = f"{parent}/".rpartition("/_variables/")
-    if is_list and f"{of}/_iterations{SUFFIX}" in catalog.tensors:  # a Keras optimizer, whatever holds it
-        return ExtraKind.SLOT
-    if _SLOT_NAME.search(name) or (owner is not None and tensor.shape in (owner.shape, ())):
-        return ExtraKind.SLOT
-    return ExtraKind.OTHER
-
-
 _REPORTED_MISSES = 20
 _VIA = {Naming.NAMES: "number", Naming.LAYERS: "layer", Naming.ORDER: "order"}
 _ROWS = f"/{VALUES}"
 
 
 class VariableMapping(Struct, frozen=True, dict=True):
-    """Every served variable's source, and the tables that are restored, named as in the bundle."""
+    """Every served variable's source, and the tables that are restored, named as in the bundle.
+
+    `whole` says which variables of served objects may stay behind; None for a checkpoint without objects.
+    """
 
     catalog: Catalog
     sources: tuple[TensorSource, ...]
     notes: tuple[str, ...] = ()
     tables: tuple[GraphTable, ...] = ()
+    whole: ServedWhole | None = None
 
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
@@ -251,12 +226,11 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     if objects is not None:
         from exporter.mapping.object_matching import TrainedObjects
 
-        matches = _find_objects(
-            wanted, graph, TrainedObjects(objects, catalog.tensors, rules.object_path), rules
-        )
+        side = TrainedObjects(objects, catalog.tensors, rules.object_path)
+        walked, matches = _find_objects(wanted, graph, side, rules)
     else:
         renamed = {key for key in wanted if rules.renamed(key) is not None}
-        unnamed = match_unnamed(graph, catalog, renamed, by_order=rules.by_order)
+        unnamed = match_unnamed(graph, _not_ignored(catalog, rules), renamed, by_order=rules.by_order)
         matches = {key: _find_name(key, catalog, rules, unnamed) for key in wanted}
     missing = [key for key in wanted if not _is_usable(catalog.tensors.get(matches[key].name), wanted[key])]
     if missing:
@@ -276,12 +250,42 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
             TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
         )
     twins = _twin_notes(sources, catalog) if objects is None and catalog.naming is Naming.NAMES else ()
-    notes = (*_notes(sources, rules, catalog), *twins)
-    tables = tuple(find_tables(graph.tables, catalog, rules.renamed))
+    used = {name for match in matches.values() for name in (match.name, match.trained_name)}
+    beside: Iterable[str] = ()
+    whole: ServedWhole | None = None
+    if objects is not None:
+        whole = whole_objects(side, walked, used, graph, rules)
+        rules = _with_tables(rules, graph.tables, walked.tables)
+    else:
+        beside = left_out_by_names(catalog, used, graph, rules)
+        if left := {name for name, ref in catalog.tensors.items() if rules.ignores(names_of(ref))} - used:
+            whole = ServedWhole(tuple(sorted(left)))
+    notes = (*_notes(sources, rules, catalog), *twins, *beside)
+    tables = tuple(find_tables(graph.tables, catalog, rules))
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
     sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
     sources += _state(graph, catalog)
-    return VariableMapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables))
+    return VariableMapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables), whole)
+
+
+def _with_tables(
+    rules: MappingRules, tables: Iterable[GraphTable], found: MappingOf[str, str]
+) -> MappingRules:
+    """The rules with the names of hash tables that were matched by their objects."""
+    names = {
+        name: f"{found[table.node]}-{half}"
+        for table in tables
+        if table.node in found
+        for name, half in ((table.keys, "keys"), (table.values, "values"))
+    }
+    return replace(rules, names={**rules.names, **names}) if names else rules
+
+
+def _not_ignored(catalog: Catalog, rules: MappingRules) -> Catalog:
+    if not rules.ignored and rules.whole is None:
+        return catalog
+    left = {name: ref for name, ref in catalog.tensors.items() if not rules.ignores(names_of(ref))}
+    return replace(catalog, tensors=left)
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
@@ -319,21 +323,22 @@ def _find_objects(
     graph: InferenceGraph,
     trained: TrainedObjects,
     rules: MappingRules,
-) -> dict[str, _Match]:
+) -> tuple[ObjectMatches, dict[str, _Match]]:
     from exporter.mapping.object_matching import Matched, match_objects
 
     shadows = averages(trained, rules.average) if rules.average else {}
     known = {key: rules.tensors[key] for key in wanted if rules.tensors.get(key) in trained.tensors}
     renamed = {key: name for key in wanted if (name := rules.renamed(key)) is not None}
     rest = {key: variables[0] for key, variables in wanted.items() if key not in known}
-    found = match_objects(rest, graph.objects, trained, renamed)
-    found |= {key: Matched(name, "object") for key, name in known.items()}
+    tables = (table.node for table in graph.tables if rules.renamed(table.keys) is None)
+    walked = match_objects(rest, graph.objects, trained, renamed, tables)
+    found = {**walked.found, **{key: Matched(name, "object") for key, name in known.items()}}
     matches = {}
     for key in wanted:
         tensor, via = found[key].tensor, found[key].via
         average = tensor if tensor in shadows.values() else shadows.get(tensor)
         matches[key] = _Match(average or tensor, tensor, "average" if average else via)
-    return matches
+    return walked, matches
 
 
 def _find_name(
@@ -431,6 +436,13 @@ def check_rules(
             )
     tables = [name for table in graph.tables for name in (table.keys, table.values)]
     renamed = [*keys, *tables, *(table.name for table in graph.dynamic_tables)]
+    names = [*ignorable(catalog, read_object_graph(catalog))] if request.ignored else []
+    for pattern in parse_ignored(request.ignored):
+        if not any(map(pattern.fullmatch, names)):
+            raise UsageError(
+                f"--ignore {pattern.pattern}: the checkpoint has no such variable",
+                hint=_suggestion("--ignore", pattern.pattern, names),
+            )
     for text in request.renames:
         rule = RenameRule.parse(text)
         if not any(map(rule.pattern.fullmatch, renamed)):

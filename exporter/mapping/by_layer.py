@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, Naming, TensorRef
 from exporter.errors import NoCertainMatch, lines_of
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
+from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
 
 _NUMBER = re.compile(r"_([0-9]+)$")
@@ -248,6 +249,16 @@ def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[s
     raise NoCertainMatch(
         f"the model has {len(expected)} values and the checkpoint {len(stored)}: layers differ",
         cause="; ".join(texts),
+        hint="" if fewer else _or_ignored(more),
+    )
+
+
+def _or_ignored(names: Iterable[str]) -> str:
+    """The hint for values that the checkpoint alone has."""
+    options = " ".join(f"--ignore {quoted(re.escape(name))}" for name in sorted(names)[:_SHOWN])
+    return (
+        "build the model with what the trainer's has; or, if they are not meant to be served, and are the "
+        f"last of their layer: {options}"
     )
 
 

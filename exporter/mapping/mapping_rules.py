@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Struct, field
 
@@ -21,7 +21,9 @@ from exporter.checkpoint.admission import Admission
 from exporter.errors import AmbiguousRename, PartitionStrategyUnknown, UsageError
 from exporter.graph.inference_graph import PartitionStrategy
 from exporter.storage.files import read_regular
+from exporter.storage.local_paths import quoted
 from exporter.wire.dtypes import DType
+from exporter.wire.json_documents import Text, doc
 
 if TYPE_CHECKING:
     from exporter.catalog import Catalog, SliceSpec, TensorRef
@@ -264,6 +266,15 @@ def average_slots(average: str | None) -> tuple[str, ...]:
     return (TF_AVERAGE, "ema") if average == "ema" else (average,) if average else ()
 
 
+class ServedWhole(Struct, frozen=True, omit_defaults=True):
+    """What a trainer's checkpoint has in served objects and layers besides the variables that are served."""
+
+    beside: Annotated[tuple[Text, ...], doc("tensors of theirs that may stay behind")] = ()
+    objects: Annotated[
+        tuple[Text, ...], doc("paths of objects that are served without a variable of their own")
+    ] = ()
+
+
 class MappingRules(Struct, frozen=True):
     """The rules that variables are mapped to tensors by.
 
@@ -272,7 +283,8 @@ class MappingRules(Struct, frozen=True):
     variables. `strategies` has the lookups in training that the user names, `trained` those of the trainer's
     graph. `object_path` leads to the served model in an object-based checkpoint. `tensors` has, by variable,
     what was found among the objects of another checkpoint of the same trainer. `names` and `dtypes` have, by
-    whole names, what renames and casts of an earlier export gave.
+    whole names, what renames and casts of an earlier export gave. What matches `ignored` may stay behind,
+    though it belongs to what is served; `whole` says what else does, None if that is not known.
     """
 
     renames: tuple[RenameRule, ...] = ()
@@ -285,6 +297,13 @@ class MappingRules(Struct, frozen=True):
     tensors: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[re.Pattern[str], ...] = ()
+    whole: ServedWhole | None = None
+
+    def ignores(self, names: Iterable[str]) -> bool:
+        """True if a variable with one of these names is meant to stay behind."""
+        known = self.whole.beside if self.whole is not None else ()
+        return any(name in known or any(p.fullmatch(name) for p in self.ignored) for name in names)
 
     def renamed(self, key: str) -> str | None:
         """The tensor name that the rename rules give a variable, None if none is about it.
@@ -322,7 +341,27 @@ def parse_rules(request: ExportRequest) -> MappingRules:
         casts=tuple(map(CastRule.parse, request.casts)),
         strategies=strategies,
         object_path=request.object_path,
+        ignored=parse_ignored(request.ignored),
     )
+
+
+def parse_ignored(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    """The regular expressions of `--ignore`.
+
+    Raises:
+        UsageError: one does not parse.
+    """
+    found = []
+    for text in texts:
+        try:
+            found.append(re.compile(text))
+        except re.error as error:
+            raise UsageError(
+                f"--ignore {text!r} is not a regular expression",
+                cause=str(error),
+                hint=f"for a name as it is written: --ignore {quoted(re.escape(text))}",
+            ) from error
+    return tuple(found)
 
 
 def parse_admission(request: ExportRequest) -> Admission:

@@ -9,6 +9,7 @@ kept as texts, to be compared with those of a later command line, and are never 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
@@ -18,7 +19,7 @@ from msgspec.structs import asdict, replace
 
 from exporter.catalog import Catalog, Naming, SliceSpec, TensorRef
 from exporter.checkpoint.admission import Admission
-from exporter.errors import MappingError, SchemaChanged
+from exporter.errors import MappingError, ObjectMismatch, SchemaChanged
 from exporter.graph.inference_graph import (
     GraphDynamicTable,
     GraphTable,
@@ -26,7 +27,7 @@ from exporter.graph.inference_graph import (
     InferenceGraph,
     PartitionStrategy,
 )
-from exporter.mapping.mapping_rules import CASTS, MappingRules
+from exporter.mapping.mapping_rules import CASTS, MappingRules, ServedWhole
 from exporter.mapping.tensor_source import TensorSource, cast_for, group_parts, stored_names
 from exporter.options import ExportRequest, option_of
 from exporter.tables.parts import PARTS
@@ -196,6 +197,9 @@ class MappingSpec(
     dtypes: Annotated[Mapping[Text, CastLabel], doc("what --cast stores variables as, by name")] = field(
         default_factory=dict
     )
+    whole: Annotated[
+        ServedWhole | None, doc("what served objects and layers have besides; null if nobody noted it")
+    ] = None
 
     @classmethod
     def of(
@@ -210,6 +214,12 @@ class MappingSpec(
         names = {variable.key for variable in graph.variables}
         names |= {name for table in graph.tables for name in (table.keys, table.values)}
         names |= {table.name for table in graph.dynamic_tables}
+        by_object = {
+            name: found
+            for table, stored in zip(graph.tables, mapping.tables, strict=True)
+            for name, found in ((table.keys, stored.keys), (table.values, stored.values))
+            if found != name
+        }
         return cls(
             tuple(map(VariableDocument.of, graph.variables)),
             _sorted(graph.lookups),
@@ -224,8 +234,13 @@ class MappingSpec(
             {key: tuple(map(PlaceDocument.of, at)) for key, at in _sorted(graph.layers).items()}
             if mapping.catalog.naming is Naming.LAYERS or any(source.tensor.owner for source in ours)
             else {},
-            {name: new for name in sorted(names) if (new := rules.renamed(name)) is not None},
+            {
+                name: new
+                for name in sorted(names)
+                if (new := rules.renamed(name) or by_object.get(name)) is not None
+            },
             _sorted({s.key: s.cast.label for s in ours if s.cast is not None}),
+            mapping.whole,
         )
 
     @cached_property
@@ -246,6 +261,7 @@ class MappingSpec(
             tensors=given.tensors,
             names=self.renamed,
             dtypes=self.dtypes,
+            whole=self.whole,
         )
 
     @property
@@ -253,8 +269,10 @@ class MappingSpec(
         """The filter of the keys of dynamic tables."""
         return Admission(self.min_freq, self.max_age_steps)
 
-    def mapping(self, catalog: Catalog) -> VariableMapping:
+    def mapping(self, catalog: Catalog, ignored: tuple[re.Pattern[str], ...] = ()) -> VariableMapping:
         """The mapping of another checkpoint of the same model, without its dynamic tables.
+
+        Variables of served objects that match `ignored` may stay behind, and those that stayed behind before.
 
         Raises:
             SchemaChanged: the checkpoint is of another model.
@@ -268,10 +286,15 @@ class MappingSpec(
             "the published base", None, ordinary, lookups=self.lookups, tables=self.tables, layers=layers
         )
         try:
-            return build_mapping(graph, catalog, self.rules)
+            return build_mapping(graph, catalog, replace(self.rules, ignored=ignored))
         except MappingError as error:
+            hint = SchemaChanged.default_hint
+            if isinstance(error, ObjectMismatch):  # a served object is more than it was
+                hint = f"{error.hint}; a model that has more begins a new log: --full-on-mismatch"
             raise SchemaChanged(
-                f"{catalog.prefix.name} does not fit what is published: {error.message}", cause=error.cause
+                f"{catalog.prefix.name} does not fit what is published: {error.message}",
+                cause=error.cause,
+                hint=hint,
             ) from error
 
     def trained_name(self, table: DynamicTable) -> str:
@@ -294,6 +317,8 @@ class MappingSpec(
 
     def check_rules(self, given: MappingRules, admission: Admission) -> None:
         """Refuse rules of a later command line that differ from these; it may leave all of them out.
+
+        `--ignore` may be given at any time: see `mapping`.
 
         Raises:
             SchemaChanged: names the options that differ.

@@ -15,10 +15,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.catalog import TensorRef
 from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph, TrackedObject, TrackedVariable
@@ -59,19 +60,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def holding(self) -> frozenset[int]:
-        """The objects from which some variable can be reached."""
-        parents: dict[int, list[int]] = {}
-        for number, item in enumerate(self.objects.objects):
-            for child in item.children.values():
-                parents.setdefault(child, []).append(number)
-        found = {number for number, item in enumerate(self.objects.objects) if item.variable}
-        pending = [*found]
-        while pending:
-            for parent in parents.get(pending.pop(), ()):
-                if parent not in found:
-                    found.add(parent)
-                    pending.append(parent)
-        return frozenset(found)
+        """The objects from which some variable or table can be reached."""
+        objects = enumerate(self.objects.objects)
+        return self.objects.leading_to(number for number, item in objects if item.variable or item.table)
 
     @cached_property
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
@@ -92,24 +83,45 @@ class Matched(Struct, frozen=True):
     via: str
 
 
+class ObjectMatches(Struct, frozen=True):
+    """The tensors of variables, by key, and what a walk through both graphs of objects says besides.
+
+    `paired` are the trained objects that correspond to served ones with a wanted variable in them, `met` the
+    tensors of all variables that the model has, too, whether its graph reads them or not; `tables` are the
+    names in the checkpoint of hash tables, by their nodes. All are empty where names decided.
+    """
+
+    found: Mapping[str, Matched]
+    paired: frozenset[int] = frozenset()
+    met: frozenset[str] = frozenset()
+    tables: Mapping[str, str] = {}
+
+
 def match_objects(
     wanted: Mapping[str, GraphVariable],
     served: ObjectGraph | None,
     trained: TrainedObjects,
     renamed: Mapping[str, str],
-) -> dict[str, Matched]:
-    """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one."""
+    tables: Iterable[str] = (),
+) -> ObjectMatches:
+    """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one.
+
+    `tables` are nodes of hash tables, which are looked for as well.
+    """
     found = {}
     for key, name in renamed.items():
         tensor = _spelt(name, trained)
         if key in wanted and tensor is not None:
             found[key] = Matched(tensor, "rename")
     rest = {key: variable for key, variable in wanted.items() if key not in found}
-    if served is not None and rest:
-        walked = _Search(rest, served, trained, renamed).best()
+    nodes = frozenset(tables)
+    if served is not None and (rest or nodes):
+        walked = _Search(rest, served, trained, renamed, nodes).best()
         if walked is not None:
-            return found | {key: Matched(tensor, "object") for key, tensor in walked.items()}
-    return found | _by_name(rest, served, trained, renamed)
+            walk, tensors = walked
+            found |= {key: Matched(tensor, "object") for key, tensor in tensors.items()}
+            return ObjectMatches(found, walk.paired, _tensors_met(walk, trained), walk.tables)
+    return ObjectMatches(found | _by_name(rest, served, trained, renamed))
 
 
 def match_objects_partly(
@@ -122,6 +134,12 @@ def match_objects_partly(
     most = max(map(len, found), default=0)
     best = {tuple(tensors.items()) for tensors in found if len(tensors) == most}
     return dict(best.pop()) if len(best) == 1 else {}
+
+
+def _tensors_met(walk: _Walk, trained: TrainedObjects) -> frozenset[str]:
+    objects = trained.objects.objects
+    variables = (objects[number].variable for numbers in walk.met.values() for number in numbers)
+    return frozenset(variable.tensor for variable in variables if variable)
 
 
 def _spelt(name: str, trained: TrainedObjects) -> str | None:
@@ -183,12 +201,18 @@ def _refuse_left_over_twins(
 
 
 class _Walk(Struct, frozen=True):
-    """Two objects walked side by side: trained objects met, by served one, and trained edges in excess."""
+    """Two objects walked side by side: trained variables met, by served one, and trained edges in excess.
+
+    `paired` are the trained objects that were met from served ones which lead to a wanted variable; `tables`
+    are the names of trained tables, by the served table's node.
+    """
 
     served_path: str
     trained_path: str
     met: Mapping[int, tuple[int, ...]]
     excess: tuple[str, ...]
+    paired: frozenset[int]
+    tables: Mapping[str, str]
 
     @property
     def label(self) -> str:
@@ -196,13 +220,14 @@ class _Walk(Struct, frozen=True):
         return self.trained_path or "."
 
 
-class _Search(Struct, frozen=True):
+class _Search(Struct, frozen=True, dict=True):
     """The search for the objects that correspond."""
 
     wanted: Mapping[str, GraphVariable]
     served: ObjectGraph
     trained: TrainedObjects
     renamed: Mapping[str, str]
+    tables: frozenset[str] = frozenset()
     numbers: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,15 +240,15 @@ class _Search(Struct, frozen=True):
             if variable.node in by_node:
                 self.numbers[key] = by_node[variable.node]
 
-    def best(self) -> dict[str, str] | None:
-        """The tensors of the one correspondence that fits; None if no objects of the graphs correspond.
+    def best(self) -> tuple[_Walk, dict[str, str]] | None:
+        """The one walk that fits, and its tensors; None if no objects of the graphs correspond.
 
         AmbiguousRename if several fit, MissingTensors if the best one is not complete.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_starts():
             walks = [self._walk(start, candidate) for candidate in self._trained_starts()]
-            found = [(walk, self._tensors(walk)) for walk in walks if walk.met]
+            found = [(walk, self._tensors(walk)) for walk in walks if walk.met or walk.tables]
             complete = [(walk, tensors) for walk, tensors in found if len(tensors) == len(self.wanted)]
             if complete:
                 return self._only(complete)
@@ -234,13 +259,23 @@ class _Search(Struct, frozen=True):
         missing = [key for key in self.wanted if key not in tensors]
         raise _missing(missing, self.wanted, self.trained, at=walk.label)
 
+    @cached_property
+    def _leading(self) -> frozenset[int]:
+        """The served objects that lead to a wanted variable."""
+        return self.served.leading_to({*self.numbers.values(), *self._table_numbers})
+
+    @cached_property
+    def _table_numbers(self) -> frozenset[int]:
+        objects = self.served.objects
+        return frozenset(number for number, item in enumerate(objects) if item.table in self.tables)
+
     def _served_starts(self) -> Iterator[int]:
         """Yield the root, then objects inside it that hold all that is wanted."""
         for number, path in self.served.paths.items():
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
                 return
             below = self.served.paths_from(number)
-            if all(wanted in below for wanted in self.numbers.values()):
+            if all(wanted in below for wanted in (*self.numbers.values(), *self._table_numbers)):
                 yield number
 
     def _trained_starts(self) -> list[int]:
@@ -260,6 +295,7 @@ class _Search(Struct, frozen=True):
     def _walk(self, served: int, trained: int) -> _Walk:
         ours, theirs = self.served.objects, self.trained.objects.objects
         met: dict[int, list[int]] = {}
+        tables: dict[str, str] = {}
         excess: list[str] = []
         seen, pending = {(served, trained)}, deque([(served, trained)])
         while pending:
@@ -269,6 +305,8 @@ class _Search(Struct, frozen=True):
                 continue
             if one.variable and other.variable:
                 met.setdefault(pair[0], []).append(pair[1])
+            if one.table in self.tables and other.table:
+                tables[one.table] = other.table
             for name, child in _edges_to_follow(one, other):
                 if name in one.children:
                     following = (one.children[name], child)
@@ -278,7 +316,9 @@ class _Search(Struct, frozen=True):
                 elif _INDEXED.fullmatch(name) and child in self.trained.holding:
                     excess.append(f"{self.trained.objects.paths.get(pair[1], '?')}/{name}".lstrip("/"))
         paths = self.served.paths.get(served, "?"), self.trained.objects.paths.get(trained, "?")
-        walk = _Walk(*paths, {number: tuple(others) for number, others in met.items()}, tuple(excess))
+        paired = frozenset(theirs for ours, theirs in seen if ours in self._leading)
+        variables = {number: tuple(others) for number, others in met.items()}
+        walk = _Walk(*paths, variables, tuple(excess), paired, tables)
         return self._with_optimizer_list(served, walk)
 
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
@@ -298,12 +338,7 @@ class _Search(Struct, frozen=True):
             pairs = [*zip(ours, theirs, strict=False)]
             agrees = all(walk.met.get(one, (other,)) == (other,) for one, other in pairs)
             if len(ours) == len(theirs) and agrees:
-                return _Walk(
-                    walk.served_path,
-                    walk.trained_path,
-                    {**{one: (other,) for one, other in pairs}, **walk.met},
-                    walk.excess,
-                )
+                return replace(walk, met={**{one: (other,) for one, other in pairs}, **walk.met})
         return walk
 
     def _tensors(self, walk: _Walk) -> dict[str, str]:
@@ -315,13 +350,16 @@ class _Search(Struct, frozen=True):
                 found[key] = variable.tensor
         return found
 
-    def _only(self, complete: Iterable[tuple[_Walk, dict[str, str]]]) -> dict[str, str]:
+    def _only(self, complete: Collection[tuple[_Walk, dict[str, str]]]) -> tuple[_Walk, dict[str, str]]:
         fitting: dict[tuple[str, ...], tuple[_Walk, dict[str, str]]] = {}
+        most = max(len(walk.tables) for walk, _ in complete)
         refused: list[tuple[bool, _Walk, dict[str, str], list[str]]] = []
         for walk, tensors in complete:
+            if len(walk.tables) < most:
+                continue
             problems, fits = [*self._problems(walk)], self._fits(tensors)
             if fits and not problems:
-                fitting.setdefault(tuple(tensors.values()), (walk, tensors))
+                fitting.setdefault((*tensors.values(), *walk.tables.values()), (walk, tensors))
             else:
                 refused.append((fits, walk, tensors, problems))
         if len(fitting) > 1:
@@ -331,10 +369,10 @@ class _Search(Struct, frozen=True):
                 hint="say which one to serve: --object-path PATH",
             )
         if fitting:
-            return next(iter(fitting.values()))[1]
+            return next(iter(fitting.values()))
         fits, walk, tensors, problems = max(refused, key=lambda entry: (entry[0], -len(entry[3])))
         if not problems:
-            return tensors  # a shape or a dtype is wrong: the comparison that follows reports which
+            return walk, tensors  # a shape or a dtype is wrong: the comparison that follows reports which
         raise ObjectMismatch(
             f"the model and the checkpoint's object {walk.label!r} do not correspond",
             cause=lines_of(problems[:_SHOWN]),

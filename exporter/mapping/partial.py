@@ -18,8 +18,9 @@ from exporter.catalog import Catalog, ExtraKind, Naming, TensorRef
 from exporter.checkpoint.object_graph import ObjectGraph, read_object_graph
 from exporter.errors import MappingError, PartitionStrategyUnknown
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph, PartitionStrategy
-from exporter.mapping.build import build_mapping, classify_extras
+from exporter.mapping.build import build_mapping
 from exporter.mapping.by_layer import SAYS_NOTHING, name_in_layer, numbers, stems
+from exporter.mapping.extras import classify_extras
 from exporter.mapping.mapping_rules import MappingRules, row_order
 from exporter.mapping.object_matching import TrainedObjects, match_objects_partly
 from exporter.mapping.tensor_source import group_parts

@@ -19,15 +19,10 @@ from exporter.errors import MissingTensors, TrainingModeServed
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping, check_fits
+from exporter.mapping.extras import NORMALISING, STATISTICS
 from exporter.mapping.mapping_rules import TF_AVERAGE
 from exporter.mapping.tensor_source import TensorSource
 
-_STATISTICS = frozenset(
-    f"{kind}_{what}"
-    for kind in ("moving", "running", "population", "pop")
-    for what in ("mean", "variance", "var")
-)
-_SERVED_BESIDE = ("gamma", "beta", "scale", "offset")
 _STATISTICS_SHOWN = 3
 
 
@@ -78,8 +73,8 @@ def unserved_statistics(
         known |= dict.fromkeys(graph.layers)
     for name in known:
         scope, slash, leaf = name.rpartition("/")
-        if leaf in _STATISTICS and name not in served:
-            beside = next((s for kind in _SERVED_BESIDE if (s := f"{scope}{slash}{kind}") in served), None)
+        if leaf in STATISTICS and name not in served:
+            beside = next((s for kind in NORMALISING if (s := f"{scope}{slash}{kind}") in served), None)
             if beside is not None:
                 yield Unserved(name, beside)
     computed = {node.name for node in graph.meta_graph.graph_def.node} if graph.training.batch_norms else ()
@@ -93,7 +88,7 @@ def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
     """The names of each tensor: its own, and the one that the program gave its variable."""
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}
-    if any(own[0].rpartition("/")[2] in _STATISTICS for own in names.values()) or any(
+    if any(own[0].rpartition("/")[2] in STATISTICS for own in names.values()) or any(
         "_trainable_variables/" in name for name in names
     ):
         objects = read_object_graph(catalog)

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog, ExtraKind, TensorRef
 from exporter.errors import MappingError
 from exporter.graph.inference_graph import GraphVariable, InferenceGraph
-from exporter.mapping.build import build_mapping, classify_extras
+from exporter.mapping.build import build_mapping
 from exporter.mapping.by_layer import match_unnamed, name_in_layer
+from exporter.mapping.extras import classify_extras
 from exporter.mapping.mapping_rules import MappingRules
 
 _CANDIDATES = 5

@@ -662,6 +662,15 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             metavar="NAME=mod|div",
         ),
     ] = field(default_factory=dict)
+    ignored: Annotated[
+        tuple[str, ...],
+        _names(
+            "Leave out variables (regular expression) that served layers have in the checkpoint alone. "
+            "Repeatable.",
+            name="--ignore",
+            metavar="NAME",
+        ),
+    ] = ()
     object_path: Annotated[
         str | None, _names("Path to the served model in a TF2 checkpoint: net/tower.", metavar="PATH")
     ] = None

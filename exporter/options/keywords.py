@@ -110,6 +110,8 @@ class ExportKeywords(TypedDict, total=False):
     """Serve moving averages instead of raw weights."""
     partition_strategies: Mapping[str, str | float]
     """How training looked up a table."""
+    ignored: Sequence[str]
+    """Leave out variables (regular expression) that served layers have in the checkpoint alone."""
     object_path: str | None
     """Path to the served model in a TF2 checkpoint: net/tower."""
     casts: Sequence[str]

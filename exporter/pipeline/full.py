@@ -17,7 +17,7 @@ from msgspec import Struct
 from exporter.bundle.saved_model_writer import keep_pair_alone, write_pair
 from exporter.bundle.variables import VariablesReport
 from exporter.bundle.warmup import write_warmup
-from exporter.checkpoint import candidates
+from exporter.checkpoint import is_named
 from exporter.errors import CheckpointChanged
 from exporter.graph.load import GraphSource, run_builders_once
 from exporter.graph.old_servers import text_of
@@ -80,7 +80,7 @@ def export(
         try:
             return execute(plan(request, load), progress, beyond=beyond)
         except CheckpointChanged:
-            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [request.ckpt_dir]:
+            if attempt == _ATTEMPTS or is_named(request.ckpt_dir):
                 raise
     raise AssertionError("the loop returns or raises")
 

@@ -38,7 +38,8 @@ from exporter.graph.outside import require_harmless
 from exporter.graph.servable import by_library
 from exporter.graph.training_graph import TrainingGraph
 from exporter.graph.training_mode import check_dropout
-from exporter.mapping.build import VariableMapping, check_casts, check_rules, classify_extras
+from exporter.mapping.build import VariableMapping, check_casts, check_rules
+from exporter.mapping.extras import classify_extras
 from exporter.mapping.mapping_rules import MappingRules, parse_admission, parse_rules
 from exporter.mapping.served_graph import as_served
 from exporter.mapping.training_variables import check_batch_statistics, with_training

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from exporter.catalog import Catalog
-from exporter.checkpoint import candidates, open_checkpoint
+from exporter.checkpoint import is_named, open_checkpoint
 from exporter.delta.deviation import Budgeted, LeftOut, Rounded, Tolerance, WildRows
 from exporter.delta.format import Change, DeltaHeader, Rows, Schema, count_rows
 from exporter.delta.layered_state import Changes, CheckedFiles, LayeredState
@@ -222,7 +222,8 @@ def _plan(
     """Plan the next delta of a log; see `plan_incremental`."""
     require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
-    entry.mapping_spec.check_rules(_rules(request), parse_admission(request))
+    rules = _rules(request)
+    entry.mapping_spec.check_rules(rules, parse_admission(request))
     entry.check_updates(request.updates)
     _check_server(request, log)
     published, now = log.trained.exact_but_for(request.delta_dtype), time.time()
@@ -240,6 +241,8 @@ def _plan(
         files.archives,
         is_watching=is_watching,
         marker_seconds=marker_seconds,
+        is_alone=is_named(request.ckpt_dir),
+        ignored=rules.ignored,
     )
     lookups = trainer.changed_lookups(log)
     is_nothing = trainer.plan.is_nothing and not lookups and not resends
@@ -518,7 +521,7 @@ def export_incremental(
                 raise
             return _new_log(request, progress, error, is_watching=is_watching)
         except CheckpointChanged:
-            if attempt == _ATTEMPTS or candidates(request.ckpt_dir) == [mirror.local(request.ckpt_dir)]:
+            if attempt == _ATTEMPTS or is_named(request.ckpt_dir):
                 raise
         versions = None  # others published or removed something: look again
     else:

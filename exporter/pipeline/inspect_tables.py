@@ -11,7 +11,7 @@ from exporter.checkpoint.embedding_variables import bucket_sizes, embedding_vari
 from exporter.checkpoint.tensor_bundle import memory_map
 from exporter.delta.table_changes import ServedTable
 from exporter.errors import CheckpointError, CorruptFile
-from exporter.mapping.build import classify_extras
+from exporter.mapping.extras import classify_extras
 from exporter.pipeline.inspected import CheckpointView, EmbeddingTable, ServedTableView
 from exporter.publish.delta_log import DeltaLog
 from exporter.tables.change_index import ArrayState, TableState, live_rows

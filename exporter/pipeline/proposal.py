@@ -16,7 +16,7 @@ from exporter.checkpoint.families import model_beside
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import fed_variables, input_placeholders, likely_outputs, read_metagraph
 from exporter.graph.nodes import Endpoint, GraphIndex, all_before, data_inputs
-from exporter.mapping.build import classify_extras
+from exporter.mapping.extras import classify_extras
 from exporter.pipeline.inspected import ProposedInput
 from exporter.storage.local_paths import quoted
 

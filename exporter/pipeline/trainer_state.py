@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -142,12 +143,15 @@ def read_trainer(
     *,
     is_watching: bool = False,
     marker_seconds: float = 0.0,
+    is_alone: bool = False,
+    ignored: tuple[re.Pattern[str], ...] = (),
 ) -> TrainerState:
     """Read a checkpoint directory or prefix, and plan what leads there from the `published` state.
 
     Rows may stay behind by less than `within`. After a new full checkpoint a watch is told of no news while
     the next increment is due, and for `marker_seconds` at most while a marker may say which one that is.
-    `digests` are those of archives that were read before.
+    `digests` are those of archives that were read before. If `is_alone` the full checkpoint is what to
+    publish, without the increments on top of it. Variables that match `ignored` may stay behind.
     """
     found = _open(ckpt_dir, FileDigests() if digests is None else digests)
     catalog = found.catalog
@@ -155,9 +159,11 @@ def read_trainer(
     history = read_history(catalog.prefix.parent)
     # A directory is DeepRec's where no hook of ours has written increments that concern this checkpoint.
     is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
-    deeprec = None if is_ours else read_increment(catalog)
+    deeprec = None if is_ours or is_alone else read_increment(catalog)
     awaits_marker = False
-    if deeprec is not None:
+    if is_alone:
+        plan = plan_changes(published, full, history, within, is_alone=True)
+    elif deeprec is not None:
         plan = plan_deeprec_changes(published, full, deeprec, within)
     else:
         known = _known(catalog.prefix, full)
@@ -167,8 +173,8 @@ def read_trainer(
         awaits_marker = is_marker_due and _may_be_marked(catalog.prefix, full, published, history)
         if is_watching and awaits_marker:
             plan = ChangePlan(published, full.step)
-    abandoned = "" if is_ours else abandoned_increment(catalog)
-    mapping = mapping_spec.mapping(catalog)
+    abandoned = "" if is_ours or is_alone else abandoned_increment(catalog)
+    mapping = mapping_spec.mapping(catalog, ignored)
     return TrainerState(catalog, mapping, schema, plan, awaits_marker, abandoned, found.archive)
 
 

@@ -32,7 +32,7 @@ from msgspec import Struct
 
 from exporter.errors import NotServable
 from exporter.graph.editor import CPU, GraphEditor, PlacedFunction, privately_named
-from exporter.graph.nodes import input_names
+from exporter.graph.nodes import base_dtype, input_names
 from exporter.graph.signatures import SignatureTensor, StaticShape, canonical
 from exporter.late_names import tf
 from exporter.subgraph.state import SETTLED, StateNodes, Tensor, assign, read, sleep
@@ -347,7 +347,7 @@ def _kept_outside(node: Proto) -> DType | None:
     """The dtype of an output whose node stays outside, None if it is repeated; NotServable: a reference."""
     if node.op == "Const":
         large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
-        return DType(node.attr["dtype"].type) if large else None
+        return base_dtype(node.attr["dtype"].type) if large else None
     if HANDLE_MARK in node.attr:
         return DType.RESOURCE
     from tensorflow.python.framework import op_def_registry  # the public API does not give an op's outputs

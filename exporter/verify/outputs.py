@@ -24,7 +24,7 @@ from exporter.checkpoint.source_shard import fetch_tensors
 from exporter.errors import VerificationError
 from exporter.graph.inference_graph import GraphVariable
 from exporter.graph.lookup_tables import files_to_feed
-from exporter.graph.nodes import Body, all_before, constant, endpoint, free_name
+from exporter.graph.nodes import Body, all_before, base_dtype, constant, endpoint, free_name
 from exporter.graph.outside import keep_before, require_harmless, runnable_graph, running_outside
 from exporter.graph.session import GraphSession, RunFailed, graph_session, session_here
 from exporter.graph.signatures import SignatureEnds, tensor_names
@@ -219,7 +219,7 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
                 hint="give some requests with --verify-inputs FILE",
             )
         shape = [dim.size if dim.size >= 0 else rows for dim in info.tensor_shape.dim]
-        dtype = DType(info.dtype)
+        dtype = base_dtype(info.dtype)
         if dtype is DType.STRING:
             inputs[alias] = np.full(shape, b"", dtype=object)
         elif dtype.is_integer or dtype is DType.BOOL:

@@ -13,6 +13,9 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 """An array of any shape and type."""
 
 
+_REFERENCES = 100  # source: tensorflow/core/framework/types.proto
+
+
 class DType(IntEnum):
     """The type of a tensor's elements; its value is TensorFlow's number."""
 
@@ -49,6 +52,17 @@ class DType(IntEnum):
     INT2 = 31
     UINT2 = 32
     FLOAT4_E2M1FN = 33
+
+    @classmethod
+    def _missing_(cls, value: object) -> DType:
+        """The type that a reference is of: DT_FLOAT_REF is DT_FLOAT + 100, and so on.
+
+        Numbers come from files. ValueError names one that no type has.
+        """
+        number = value - _REFERENCES if isinstance(value, int) else 0
+        if number in cls._value2member_map_:
+            return cls(number)
+        raise ValueError(f"data type number {value} is unknown")
 
     @property
     def label(self) -> str:

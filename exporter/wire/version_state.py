@@ -14,3 +14,8 @@ class VersionState(IntEnum):
     AVAILABLE = 30
     UNLOADING = 40
     END = 50
+
+    @classmethod
+    def _missing_(cls, value: object) -> VersionState:
+        """`UNKNOWN` for a state that a later server has."""
+        return cls.UNKNOWN

@@ -13,7 +13,7 @@ from exporter.checkpoint.admission import EVERYONE
 from exporter.checkpoint.embedding_variables import count_blocks, embedding_variables, read_keys
 from exporter.checkpoint.tensor_bundle import memory_map, read_array, read_catalog
 from exporter.errors import CorruptFile, UnsupportedFormat
-from exporter.mapping.build import classify_extras
+from exporter.mapping.extras import classify_extras
 from exporter.tables.geometry import TablePlan
 from exporter.tables.lay_out import lay_out
 from tests.support.bundles import write

@@ -31,7 +31,7 @@ from exporter.errors import (
     MissingShard,
     UnsafeArchive,
 )
-from exporter.mapping.build import classify_extras
+from exporter.mapping.extras import classify_extras
 from tests.support.archives import values
 from tests.support.commands import export_model
 from tests.support.object_stores import Bucket

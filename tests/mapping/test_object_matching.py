@@ -32,7 +32,7 @@ def match(
     theirs, stored = graph_of(trained, is_trained=True)
     wanted = {key: v for key, v in wanted_of(variables).items() if key not in without}
     side = TrainedObjects(theirs, tensors_of(stored), path)
-    found = match_objects(wanted, objects, side, renamed or {})
+    found = match_objects(wanted, objects, side, renamed or {}).found
     assert found.keys() == wanted.keys()
     return {key: entry.tensor.partition("/.ATTRIBUTES")[0] for key, entry in found.items()}
 

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from exporter.errors import CorruptFile, ExportError, ManifestError
 from exporter.increments.history import identify, read_history
+from exporter.increments.increment import CheckpointId
 from exporter.pipeline import log_maintenance
-from exporter.pipeline.incremental import export_incremental
+from exporter.pipeline.incremental import export_incremental, plan_incremental
 from exporter.publish.delta_log import read_log
 from tests.support.budget import times
 from tests.support.logs import (
@@ -43,6 +45,7 @@ HAPPENINGS = [
     "increment",
     "export",
     "watch",
+    "named",
     "merge",
     "tidy",
     "rollback",
@@ -63,6 +66,7 @@ class World:
         self.told: dict[str, np.ndarray] = {}
         self.saved = [self.trainer.save()]
         self.see()
+        self.full = {self.saved[-1]: self.visible}
         publish_base(self.trainer, serving, self.model)
         self.history = {read_log(self.model).at.position: self.visible}
 
@@ -78,6 +82,7 @@ class World:
             case "save":
                 self.saved.append(trainer.save(is_equal=not trainer.touched))
                 self.see()
+                self.full[self.saved[-1]] = self.visible
             case "increment":
                 before = trainer.parent
                 trainer.increment()
@@ -88,6 +93,8 @@ class World:
                 self.export()
             case "watch":
                 self.watch()
+            case "named":
+                self.name(self.saved[int(rng.integers(len(self.saved)))], is_watching=bool(rng.integers(2)))
             case "merge":
                 log_maintenance.merge(self.model)
             case "tidy":
@@ -113,12 +120,27 @@ class World:
                 trainer.repartition(int(rng.integers(1, 5)))
                 self.saved = [identify(trainer.directory / f"model.ckpt-{trainer.step}", trainer.step)]
                 self.see()
+                self.full = {self.saved[-1]: self.visible}
 
     def export(self) -> None:
         delta_of(request(self.trainer, self.model))
         log = read_log(self.model)
         assert_same_bits(values_at(log), self.visible)
         self.history.setdefault(log.at.position, self.visible)
+
+    def name(self, full: CheckpointId, *, is_watching: bool) -> None:
+        """A prefix is published as it is, whatever increments follow it; twice is once."""
+        prefix = self.trainer.directory / full.name
+        if not Path(f"{prefix}.index").exists() or identify(prefix, full.step) != full:
+            return
+        named = replace(request(self.trainer, self.model), ckpt_dir=prefix)
+        for _ in range(2):
+            done = delta_of(named, is_watching=is_watching)
+            log = read_log(self.model)
+            assert_same_bits(values_at(log), self.full[full])
+            self.history.setdefault(log.at.position, self.full[full])
+        assert done.published is None
+        self.export()
 
     def watch(self) -> None:
         """The newest state is published, or that of the last increment if the next one is awaited."""
@@ -196,6 +218,22 @@ def test_who_watches_has_the_state_of_an_increment_and_compares_nothing_while_th
             world.do(each, np.random.default_rng(1))
         world.export()
         world.check()
+
+
+def test_a_prefix_is_one_checkpoint_whatever_follows_it(tmp_path: Path) -> None:
+    world = World(tmp_path, Serving(), parts=2, seed=3)
+    for what in ("train", "increment", "train", "save", "train", "increment", "train", "increment"):
+        world.do(what, np.random.default_rng(0))
+    world.name(world.saved[-1], is_watching=False)
+    world.export()
+    world.name(world.saved[0], is_watching=True)
+    planned = plan_incremental(
+        replace(request(world.trainer, world.model), ckpt_dir=world.trainer.directory / world.saved[-1].name)
+    )
+    assert planned.trainer.plan.step == world.saved[-1].step
+    assert planned.trainer.plan.reason.endswith("is named, and not what came after it")
+    world.export()
+    world.check()
 
 
 @pytest.mark.parametrize("what", ["base", "delta", "increment"])

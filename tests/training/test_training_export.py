@@ -54,6 +54,7 @@ FULL = ExportRequest(
     average="ema",
     casts=("emb.*=bfloat16",),
     partition_strategies={"table": "mod"},
+    ignored=("lora_.*",),
     object_path="net/tower",
     data=DataMode.COMPACT,
     warmup=Path("warm.jsonl"),

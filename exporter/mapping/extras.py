@@ -1,0 +1,345 @@
+"""Tensors of the checkpoint that are not served: what they are for, and which of them may not be missing.
+
+An object of which a variable is served is served whole. Without one of its variables it computes something
+else: with a LoRA adapter, a quantization scale or a prompt left out, what is served never existed. Other
+objects are ignored: heads, optimizers, metrics, whatever only training uses. So is state of the
+same object that inference needs not and that is known by its kind: slots, averages of a served variable,
+integers that count, seeds. Moving statistics are judged in `training_variables`. Where names alone say what
+belongs together, a variable beside a served one is reported by a note.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from exporter.catalog import Catalog, Extra, ExtraKind, Naming, TensorRef
+from exporter.checkpoint.embedding_variables import embedding_variables
+from exporter.checkpoint.object_graph import ROOT, SUFFIX, ObjectGraph
+from exporter.checkpoint.tensor_bundle import OBJECT_GRAPH
+from exporter.errors import CheckpointError, ObjectMismatch, lines_of
+from exporter.graph.inference_graph import InferenceGraph
+from exporter.mapping.by_layer import stems
+from exporter.mapping.mapping_rules import TF_AVERAGE, MappingRules, ServedWhole
+from exporter.storage.local_paths import quoted
+
+if TYPE_CHECKING:
+    from exporter.mapping.object_matching import ObjectMatches, TrainedObjects
+
+_SLOT_NAME = re.compile(
+    r"(^|/)(Adam|Adagrad|AdagradDA|Adadelta|Momentum|RMSProp|Ftrl|Lamb|Nadam|Adamax|Proximal\w*)(_\d+)?(/|$)"
+    r"|(^|/)(beta[12]_power|accumulator|momentum|velocity|learning_rate|linear)(_\d+)?$"
+    r"|\.OPTIMIZER_SLOT|^training/|(^|/)_?optimizer/(?!_trainable_variables/)"
+    r"|(^|/)(optimizer_variables|opt_state)/"
+)
+_COUNTERS = frozenset({"save_counter", "ckpt_saved_epoch", "ckpt_saved_batch"})
+_ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
+
+
+def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
+    """Yield every tensor that is not `used`, with its probable purpose."""
+    embedding = _embedding_kinds(catalog)
+    for name, tensor in catalog.tensors.items():
+        if name not in used:
+            yield Extra(tensor, embedding.get(name) or _kind(name, tensor, catalog))
+
+
+def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
+    """The purposes of embedding variables' tensors, by name; those of damaged ones are judged by name."""
+    try:
+        variables = embedding_variables(catalog)
+    except CheckpointError:
+        return {}
+    kinds: dict[str, ExtraKind] = {}
+    for variable in variables.values():
+        for part in variable.parts:
+            rows = {part.keys.name, part.values.name}
+            for name in part.tensor_names:
+                own = ExtraKind.OTHER if name in rows else ExtraKind.BOOKKEEPING
+                kinds[name] = own if variable.slot_of is None else ExtraKind.SLOT
+    return kinds
+
+
+def _kind(name: str, tensor: TensorRef, catalog: Catalog) -> ExtraKind:
+    if name == OBJECT_GRAPH:
+        return ExtraKind.OBJECT_GRAPH
+    parent, _, leaf = name.removesuffix(SUFFIX).rpartition("/")
+    if leaf in _ITERATIONS and tensor.shape == ():
+        return ExtraKind.GLOBAL_STEP
+    if leaf in _COUNTERS:
+        return ExtraKind.COUNTER
+    if leaf == TF_AVERAGE or "/ExponentialMovingAverage" in name:
+        return ExtraKind.MOVING_AVERAGE
+    owner = catalog.tensors.get(parent)
+    if owner is not None and owner.shape == tensor.shape and leaf in ("ema", "average", "avg"):
+        return ExtraKind.MOVING_AVERAGE
+    of, is_list, _ = f"{parent}/".rpartition("/_variables/")
+    if is_list and f"{of}/_iterations{SUFFIX}" in catalog.tensors:  # a Keras optimizer, whatever holds it
+        return ExtraKind.SLOT
+    if _SLOT_NAME.search(name) or (owner is not None and tensor.shape in (owner.shape, ())):
+        return ExtraKind.SLOT
+    return ExtraKind.OTHER
+
+
+# Statistics that normalisation keeps for inference, by the last part of their names.
+STATISTICS = frozenset(
+    f"{kind}_{what}"
+    for kind in ("moving", "running", "population", "pop")
+    for what in ("mean", "variance", "var")
+)
+NORMALISING = ("gamma", "beta", "scale", "offset")
+
+_SHOWN = 12
+_STATE = re.compile(r"(^|_)(seed|rng|learning_rate|lr|loss_scale|best|patience|rnn_state)(_|$)")
+_STATES = re.compile(r"states?(/[0-9]+)*")  # of a recurrent layer, between the batches of an epoch
+_AVERAGE = re.compile(
+    r"(^|[_/])(ema|average|averaged|avg|moving_average|shadow|polyak|swa|ExponentialMovingAverage)(?=[_/]|$)"
+)
+_SCOPE = re.compile(r"[/.](?=[^/.]*$)")
+
+
+def names_of(ref: TensorRef) -> tuple[str, ...]:
+    """The names by which `--ignore` finds a tensor: the whole one, its object's path, the last part."""
+    path = ref.name.removesuffix(SUFFIX)
+    return ref.name, path, _SCOPE.split(path)[-1]
+
+
+class Member(Struct, frozen=True):
+    """A variable of an object: its name there, its tensor, and the name that the program gave it."""
+
+    name: str
+    tensor: TensorRef
+    trained_name: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which `--ignore` finds it."""
+        return self.name, *names_of(self.tensor), self.trained_name
+
+    @property
+    def label(self) -> str:
+        """The name for a person."""
+        return self.trained_name or self.tensor.name.removesuffix(SUFFIX)
+
+
+class LeftOut(Struct, frozen=True):
+    """A variable that is not served, and one of the same object that is; None if those are further inside."""
+
+    member: Member
+    beside: Member | None
+    place: str
+
+
+def whole_objects(
+    trained: TrainedObjects,
+    matches: ObjectMatches,
+    used: Collection[str],
+    graph: InferenceGraph,
+    rules: MappingRules,
+) -> ServedWhole:
+    """Require that objects of an object-based checkpoint are served whole, and return what may stay behind.
+
+    ObjectMismatch if a variable of such an object is not served, for no reason that is known.
+    """
+    before = rules.whole
+    known = _known_names(graph)
+    paths = trained.objects.paths
+    beside, containers, left = set[str](), set[str](), list[LeftOut]()
+    for number, members in _members(trained).items():
+        served = next((member for member in members if member.tensor.name in used), None)
+        is_container = served is None and (
+            number in matches.paired or (before is not None and paths[number] in before.objects)
+        )
+        if served is None and not is_container:
+            continue
+        if is_container:
+            containers.add(paths[number])
+        for member in members:
+            name = member.tensor.name
+            if name in used:
+                continue
+            is_known = (
+                name in matches.met
+                or (not matches.met and stems(member.trained_name) in known)
+                or rules.ignores(member.names)
+                or _is_state(member, members, used)
+            )
+            if is_known:
+                beside.add(name)
+            else:
+                left.append(LeftOut(member, served, paths[number]))
+    # The recipe of a base that an older release published does not say what its objects had.
+    if left and not (before is None and graph.meta_graph is None):
+        raise _not_whole(left)
+    return ServedWhole(tuple(sorted(beside)), tuple(sorted(containers)))
+
+
+def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
+    """Yield the names by which `--ignore` finds the variables of a checkpoint."""
+    for ref in catalog.tensors.values():
+        yield from names_of(ref)
+    if objects is not None:
+        from exporter.mapping.object_matching import TrainedObjects
+
+        for members in _members(TrainedObjects(objects, catalog.tensors)).values():
+            for member in members:
+                yield from member.names
+
+
+def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
+    """The variables that each object holds by itself or in lists; optimizers and all below are left out.
+
+    What an attribute leads to is not also a member of the objects that list it.
+    """
+    objects, optimizers = trained.objects.objects, trained.objects.optimizers
+    slots = {slot for item in objects for slot in item.slots}
+    start = ROOT if trained.start is None else trained.start
+    reached, pending = {start}, [start]
+    while pending:
+        for child in objects[pending.pop()].children.values():
+            if child not in reached and child not in optimizers:
+                reached.add(child)
+                pending.append(child)
+    own: dict[int, dict[int, str]] = {}
+    for number in sorted(reached):
+        for edge, child in objects[number].children.items():
+            if objects[child].variable and not edge.isdecimal():
+                own.setdefault(number, {}).setdefault(child, edge)
+    named = {child for children in own.values() for child in children}
+    for number in sorted(reached):
+        if not _is_list(trained.objects, number):
+            for edge, child in objects[number].children.items():
+                for path, listed in _listed_in(trained.objects, child, edge):
+                    if listed not in named:
+                        own.setdefault(number, {}).setdefault(listed, path)
+    found: dict[int, list[Member]] = {}
+    for number, children in own.items():
+        for child, edge in children.items():
+            variable = objects[child].variable
+            if variable is not None and child not in slots and variable.tensor in trained.tensors:
+                member = Member(edge, trained.tensors[variable.tensor], variable.name)
+                found.setdefault(number, []).append(member)
+    return found
+
+
+def _is_list(objects: ObjectGraph, number: int) -> bool:
+    children = objects.objects[number].children
+    return bool(children) and all(edge.isdecimal() for edge in children)
+
+
+def _listed_in(objects: ObjectGraph, number: int, path: str) -> Iterator[tuple[str, int]]:
+    """Yield path and number of each variable in a list, and in lists inside it."""
+    pending, seen = [(path, number)], {number}
+    while pending:
+        path, number = pending.pop()
+        if _is_list(objects, number):
+            for edge, child in objects.objects[number].children.items():
+                if objects.objects[child].variable:
+                    yield f"{path}/{edge}", child
+                elif child not in seen:
+                    seen.add(child)
+                    pending.append((f"{path}/{edge}", child))
+
+
+def _known_names(graph: InferenceGraph) -> frozenset[tuple[str, ...]]:
+    """The names of the variables that the model has, whether its graph reads them or not, without numbers."""
+    objects = graph.objects.objects if graph.objects is not None else ()
+    names = (item.variable.name for item in objects if item.variable)
+    return frozenset(map(stems, (*names, *graph.layers)))
+
+
+def _is_state(member: Member, beside: Iterable[Member], used: Collection[str]) -> bool:
+    """True for state of training, known by its kind: a count, a seed, a layer's state, an average.
+
+    So are moving statistics beside what a normalising layer learns.
+    """
+    ref = member.tensor
+    leaf = _SCOPE.split(member.name)[-1].strip("_")
+    if (ref.shape == () and ref.dtype.is_integer) or _STATE.search(leaf) or _STATES.fullmatch(member.name):
+        return True
+    served = [other for other in beside if other.tensor.name in used]
+    if leaf in STATISTICS:
+        return any(other.name.strip("_") in NORMALISING for other in served)
+    bare = {_AVERAGE.sub("", name).strip("_/") for name in (member.name, member.trained_name)}
+    return bool(_AVERAGE.search(member.name) or _AVERAGE.search(member.trained_name)) and any(
+        other.tensor.shape == ref.shape and bare & {other.name.strip("_"), other.trained_name}
+        for other in served
+    )
+
+
+def _not_whole(left: list[LeftOut]) -> ObjectMismatch:
+    first = left[0]
+    lines = [
+        f"{item.member.tensor.name.removesuffix(SUFFIX)} {_kind_of(item.member.tensor)}, called "
+        f"{item.member.label!r}, "
+        + (f"beside {item.beside.label!r}" if item.beside else f"in {item.place!r}")
+        for item in left[:_SHOWN]
+    ]
+    more = [f"... and {len(left) - _SHOWN} more"] if len(left) > _SHOWN else []
+    several = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return ObjectMismatch(
+        f"the model lacks {first.member.label!r}{several}, which the checkpoint has in a served object",
+        cause=lines_of([*lines, *more]),
+        hint=_way_out([(item.member.label, item.member.name) for item in left]),
+    )
+
+
+def _kind_of(ref: TensorRef) -> str:
+    return f"{ref.dtype.label}{list(ref.shape)}"
+
+
+def _way_out(left: list[tuple[str, str]]) -> str:
+    """The hint for variables of served objects, each with its label and the name that `--ignore` takes."""
+    build = "build the model with what the trainer's has"
+    if any("lora" in label for label, _ in left):
+        build = "call enable_lora in the builder, with the trainer's rank"
+    names = dict.fromkeys(re.escape(name) for _, name in left)
+    options = " ".join(f"--ignore {quoted(name)}" for name in [*names][:_SHOWN])
+    return f"{build}; or, if it is meant that they are not served: {options}"
+
+
+def left_out_by_names(
+    catalog: Catalog, used: Collection[str], graph: InferenceGraph, rules: MappingRules
+) -> Iterator[str]:
+    """Yield a note for the variables of a checkpoint by names that are in a served variable's scope.
+
+    ObjectMismatch if the file says that they are of one layer, as those do that Keras 2 wrote.
+    """
+    if catalog.naming is not Naming.NAMES:  # of layers and lists all values have to fit anyway
+        return
+    served: dict[tuple[str, str], list[Member]] = {}
+    for name in used:
+        ref = catalog.tensors[name]
+        served.setdefault(_place(ref), []).append(Member(names_of(ref)[-1], ref))
+    known, rows = _known_names(graph), _embedding_kinds(catalog)
+    left: list[tuple[Member, Member]] = []
+    for extra in classify_extras(catalog, used):
+        ref = extra.tensor
+        beside = served.get(_place(ref))
+        if beside is None or extra.kind is not ExtraKind.OTHER or ref.name in rows or _HALF.search(ref.name):
+            continue
+        member = Member(names_of(ref)[-1], ref)
+        is_known = stems(ref.name) in known or rules.ignores(member.names)
+        if not is_known and not _is_state(member, beside, used):
+            left.append((member, max(beside, key=lambda other: other.tensor.elements)))
+    if owned := [LeftOut(member, other, "") for member, other in left if member.tensor.owner]:
+        raise _not_whole(owned)
+    if left:
+        name, other = (member.tensor.name for member in left[0])
+        more = f", and {len(left) - 1} more like it" if len(left) > 1 else ""
+        yield (
+            f"{name!r} of the checkpoint is not served, {other!r} beside it "
+            f"is{more}: if they are of one layer, what is served is not the model that was trained"
+        )
+
+
+_HALF = re.compile(r"-(keys|values)$")
+
+
+def _place(ref: TensorRef) -> tuple[str, str]:
+    """What variables of one layer have in common: the layer's name in the file, and the scope in theirs."""
+    scope = _SCOPE.search(ref.name)
+    return ref.owner, ref.name[: scope.start()] if scope else ""
