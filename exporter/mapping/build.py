@@ -254,7 +254,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     beside: Iterable[str] = ()
     whole: ServedWhole | None = None
     if objects is not None:
-        whole = whole_objects(side, walked, used, graph, rules)
+        whole, beside = whole_objects(side, walked, used, graph, rules)
         rules = _with_tables(rules, graph.tables, walked.tables)
     else:
         beside = left_out_by_names(catalog, used, graph, rules)

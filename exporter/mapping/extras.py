@@ -139,10 +139,11 @@ def whole_objects(
     used: Collection[str],
     graph: InferenceGraph,
     rules: MappingRules,
-) -> ServedWhole:
-    """Require that objects of an object-based checkpoint are served whole, and return what may stay behind.
+) -> tuple[ServedWhole, list[str]]:
+    """Require that the objects of a checkpoint are served whole; return what may stay behind, and notes.
 
-    ObjectMismatch if a variable of such an object is not served, for no reason that is known.
+    ObjectMismatch if a variable of such an object is not served, for no reason that is known; a note where
+    names decided which tensor is which.
     """
     before = rules.whole
     known = _known_names(graph)
@@ -171,10 +172,13 @@ def whole_objects(
                 beside.add(name)
             else:
                 left.append(LeftOut(member, served, paths[number]))
-    # The recipe of a base that an older release published does not say what its objects had.
-    if left and not (before is None and graph.meta_graph is None):
+    # Nor does the recipe of a base that an older release published say what its objects had.
+    by_names = before is None and not matches.met
+    if left and not by_names:
         raise _not_whole(left)
-    return ServedWhole(tuple(sorted(beside)), tuple(sorted(containers)))
+    beside |= {item.member.tensor.name for item in left}
+    found = ServedWhole(tuple(sorted(beside)), tuple(sorted(containers)))
+    return found, [_told(left)] if left and left[0].beside else []
 
 
 def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
@@ -315,25 +319,32 @@ def left_out_by_names(
         ref = catalog.tensors[name]
         served.setdefault(_place(ref), []).append(Member(names_of(ref)[-1], ref))
     known, rows = _known_names(graph), _embedding_kinds(catalog)
-    left: list[tuple[Member, Member]] = []
+    left: list[LeftOut] = []
     for extra in classify_extras(catalog, used):
         ref = extra.tensor
-        beside = served.get(_place(ref))
+        beside = served.get(_place(ref)) if _SCOPE.search(ref.name) else None
         if beside is None or extra.kind is not ExtraKind.OTHER or ref.name in rows or _HALF.search(ref.name):
             continue
         member = Member(names_of(ref)[-1], ref)
         is_known = stems(ref.name) in known or rules.ignores(member.names)
         if not is_known and not _is_state(member, beside, used):
-            left.append((member, max(beside, key=lambda other: other.tensor.elements)))
-    if owned := [LeftOut(member, other, "") for member, other in left if member.tensor.owner]:
+            largest = max(beside, key=lambda other: other.tensor.elements)
+            left.append(LeftOut(member, largest, ref.owner))
+    if owned := [item for item in left if item.place]:
         raise _not_whole(owned)
     if left:
-        name, other = (member.tensor.name for member in left[0])
-        more = f", and {len(left) - 1} more like it" if len(left) > 1 else ""
-        yield (
-            f"{name!r} of the checkpoint is not served, {other!r} beside it "
-            f"is{more}: if they are of one layer, what is served is not the model that was trained"
-        )
+        yield _told(left)
+
+
+def _told(left: list[LeftOut]) -> str:
+    """The note on variables that may be missing."""
+    first = left[0]
+    beside = first.beside.label if first.beside else first.place
+    more = f", and {len(left) - 1} more like it" if len(left) > 1 else ""
+    return (
+        f"{first.member.label!r} of the checkpoint is not served, {beside!r} beside it is{more}: if they are "
+        "of one layer, what is served is not the model that was trained"
+    )
 
 
 _HALF = re.compile(r"-(keys|values)$")

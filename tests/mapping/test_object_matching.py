@@ -256,7 +256,7 @@ def test_every_match_is_of_one_name(served: list[str], trained: list[str]) -> No
     theirs, variables = graph_of({"model": model(*trained)}, is_trained=True)
     ours, own = graph_of(model(*served), is_trained=False)
     try:
-        found = match_objects(wanted_of(own), ours, TrainedObjects(theirs, tensors_of(variables)), {})
+        found = match_objects(wanted_of(own), ours, TrainedObjects(theirs, tensors_of(variables)), {}).found
     except MappingError:
         return
     names = {v.tensor: v.name for v in variables}
