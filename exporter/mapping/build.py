@@ -29,13 +29,6 @@ from exporter.errors import (
 )
 from exporter.graph.inference_graph import GraphTable, GraphVariable, InferenceGraph, PartitionStrategy
 from exporter.mapping.by_layer import left_over_twins, match_unnamed
-from exporter.mapping.extras import (
-    classify_extras,
-    ignorable,
-    left_out_by_names,
-    names_of,
-    whole_objects,
-)
 from exporter.mapping.mapping_rules import (
     TF_AVERAGE,
     CastRule,
@@ -196,6 +189,8 @@ class VariableMapping(Struct, frozen=True, dict=True):
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
         """The tensors that are not needed, by kind; computed when a report asks."""
+        from exporter.mapping.extras import classify_extras
+
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
 
     @property
@@ -254,9 +249,14 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     beside: Iterable[str] = ()
     whole: ServedWhole | None = None
     if objects is not None:
+        from exporter.mapping.extras import whole_objects
+
         whole, beside = whole_objects(side, walked, used, graph, rules)
         rules = _with_tables(rules, graph.tables, walked.tables)
-    else:
+    elif graph.meta_graph is not None or catalog.naming is not Naming.NAMES or _has_layers(catalog):
+        # A base said what stands beside the names that it serves; most deltas do without this module.
+        from exporter.mapping.extras import left_out_by_names, names_of
+
         beside = left_out_by_names(catalog, used, graph, rules)
         if left := {name for name, ref in catalog.tensors.items() if rules.ignores(names_of(ref))} - used:
             whole = ServedWhole(tuple(sorted(left)))
@@ -281,9 +281,16 @@ def _with_tables(
     return replace(rules, names={**rules.names, **names}) if names else rules
 
 
+def _has_layers(catalog: Catalog) -> bool:
+    """True if a checkpoint by names says which layer each of them is of."""
+    return any(ref.owner for ref in catalog.tensors.values())
+
+
 def _not_ignored(catalog: Catalog, rules: MappingRules) -> Catalog:
     if not rules.ignored and rules.whole is None:
         return catalog
+    from exporter.mapping.extras import names_of
+
     left = {name: ref for name, ref in catalog.tensors.items() if not rules.ignores(names_of(ref))}
     return replace(catalog, tensors=left)
 
@@ -436,7 +443,11 @@ def check_rules(
             )
     tables = [name for table in graph.tables for name in (table.keys, table.values)]
     renamed = [*keys, *tables, *(table.name for table in graph.dynamic_tables)]
-    names = [*ignorable(catalog, read_object_graph(catalog))] if request.ignored else []
+    names = list[str]()
+    if request.ignored:
+        from exporter.mapping.extras import ignorable
+
+        names = [*ignorable(catalog, read_object_graph(catalog))]
     for pattern in parse_ignored(request.ignored):
         if not any(map(pattern.fullmatch, names)):
             raise UsageError(
