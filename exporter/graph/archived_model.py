@@ -39,9 +39,9 @@ from exporter.checkpoint.keras_archive import (
 )
 from exporter.errors import AccessRefused, BuilderError, UsageError
 from exporter.graph.archived_code import KERASES, entries, refuse_code
+from exporter.graph.code_recorder import import_code
 from exporter.graph.object_models import keras_of
 from exporter.graph.source_graph import ANY_FILES, Trust
-from exporter.graph.sources import import_code
 from exporter.graph.user_errors import error_line, keras_choice, way_out
 from exporter.storage.local_paths import quoted
 from exporter.tables.dynamic_table import ServedEmbedding

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from exporter.catalog import TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
+from exporter.graph.code_recorder import import_code, is_users, recording
 from exporter.graph.init_scopes import InitScopes
 from exporter.graph.lookup_tables import table_keys
 from exporter.graph.metagraph import with_signatures
@@ -42,7 +43,7 @@ from exporter.graph.object_models import (
 )
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
-from exporter.graph.sources import code_behind, import_code, importable, no_function
+from exporter.graph.sources import BuilderFile, find_builder, importable, named_function, no_function
 from exporter.graph.user_errors import error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted
@@ -130,14 +131,12 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
         )
     import tensorflow  # noqa: F401  # a builder runs in it: that it is missing is not the builder's error
 
-    code = code_behind(request.model)
-    with importable():
+    with importable(), recording() as recorder:
         builder, name = resolve(request.model)
         label = label or name
         kwargs = keyword_arguments(builder, request.model_args, label)
         built = _run(builder, kwargs, label)
-    if code_behind(request.model) != code:
-        raise BuilderError(f"{label}: its files were edited while it ran", hint="run the command again")
+        code = recorder.code(builder, _main(request.model), is_loaded=isinstance(request.model, str))
     source = with_signatures(built.meta_graph, request, label=label, directory=Path.cwd())
     source = replace(source, code=code)
     if built.tables:
@@ -148,6 +147,14 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
     keys = {**source.keys, **{node: VariableKey(name) for node, name in built.view.names.items()}}
     notes = (*source.notes, *built.notes)
     return replace(source, keys=keys, objects=built.view.objects, layers=built.layers, notes=notes)
+
+
+def _main(model: str | Builder | None) -> BuilderFile | None:
+    """The file of a builder; None if it has none, or is a model or a function of this program."""
+    if isinstance(model, str):
+        return find_builder(model.rpartition(":")[0])
+    _, found = named_function(model)
+    return found if found is not None and is_users(str(found.path)) else None
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:

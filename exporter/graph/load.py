@@ -128,6 +128,7 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     """The graph of the model that a Keras archive describes; UsageError if it holds weights alone."""
     from exporter.graph.archived_model import archive_builder
     from exporter.graph.builder import load_builder
+    from exporter.graph.code_recorder import recording
     from exporter.graph.sources import importable
 
     if path.exists() and not describes_model(path):
@@ -138,7 +139,7 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
         )
     if request.model_args:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")
-    with importable():
+    with importable(), recording():
         make = archive_builder(
             path, allow_code=request.allow_code, custom_objects=request.custom_objects, trust=request.trust
         )

@@ -1,18 +1,16 @@
 """Record the sources of a base besides its checkpoint: the model, its options, its tables' files.
 
-A later delta fits the graph only while these are unchanged. A source that was not recorded, or that is not
-named or found any more, is unknown, and does not count as a difference.
+A later delta fits the graph only while these are unchanged. What cannot be compared by files alone (a module
+that is not found, a configuration that differs) is found out by building the graph again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Struct, field
@@ -20,16 +18,19 @@ from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.graph.sources import (
-    MAX_SOURCE_BYTES,
     BuilderFile,
+    Code,
+    ModuleFile,
     SourceFile,
+    changed_modules,
     changed_sources,
     code_digest,
     find_builder,
-    read_sources,
+    find_module,
+    named_function,
     require_function,
 )
-from exporter.storage.files import FileDigests, file_digest, read_regular, require_size
+from exporter.storage.files import FileDigests, below, file_digest, require_size
 from exporter.storage.layout import SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE
 from exporter.wire.json_documents import Sha256, Text, doc
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from exporter.graph.source_graph import GraphRequest
 
 
-class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
+class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": "beside"}):
     """The sources of a graph."""
 
     function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = ""
@@ -51,21 +52,36 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
     assets: Annotated[dict[Text, Sha256], doc("a digest of each table's file, by its name")] = field(
         default_factory=dict
     )
+    modules: Annotated[tuple[ModuleFile, ...], doc("other modules of the builder, by name")] = ()
+    opened: Annotated[dict[Text, Sha256], doc("a digest of each file that the builder read")] = field(
+        default_factory=dict
+    )
+    libraries: Annotated[dict[Text, Text], doc("versions of the installed libraries that it imports")] = (
+        field(default_factory=dict)
+    )
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """The sources that a request names, before it is loaded; `pkg.mod:fn`'s files are known later."""
+        """The sources that a request names, before it is loaded; the code of a builder is known later."""
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
-        function, builder, path = _named(request.model)
+        function, _, path = _named(request.model)
         files: tuple[SourceFile, ...] = ()
-        if builder is not None:
-            files = read_sources(builder) if _is_in(request.model, builder.path) else ()
-        elif path is not None:
+        if path is not None:
             with contextlib.suppress(OSError):  # loading the graph reports the error
                 digest = _graph_file_digest(path)
                 files = (SourceFile(path.name, digest, digest),)
         return cls(function, is_beside, files, graph_options(request))
+
+    def with_code(self, code: Code) -> GraphOrigin:
+        """The origin with the code that made the graph."""
+        return replace(
+            self,
+            files=code.files or self.files,
+            modules=code.modules,
+            opened=dict(code.opened),
+            libraries=dict(code.libraries),
+        )
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
         """The origin with the digests of the graph made from it, and of `assets`, the files of its tables."""
@@ -90,12 +106,79 @@ class GraphOrigin(Struct, frozen=True, rename={"is_beside": "beside"}):
         elif builder is not None and self.files:
             yield from (f"{name} has changed" for name in changed_sources(self.files, builder.path))
 
+    def code_differences(
+        self, request: GraphRequest, places: CodePlaces, digests: FileDigests, known: Mapping[str, str]
+    ) -> tuple[list[str], list[str]]:
+        """How the code of a later request differs from modules found by name, and what is not known of it.
+
+        The second list has modules that are not found, or were edited before they were recorded, and files
+        that the builder read if they differ. `known` are digests of such files that made the same graph.
+        """
+        if request.model is None:
+            return [], []
+        _, builder, _ = _named(request.model)
+        root = Path.cwd() if builder is None else builder.root
+        own = [Path(name).parent for name in request.custom_objects if name.endswith(".py")]
+        path = [*map(str, (root, *own, Path.cwd())), *sys.path]
+        found = {each.name: places.find(each.name, path, builder) for each in self.modules}
+        changed, unknown = changed_modules(self.modules, found.get)
+        for name, digest in self.opened.items():
+            found[name] = place = places.find_opened(name, root, builder)
+            with contextlib.suppress(OSError):
+                if place is not None and digests(place) == digest:
+                    continue
+            unknown.append(name)
+        unknown = [name for name in unknown if not _is_known(found[name], known.get(name))]
+        return [f"{name} has changed" for name in changed], unknown
+
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
         """The digest of the finished graph that a request names, if this origin is one, too; else None."""
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
             return None
         return digests(path, _graph_file_digest)
+
+
+def _is_known(place: Path | None, digest: str | None) -> bool:
+    with contextlib.suppress(OSError):
+        return place is not None and digest is not None and file_digest(place) == digest
+    return False
+
+
+class CodePlaces(Struct, frozen=True):
+    """Where a builder's modules, and the files that it read, were when it ran; see `Code`."""
+
+    files: Mapping[str, Path] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
+    by_name: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, code: Code) -> CodePlaces:
+        """The places of code that ran just now."""
+        return cls(code.places, code.beside, code.by_name)
+
+    def find(self, name: str, path: list[str], builder: BuilderFile | None) -> Path | None:
+        """The present file of a module, beside a builder that may have moved; None if none is found."""
+        if name in self.by_name:
+            return find_module(name, path) or self._kept(name, builder)
+        return self._kept(name, builder) or find_module(name, path)
+
+    def find_opened(self, name: str, root: Path, builder: BuilderFile | None) -> Path | None:
+        """The present file that a builder read under a name; None if there is none."""
+        beside = below(root, name, "a manifest names a file of the builder:")
+        return self._kept(name, builder) or (beside if beside.is_file() else None)
+
+    def _kept(self, name: str, builder: BuilderFile | None) -> Path | None:
+        places = [self.files[name]] if name in self.files else []
+        if builder is not None and name in self.beside:
+            starts = dict.fromkeys((builder.path.absolute(), builder.path.resolve()))
+            beside = [os.path.normpath(start.parent / self.beside[name]) for start in starts]
+            places = [*map(Path, beside), *places]
+        return next((place for place in places if place.exists() or _is_in_archive(place)), None)
+
+
+def _is_in_archive(place: Path) -> bool:
+    return any(parent.is_file() for parent in place.parents)
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
@@ -140,7 +223,7 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
     if model is None:
         return "", None, None
     if callable(model):
-        return *_function(model), None
+        return *named_function(model), None
     path = Path(model)
     if path.is_dir():
         pb = path / SAVED_MODEL_FILE
@@ -156,37 +239,6 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
             f"--model {model}: there is no such file", hint="name a builder, a .meta or a SavedModel"
         )
     return "", None, path
-
-
-def _function(model: Any) -> tuple[str, BuilderFile | None]:
-    """The name of a builder given as a function, and the file that defines it; None for no file."""
-    while isinstance(model, functools.partial):
-        model = model.func
-    model = model if hasattr(model, "__qualname__") else type(model)
-    module = sys.modules.get(model.__module__)
-    file = getattr(module, "__file__", None)
-    if module is None or file is None or not file.endswith(".py"):
-        return model.__qualname__, None
-    path = Path(file)
-    if module.__name__ == "__main__":
-        return model.__qualname__, BuilderFile(path, path.resolve().parent)
-    return model.__qualname__, BuilderFile.of_module(path, module.__name__)
-
-
-def _is_in(builder: Any, path: Path) -> bool:
-    """True if a builder given as a function is still what its file says: it may have been edited since."""
-    while isinstance(builder, functools.partial):
-        builder = builder.func
-    code = getattr(inspect.unwrap(builder), "__code__", None)
-    pending: list[Any] = []
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        pending = [compile(read_regular(path, MAX_SOURCE_BYTES), path, "exec", dont_inherit=True)]
-    while pending:
-        found = pending.pop()
-        if found == code:
-            return True
-        pending += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
-    return False
 
 
 def _graph_file_digest(path: Path) -> str:

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from exporter.catalog import SliceSpec, TensorRef
 from exporter.errors import AccessRefused, UsageError
-from exporter.graph.sources import SourceFile
+from exporter.graph.sources import Code
 from exporter.options import ExportRequest, GraphOptions, Model
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
@@ -122,6 +122,6 @@ class SourceGraph(Struct, frozen=True):
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # for the user who exports
     tables: Mapping[str, TableKey] = field(default_factory=dict)  # by node, of tables that training fills
-    code: tuple[SourceFile, ...] = ()  # the files of a builder as they were when it was run
+    code: Code = Code()  # the code of a builder, or of an archive's own classes, as it was when it was run
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     trust: Trust = Trust()

@@ -1,139 +1,61 @@
-"""The Python files that a builder is made from: find and compare them without running them, and import them.
+"""The code that a builder is made from: find it, and compare it without running it.
 
-They are the builder's own module and the modules beside it that it imports, directly or through others: files
-under the directory of `path/file.py`, modules of the package that `pkg.mod` is in. Modules that are installed
-elsewhere, or imported by a computed name, are not followed.
+`exporter.graph.code_recorder` records it while a builder runs:
+
+- modules at their place below the builder's own directory, or its package's, by that path;
+- all others outside of installed libraries and Python's own by name. They are looked for as Python would: on
+  `sys.path`, by an editable installation, else where they were found before;
+- files that the builder read (a configuration in JSON or YAML, a file that it executes) by digest;
+- installed libraries that these modules import by name and version.
 
 Two files are the same code if they differ only in comments, docstrings and layout, or in statements that run
 only when the file is started as a program (`if __name__ == "__main__":`).
-
-A long-running process (a watch) may load a model again after its files were edited. Python would return the
-modules that it has loaded, so a builder's are forgotten first.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
-import importlib
-import importlib.util
 import os
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.errors import BuilderError
-from exporter.storage.files import Unchanged, below, file_digest, read_regular
+from exporter.storage.files import Unchanged, below, read_regular
 from exporter.storage.local_paths import quoted
 from exporter.while_needed import WhileNeeded
 from exporter.wire.json_documents import Sha256, Text, doc
 
-_imported: dict[Path, str] = {}  # {file: its digest when this process imported it for a user}
-_IMPORTING = threading.RLock()  # one builder at a time: modules of two that have one name are not mixed up
 _PARSING = threading.Lock()  # Python 3.11 takes the depth of another thread's tree for its own
 
 
 def _in_child() -> None:
-    """Replace the locks: a fork has none of the threads that may hold them."""
-    global _IMPORTING, _PARSING
-    _IMPORTING, _PARSING = threading.RLock(), threading.Lock()
+    """Replace the lock: a fork has none of the threads that may hold it."""
+    global _PARSING
+    _PARSING = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_in_child)
+
 
 # The places that this thread has put on the path, while it is in `importable`.
 _ADDED: ContextVar[list[str]] = ContextVar("added")
 
 
-def import_code(where: str) -> Any:
-    """The module `pkg.mod`, or the file `path/file.py` as one, imported anew if its files were edited."""
-    with _IMPORTING:
-        with contextlib.suppress(BuilderError):  # the import says what is wrong
-            if (found := find_builder(where)) is not None:
-                files = {found.root / file.path: file.digest for file in read_sources(found)}
-                _forget_namesakes(found.root, files)
-                _forget_edited(files)
-        return _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-
-
-def code_behind(model: object) -> tuple[SourceFile, ...]:
-    """The present files of the builder `pkg.mod:fn` or `path/file.py:fn`; none for any other model."""
-    if not isinstance(model, str):
-        return ()
-    with contextlib.suppress(BuilderError):
-        found = find_builder(model.rpartition(":")[0])
-        return () if found is None else read_sources(found)
-    return ()
-
-
-def _forget_edited(files: dict[Path, str]) -> None:
-    """Forget the modules of `files` ({file: digest}) if one of them was edited since it was imported."""
-    # Modules that were imported before this process loaded a builder belong to the program, and stay.
-    if any(_imported.get(path, digest) != digest for path, digest in files.items()):
-        for name, module in [*sys.modules.items()]:
-            file = getattr(module, "__file__", None)
-            if name != "__main__" and file is not None and Path(file).resolve() in files:
-                _forget_module(name)
-        importlib.invalidate_caches()
-    _imported.update(files)
-
-
-def _forget_namesakes(root: Path, files: Iterable[Path]) -> None:
-    """Forget modules that another builder imported from its own directory, under the names of these files."""
-    for path in files:
-        *packages, last = path.relative_to(root).with_suffix("").parts
-        name = ".".join(packages if last == "__init__" else (*packages, last))
-        found = getattr(sys.modules.get(name), "__file__", None)
-        if found is not None and (own := Path(found).resolve()) != path and own in _imported:
-            _forget_module(name)
-
-
-def _forget_module(name: str) -> None:
-    module = sys.modules.pop(name, None)
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules and getattr(sys.modules[parent], child, None) is module:
-        delattr(sys.modules[parent], child)  # `from pkg import mod` would find it there
-
-
-def _import_file(path: Path) -> Any:
-    """A file as a module, with its directory first on the path.
-
-    FileNotFoundError, or ImportError, if it is none.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    _put_first(path.parent.resolve())
-    name = path.stem if _may_take(path.stem, path) else f"builder_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-_OURS = {"exporter", "serving"}
-
-
-def _may_take(name: str, path: Path) -> bool:
-    """True unless the program has another module of this name, or one of ours has it, imported or not."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    is_builders = file is not None and Path(file).resolve() in {path.resolve(), *_imported}
-    return name not in _OURS and (name not in sys.modules or is_builders)
-
-
 _SAID = "a manifest names the builder's file:"
-_INSTALLED = {"site-packages", "dist-packages"}
 # Names by which code may give a module attributes that its text does not show.
 _MAY_BIND = {"globals", "exec", "eval", "setattr", "vars", "locals", "__getattr__", "__dict__", "modules"}
 _bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
@@ -145,6 +67,38 @@ class SourceFile(Struct, frozen=True):
     path: Annotated[Text, doc("below the directory that all files of the builder share")]
     digest: Annotated[Sha256, doc("SHA-256 of its bytes")]
     code: Annotated[Sha256, doc("a digest of what they mean to Python")]
+
+
+class ModuleFile(Struct, frozen=True, omit_defaults=True):
+    """A module that a builder uses, which is found by its name."""
+
+    name: Annotated[Text, doc("as it was imported")]
+    digest: Annotated[
+        Sha256 | None, doc("SHA-256 of its bytes; absent: the program that ran had it otherwise")
+    ] = None
+    code: Annotated[Sha256 | None, doc("a digest of what they mean to Python")] = None
+
+
+class Code(Struct, frozen=True):
+    """The code behind a graph; see this module's text.
+
+    `places` has the file of each of `modules` and `opened`, `beside` its path from the builder's directory.
+    Modules in `by_name` were found there by `find_module`, others on a path that the program set itself.
+    """
+
+    files: tuple[SourceFile, ...] = ()
+    modules: tuple[ModuleFile, ...] = ()
+    opened: Mapping[str, str] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, Path] = field(default_factory=dict)
+    beside: Mapping[str, str] = field(default_factory=dict)
+    by_name: frozenset[str] = frozenset()
+
+    def without_files_of(self, directory: Path) -> Code:
+        """The code without the files that the builder opened below a directory."""
+        top = directory.resolve()
+        opened = {n: d for n, d in self.opened.items() if not self.places[n].resolve().is_relative_to(top)}
+        return replace(self, opened=opened)
 
 
 class BuilderFile(Struct, frozen=True):
@@ -168,7 +122,7 @@ def importable() -> Iterator[None]:
     added: list[str] = []
     token = _ADDED.set(added)
     try:
-        _put_first(Path.cwd())
+        put_first(Path.cwd())
         yield
     finally:
         _ADDED.reset(token)
@@ -177,10 +131,31 @@ def importable() -> Iterator[None]:
                 sys.path.remove(place)
 
 
-def _put_first(directory: Path) -> None:
+def put_first(directory: Path) -> None:
     """Put a directory first on the path; the `importable` that this thread is in takes it away again."""
     _ADDED.get([]).append(str(directory))
     sys.path.insert(0, str(directory))
+
+
+def file_of(module: object) -> str:
+    """The file of a module as Python names it; "" for none."""
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return file if isinstance(file, str) else ""
+
+
+def named_function(model: Any) -> tuple[str, BuilderFile | None]:
+    """The name of a builder given as a function, and the file that defines it; None for no file."""
+    while isinstance(model, functools.partial):
+        model = model.func
+    model = model if hasattr(model, "__qualname__") else type(model)
+    module = sys.modules.get(model.__module__)
+    file = file_of(module)
+    if module is None or not file.endswith(".py"):
+        return model.__qualname__, None
+    path = Path(file)
+    if module.__name__ == "__main__":
+        return model.__qualname__, BuilderFile(path, path.resolve().parent)
+    return model.__qualname__, BuilderFile.of_module(path, module.__name__)
 
 
 def find_builder(where: str) -> BuilderFile | None:
@@ -228,7 +203,7 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
 
     An import decides about doubtful names.
     """
-    bound, functions = _bound.of(found.path, lambda path: _bound_names(_parse(path)))
+    bound, functions = _bound.of(found.path, lambda path: _bound_names(parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
         raise no_function(where, name, functions)
 
@@ -243,25 +218,6 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
         cause=f"its functions are: {', '.join(functions) or 'none'}",
         hint=f"name one that returns inputs and outputs, or a model: --model {quoted(where)}:{nearest}",
     )
-
-
-def read_sources(main: BuilderFile) -> tuple[SourceFile, ...]:
-    """A builder's own file, then by path every file beside it that it imports, directly or not.
-
-    BuilderError if its own file cannot be parsed; others that cannot, and what they import, are left out.
-    """
-    own = main.path.resolve()
-    found = {own: _source(own, main.root, _parse(main.path))}
-    pending = [own]
-    while pending:
-        path = pending.pop()
-        with contextlib.suppress(BuilderError):  # a neighbour that is broken may never be imported
-            for neighbour in _neighbours(path, main):
-                if neighbour not in found:
-                    found[neighbour] = _source(neighbour, main.root, _parse(neighbour))
-                    pending.append(neighbour)
-    first, *rest = found.values()
-    return (first, *sorted(rest, key=lambda file: file.path))
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
@@ -283,21 +239,49 @@ def code_digest(where: str) -> str | None:
     """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
-        return None if found is None else _code(_parse(found.path))
+        return None if found is None else _code(parse(found.path))
     return None
 
 
-def _is_same(file: SourceFile, path: Path) -> bool:
-    try:
-        if file_digest(path) == file.digest:
-            return True
-        return _code(_parse(path)) == file.code
-    except (OSError, BuilderError):
-        return False
+def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
+    """True if the file at a path has the known bytes or code; False if it cannot be read."""
+    content = content_of(os.fspath(path))
+    return content is not None and (
+        digest_of(content) == known.digest or code_of(content, path) == known.code
+    )
 
 
-def _source(path: Path, root: Path, tree: ast.Module) -> SourceFile:
-    return SourceFile(path.relative_to(root).as_posix(), file_digest(path), _code(tree))
+def code_of(content: bytes, path: Path) -> str:
+    """The digest of what a file means to Python; that of its bytes if it is compiled, or cannot be parsed."""
+    with contextlib.suppress(BuilderError):
+        if path.suffix == ".py":
+            return _code(parse(path, content))
+    return digest_of(content)
+
+
+def digest_of(content: bytes) -> str:
+    """The lower-case SHA-256 of bytes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def digest_at(file: str) -> str:
+    """The digest of a module's file; "" if it cannot be read."""
+    content = content_of(file)
+    return "" if content is None else digest_of(content)
+
+
+def content_of(file: str) -> bytes | None:
+    """The bytes of a module's file, which may lie in an archive on the path; None if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return read_regular(Path(file), MAX_SOURCE_BYTES if file.endswith(".py") else MAX_COMPILED_BYTES)
+    for archive in Path(file).parents:
+        if archive.is_file():
+            with contextlib.suppress(OSError, ImportError):
+                from zipimport import zipimporter  # late: few modules lie in archives
+
+                return zipimporter(str(archive)).get_data(file)
+            break
+    return None
 
 
 _PARSED = "<parsed>/"
@@ -320,13 +304,15 @@ _PARSED_IN_SILENCE = WhileNeeded(_silence)
 
 
 MAX_SOURCE_BYTES = 64 << 20
+MAX_COMPILED_BYTES = 1 << 30
 
 
-def _parse(path: Path) -> ast.Module:
+def parse(path: Path, content: bytes | None = None) -> ast.Module:
     """The syntax tree of a file, or BuilderError; nobody is warned of its syntax."""
     try:
+        content = read_regular(path, MAX_SOURCE_BYTES) if content is None else content
         with _PARSED_IN_SILENCE(), _PARSING:
-            return _parsed(read_regular(path, MAX_SOURCE_BYTES), f"{_PARSED}{path.name}")
+            return _parsed(content, f"{_PARSED}{path.name}")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise BuilderError(f"importing {path} failed", cause=f"{type(error).__name__}: {error}") from error
 
@@ -356,42 +342,6 @@ def _code(tree: ast.Module) -> str:
 
 def _runs_as_program_alone(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == "__name__ == '__main__'"
-
-
-def _neighbours(path: Path, main: BuilderFile) -> Iterator[Path]:
-    """Yield the files beside the builder that a module of it, the file `path`, imports."""
-    for node in ast.walk(_parse(path)):
-        names: list[str] = []
-        base = main.root
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
-            if node.level:
-                base = path.parents[node.level - 1]
-        for name in names:
-            if base is main.root and main.package and name.split(".")[0] != main.package:
-                continue
-            yield from _files(base, name, main.root)
-
-
-def _files(base: Path, name: str, root: Path) -> Iterator[Path]:
-    """Yield the existing files of a module below `base`, its packages' first; none outside of `root`."""
-    if not base.is_relative_to(root):
-        return
-    parts = [part for part in name.split(".") if part]
-    if not parts:
-        candidates = [base / "__init__.py"]
-    else:
-        packages = [base.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts) + 1)]
-        candidates = [*packages, base.joinpath(*parts).with_suffix(".py")]
-    for candidate in candidates:
-        if candidate.is_file():
-            found = candidate.resolve()
-            inside = found.relative_to(root).parts if found.is_relative_to(root) else (*_INSTALLED,)
-            if not _INSTALLED & {*inside}:
-                yield found
 
 
 def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
@@ -427,3 +377,67 @@ def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
                 continue
         pending += ast.iter_child_nodes(node)
     return bound, sorted(functions)
+
+
+def find_module(name: str, path: list[str]) -> Path | None:
+    """The file that importing `name` executes with this path, found without running code; or None."""
+    spec: ModuleSpec | None = None
+    for number, part in enumerate(name.split(".")):
+        places = path if number == 0 else [*((spec and spec.submodule_search_locations) or ())]
+        try:
+            # by the last name alone: of a dotted one Python looks for the package among what is loaded
+            spec = PathFinder.find_spec(part, places) if places else None
+            if spec is None and number == 0:
+                spec = _find_otherwise(part)
+        except (ImportError, AttributeError, KeyError, TypeError, ValueError):
+            return None
+        if spec is None:
+            return None
+    return None if spec is None or not spec.has_location or spec.origin is None else Path(spec.origin)
+
+
+def _find_otherwise(name: str) -> ModuleSpec | None:
+    """The place of a top-level module by other finders, as of editable installations; or None."""
+    for finder in sys.meta_path:
+        if finder is not PathFinder and getattr(finder, "__module__", "") != "_frozen_importlib":
+            with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
+                if (spec := finder.find_spec(name, None)) is not None:
+                    return spec
+    return None
+
+
+def changed_modules(
+    known: Iterable[ModuleFile], find: Callable[[str], Path | None]
+) -> tuple[list[str], list[str]]:
+    """The names of modules whose code changed, and of those of which nothing can be said.
+
+    `find` gives the present file of a module, None if there is none.
+    """
+    changed, unknown = [], []
+    for module in known:
+        path = find(module.name) if module.digest else None
+        if path is None or content_of(os.fspath(path)) is None:
+            unknown.append(module.name)
+        elif not _is_same(module, path):
+            changed.append(module.name)
+    return changed, unknown
+
+
+def changed_libraries(known: Mapping[str, str]) -> Iterator[str]:
+    """Yield how versions of installed libraries differ, in words; of those that are not installed nothing."""
+    if not known:
+        return
+    installed: dict[str, str] = {}
+    for place in sys.path:
+        with contextlib.suppress(OSError):
+            for entry in Path(place or os.curdir).glob("*.dist-info"):
+                name, _, version = entry.stem.partition("-")
+                installed.setdefault(_normal(name), version)
+    for name, was in known.items():
+        now = installed.get(_normal(name), was)
+        if _normal(now) != _normal(was):
+            yield f"{name} was {was}, is {now}"
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()

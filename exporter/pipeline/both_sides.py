@@ -52,8 +52,10 @@ def read_both(
     # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
     origin = GraphOrigin.of(asked, is_beside=asked.is_found) if request.updates else None
     source = load(asked)
-    if origin is not None and source.code:
-        origin = replace(origin, files=source.code)
+    if origin is not None:
+        # Files of the trainer's directory differ for each checkpoint; their values are what is exported.
+        source = replace(source, code=source.code.without_files_of(catalog.prefix.parent))
+        origin = origin.with_code(source.code)
     graph = clean(source)
     rules = with_trained(rules, catalog, source)
     if request.rename_file:

@@ -27,6 +27,7 @@ from exporter.delta.merge_base import BaseMerger
 from exporter.delta.row_reader import served_in
 from exporter.errors import CheckpointError, UsageError
 from exporter.graph.joined_lookups import join_lookups
+from exporter.graph.origin import CodePlaces
 from exporter.increments.history import read_history
 from exporter.increments.increment import CheckpointId
 from exporter.increments.trained import TrainerVersion
@@ -200,5 +201,6 @@ def entry_with_origin(staged: Staged) -> BaseEntry | None:
 def note_sources(planned: Plan, published: PublishedVersion, entry: BaseEntry) -> None:
     """Keep beside the log where the graph's files lie, and that tables' indexes are checked."""
     log = log_path(planned.request.out, entry.log)
-    SourceFiles({asset.file_name: asset.source for asset in planned.graph.assets}).save(log)
+    places = {asset.file_name: asset.source for asset in planned.graph.assets}
+    SourceFiles(places, code=CodePlaces.of(planned.source.code)).save(log)
     note_index_written(LogBase(published.path, published.manifest, entry), log)

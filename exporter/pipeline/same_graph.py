@@ -20,8 +20,9 @@ from msgspec.structs import replace
 from exporter.catalog import Catalog
 from exporter.checkpoint.families import model_beside
 from exporter.errors import CheckpointError, ExportError, GraphError, PublishError, SchemaChanged, UsageError
-from exporter.graph.origin import GraphOrigin, changed_assets
+from exporter.graph.origin import CodePlaces, GraphOrigin, changed_assets
 from exporter.graph.source_graph import GraphRequest
+from exporter.graph.sources import changed_libraries
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
 from exporter.storage.files import FileDigests, beside, make_directories, read_regular
@@ -36,13 +37,16 @@ class SourceFiles(Struct):
 
     `places` says where the file of each asset is. `graph` is the digest of a finished graph's file that
     differs from the base's, and was found to hold the same inference graph. `archives` are the digests of
-    the newest checkpoint's files, where it is no tensor bundle.
+    the newest checkpoint's files, where it is no tensor bundle. `code` says where the builder's modules are,
+    and `same` has digests of those that were found to make the same graph, although they differ.
     """
 
     places: Mapping[str, Path] = field(default_factory=dict)
     graph: str = ""
     digests: FileDigests = field(default_factory=FileDigests)
     archives: FileDigests = field(default_factory=FileDigests)
+    code: CodePlaces = CodePlaces()
+    same: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
@@ -51,18 +55,30 @@ class SourceFiles(Struct):
             found = json.loads(read_regular(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
             digests, archives = (FileDigests.from_json(found.get(key, {})) for key in ("digests", "archives"))
-            return cls(places, str(found["graph"]), digests, archives)
+            code = found.get("code", {})
+            modules = {str(name): Path(str(path)) for name, path in code.get("places", {}).items()}
+            beside = {str(name): str(path) for name, path in code.get("beside", {}).items()}
+            where = CodePlaces(modules, beside, frozenset(map(str, code.get("by_name", ()))))
+            same = {str(name): str(digest) for name, digest in code.get("same", {}).items()}
+            return cls(places, str(found["graph"]), digests, archives, where, same)
         return cls()
 
     def save(self, log: Path) -> None:
         """Keep it beside a log. Errors are passed over: what is published does not depend on it."""
-        document = {
+        document: dict[str, Any] = {
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
             "digests": self.digests.to_json(),
         }
         if self.archives.known:
             document["archives"] = self.archives.to_json()
+        if self.code.files or self.same:
+            document["code"] = {
+                "places": {name: str(path) for name, path in self.code.files.items()},
+                "beside": dict(self.code.beside),
+                "by_name": sorted(self.code.by_name),
+                "same": dict(self.same),
+            }
         temporary = beside(log / SOURCES_FILE)
         with suppress(OSError, PublishError):
             make_directories(log / CACHES_DIRECTORY)
@@ -109,15 +125,25 @@ def check_same_graph(
         return _check_built(log, origin, asked)
     files, more = _source_files(log, origin, asked, before)
     differences += more
+    changed, unknown = origin.code_differences(asked, before.code, files.digests, before.same)
+    differences += changed
     differences += [f"{n} has changed" for n in changed_assets(origin.assets, files.places, files.digests)]
+    said = "as it was, as far as its own files tell" if asked.model is not None else "no model is named"
+    if unknown and not differences:
+        if {*unknown} & {*origin.opened} or not callable(asked.model):
+            files, differences = _compare_built(log, origin, asked, files)
+            said = f"built again, because of {', '.join(unknown)}, and the same"
+        else:  # the program that runs may have them as they were
+            said = f"{said}; not compared: {', '.join(unknown)}"
     if differences:
         _require_meant(asked)
         raise _mismatch(base, differences)
     missing = [n for n in origin.assets if not (n in files.places and files.places[n].is_file())]
-    said = "as it was, as far as its own files tell" if asked.model is not None else "no model is named"
     said = f"{base}; {said}" + (f"; not found: {', '.join(missing)}" if missing else "")
+    if asked.model is not None:
+        said = "; ".join([said, *changed_libraries(origin.libraries)])
     is_new = files.digests.is_new or files.archives.is_new or files.graph != before.graph
-    return SameGraph(said, files if is_new else None)
+    return SameGraph(said, files if is_new or files.same != before.same else None)
 
 
 def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
@@ -194,10 +220,11 @@ def _compare_built(
 
     UsageError, GraphError, CheckpointError or OSError if it cannot be loaded.
     """
-    from exporter.graph.load import load_graph
+    from exporter.graph.load import clean, load_source
 
     with tempfile.TemporaryDirectory() as scratch:
-        graph = load_graph(_completed(asked, origin.options, Path(scratch)))
+        source = load_source(_completed(asked, origin.options, Path(scratch)))
+        graph = clean(source)
     places = {asset.file_name: asset.source for asset in graph.assets}
     now = GraphOrigin().with_graph(graph, places)
     different = []
@@ -207,7 +234,9 @@ def _compare_built(
             what = f"the vocabulary of {', '.join(lookups)}"
         different.append(f"{asked.model} holds another inference graph: {what} differs")
     different += [f"{name} has changed" for name, was in origin.assets.items() if now.assets.get(name) != was]
-    return replace(files, places=places), different
+    code = source.code
+    same = {each.name: each.digest for each in code.modules if each.digest} | dict(code.opened)
+    return replace(files, places=places, code=CodePlaces.of(code), same=same), different
 
 
 def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:

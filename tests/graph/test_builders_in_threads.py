@@ -24,8 +24,9 @@ from tensorflow.python.ops.lookup_ops import StaticHashTable
 import exporter
 from exporter.checkpoint.tensor_bundle import BundleWriter
 from exporter.errors import BuilderError, ExportError, TargetBusy
+from exporter.graph.code_recorder import import_code
 from exporter.graph.load import GraphRequest, load_graph
-from exporter.graph.sources import code_behind, import_code, importable
+from exporter.graph.sources import code_digest, importable
 from tests.support.budget import times
 from tests.support.publishing import hidden, versions
 from tests.support.threads import at_once
@@ -308,7 +309,7 @@ def test_a_files_warnings_are_not_told_and_the_programs_are(tmp_path: Path) -> N
 
     def read() -> None:
         while not end.is_set():
-            code_behind(f"{odd}:fn")
+            code_digest(str(odd))
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -332,10 +333,10 @@ def test_large_files_are_read_at_once(tmp_path: Path) -> None:
 
     large = tmp_path / "large.py"
     large.write_text("def fn(x):\n    return [x, (x + 1) * (x - (2 + x)), {x: [x]}]\n" * 300)
-    (alone,) = code_behind(f"{large}:fn")
+    alone = code_digest(str(large))
     gc.callbacks.append(change_threads)  # in the midst of a tree
     try:
         for _ in range(times(2)):
-            assert at_once([lambda: code_behind(f"{large}:fn")] * 4) == [(alone,)] * 4
+            assert at_once([lambda: code_digest(str(large))] * 4) == [alone] * 4
     finally:
         gc.callbacks.remove(change_threads)

@@ -1,0 +1,582 @@
+"""Import a builder's code, and record what it is made of while it is imported and runs.
+
+`recording` notes each module that this thread executes, and each file that a user's code opens. With the
+modules that these import, or hold values of, they are the builder's `Code`.
+
+Not noted: what a library opens by itself, and values that a program gives to a module at run time.
+
+A long-running process (a watch) may load a model again after its files were edited. Python would return the
+modules that it has loaded, so a builder's are forgotten first.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from exporter.errors import BuilderError, ExportError
+from exporter.graph.sources import (
+    BuilderFile,
+    Code,
+    ModuleFile,
+    SourceFile,
+    code_of,
+    content_of,
+    digest_at,
+    digest_of,
+    file_of,
+    find_builder,
+    find_module,
+    parse,
+    put_first,
+)
+from exporter.storage.files import file_digest
+from exporter.while_needed import WhileNeeded
+
+_imported: dict[str, str] = {}  # {file: its digest when this process executed it for a builder}
+_INSTALLED = {"site-packages", "dist-packages"}
+_MOST_OPENED_BYTES = 16 << 20  # of a file that a builder opens: configurations are small, data is no code
+_IMPORTING = threading.RLock()  # one builder at a time: modules of two that have one name are not mixed up
+
+
+def _in_child() -> None:
+    """Replace the lock: a fork has none of the threads that may hold it."""
+    global _IMPORTING
+    _IMPORTING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def import_code(where: str) -> Any:
+    """The module `pkg.mod`, or the file `path/file.py` as one, imported anew if its files were edited."""
+    with _IMPORTING:
+        with contextlib.suppress(BuilderError):  # the import says what is wrong
+            if (found := find_builder(where)) is not None:
+                _forget_namesakes(found.root)
+        _forget_edited()
+        with recording() as recorder:
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            recorder.modules.append(module)
+    return module
+
+
+def _forget_edited() -> None:
+    """Forget all modules that builders imported if the file of one of them was edited since."""
+    # Modules that were imported before this process loaded a builder belong to the program, and stay.
+    if all(digest_at(file) == digest for file, digest in _imported.items()):
+        return
+    for name, module in [*sys.modules.items()]:
+        if name != "__main__" and file_of(module) in _imported:
+            _forget_module(name)
+    _imported.clear()
+    importlib.invalidate_caches()
+
+
+def _forget_namesakes(root: Path) -> None:
+    """Forget modules that another builder imported from its own directory, under names that `root` has."""
+    for name, module in [*sys.modules.items()]:
+        if (file := file_of(module)) not in _imported or Path(file).resolve().is_relative_to(root):
+            continue
+        top = root / name.partition(".")[0]
+        if top.is_dir() or top.with_suffix(".py").is_file():
+            _forget_module(name)
+
+
+def _forget_module(name: str) -> None:
+    module = sys.modules.pop(name, None)
+    parent, _, child = name.rpartition(".")
+    if parent in sys.modules and getattr(sys.modules[parent], child, None) is module:
+        delattr(sys.modules[parent], child)  # `from pkg import mod` would find it there
+
+
+def _import_file(path: Path) -> Any:
+    """A file as a module, with its directory first on the path.
+
+    FileNotFoundError, or ImportError, if it is none.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    put_first(path.parent.resolve())
+    name = path.stem if _may_take(path.stem, path) else f"builder_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+_OURS = {"exporter", "serving"}
+
+
+def _may_take(name: str, path: Path) -> bool:
+    """True unless the program has another module of this name, or one of ours has it, imported or not."""
+    file = file_of(sys.modules.get(name))
+    is_builders = file in _imported or (file != "" and Path(file).resolve() == path.resolve())
+    return name not in _OURS and (name not in sys.modules or is_builders)
+
+
+class Recorder:
+    """The modules that this thread executed while a builder was loaded and ran, and the files it opened."""
+
+    def __init__(self) -> None:
+        self.modules: list[ModuleType] = []
+        self.opened: dict[str, bool] = {}  # {file: whether a user's code opened it, not a library}
+        self._path = [*sys.path]
+
+    def note(self, module: ModuleType) -> None:
+        """Note a module right before it is executed, with the digest of its file."""
+        if (file := file_of(module)) and is_users(file):
+            _imported[file] = digest_at(file)
+            self.modules.append(module)
+
+    def code(self, model: object, main: BuilderFile | None, *, is_loaded: bool) -> Code:
+        """The code behind a graph that `model` made; `is_loaded`: this process imported it for this purpose.
+
+        BuilderError if it was, and a file was edited meanwhile. Otherwise modules that are not what their
+        files say are without a digest.
+        """
+        found = _Reached(main)
+        found.follow([*self.modules, *_modules_of_builder(model)])
+        root = Path.cwd() if main is None else main.root
+        path = [*map(str, dict.fromkeys((root, Path.cwd()))), *self._path]
+        own: SourceFile | None = None
+        files: list[SourceFile] = []
+        modules: list[ModuleFile] = []
+        places: dict[str, Path] = {}
+        by_name = set[str]()
+        for file, module in found.users.items():
+            real, name = Path(file).resolve(), _name_of(module)
+            content = content_of(file)
+            is_known = content is not None and _is_as_imported(module, file, content)
+            if is_loaded and not is_known and file in _imported:
+                raise BuilderError(
+                    f"{name} ({file}) was edited while it was used", hint="run the command again"
+                )
+            known: tuple[str, ...] = ()
+            if is_known and content is not None:
+                known = digest_of(content), code_of(content, real)
+            if main is not None and real == main.path.resolve() and is_known:
+                own = SourceFile(real.relative_to(main.root).as_posix(), *known)
+            elif main is not None and is_known and real in _places_of(main.root, name):
+                files.append(SourceFile(real.relative_to(main.root).as_posix(), *known))
+            else:
+                while name in places:  # two files that were loaded by hand under one name
+                    name += "#"
+                modules.append(ModuleFile(name, *known))
+                places[name] = Path(file).absolute()
+                if (there := find_module(name, path)) is not None and there.resolve() == real:
+                    by_name.add(name)
+        if own is None:  # a path below the root says nothing without the file that leads there
+            modules += [ModuleFile(_module_at(each.path), each.digest, each.code) for each in files]
+            places |= {_module_at(each.path): root / each.path for each in files}
+            files = []
+        else:
+            files = [own, *sorted(files, key=lambda each: each.path)]
+        opened = {}
+        for name, place in self._opened(root, {*map(os.path.realpath, found.users)}):
+            with contextlib.suppress(OSError, ExportError):
+                opened[name] = file_digest(place)
+                places[name] = place
+        return Code(
+            tuple(files),
+            tuple(sorted(modules, key=lambda each: each.name)),
+            opened,
+            _distributions(found.libraries),
+            places,
+            {} if main is None else {name: _beside(main.path, place) for name, place in places.items()},
+            frozenset(by_name),
+        )
+
+    def _opened(self, root: Path, modules: set[str]) -> Iterator[tuple[str, Path]]:
+        """Yield name and path of each file that was read; below the root its name is its path."""
+        names = set[str]()
+        for file, is_by_user in self.opened.items():
+            path = Path(file)
+            with contextlib.suppress(OSError):
+                real = path.resolve()
+                size = path.stat().st_size if path.is_file() else _MOST_OPENED_BYTES + 1
+                if str(real) in modules or size > _MOST_OPENED_BYTES or not is_users(str(real)):
+                    continue
+                below_root = real.relative_to(root).as_posix() if real.is_relative_to(root) else ""
+                if not is_by_user and (not below_root or "/." in f"/{below_root}"):
+                    continue  # a library's own file, or its cache; those of the builder's are configurations
+                ends = ("/".join(path.parts[-count:]) for count in range(1, len(path.parts)))
+                name = below_root or next((end for end in ends if end not in names), "")
+                if name and name not in names:
+                    names.add(name)
+                    yield name, path.absolute()
+
+
+def _beside(builder: Path, place: Path) -> str:
+    """The path from a builder's directory to a place, as they are named or as they are, the shorter one."""
+    ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
+    return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Note what this thread executes and opens; within another `recording` it is noted there."""
+    if (outer := _RECORDER.get()) is not None:
+        yield outer
+        return
+    recorder = Recorder()
+    token = _RECORDER.set(recorder)
+    try:
+        with _NOTED():
+            yield recorder
+    finally:
+        _RECORDER.reset(token)
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[None]:
+    """Let modules and files be noted by the recorder of the thread that executes or opens them."""
+    import builtins
+    import io
+    from zipimport import zipimporter
+
+    machinery = importlib.machinery
+    loaders: tuple[Any, ...] = (
+        machinery.SourceFileLoader,
+        machinery.SourcelessFileLoader,
+        machinery.ExtensionFileLoader,
+        zipimporter,
+    )
+    changes: list[tuple[Any, str, Any]] = [
+        *((loader, "exec_module", _noting_module(loader.exec_module)) for loader in loaders),
+        (importlib, "import_module", _noting_name(importlib.import_module)),
+        (builtins, "open", _noting_file(builtins.open)),
+        (io, "open", _noting_file(io.open)),
+        (io, "open_code", _noting_file(io.open_code)),
+    ]
+    if (file_io := sys.modules.get("tensorflow.python.lib.io.file_io")) is not None:
+        changes.append((file_io.FileIO, "__init__", _noting_gfile(file_io.FileIO.__init__)))
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in changes]
+    for owner, name, changed in changes:
+        setattr(owner, name, changed)
+    try:
+        yield
+    finally:
+        for owner, name, was in before:
+            if was is None:  # it was inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, was)
+
+
+_NOTED = WhileNeeded(_noted)
+
+
+def _noting_module(before: Callable[[Any, ModuleType], None]) -> Callable[[Any, ModuleType], None]:
+    def exec_module(self: Any, module: ModuleType) -> None:
+        if (recorder := _RECORDER.get()) is not None:
+            recorder.note(module)
+        before(self, module)
+
+    return exec_module
+
+
+def _noting_name(before: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
+    @functools.wraps(before)
+    def import_module(*args: Any, **kwargs: Any) -> ModuleType:
+        module = before(*args, **kwargs)
+        if (recorder := _RECORDER.get()) is not None and is_users(file_of(module)):
+            recorder.modules.append(module)
+        return module
+
+    return import_module
+
+
+def _noting_file(before: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(before)
+    def opens(file: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = before(file, *args, **kwargs)
+        _note_opened(file, kwargs.get("mode", args[0] if args else "r"))
+        return opened
+
+    return opens
+
+
+def _noting_gfile(before: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(before)
+    def __init__(self: Any, name: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> None:
+        before(self, name, mode, *args, **kwargs)
+        _note_opened(name, mode)
+
+    return __init__
+
+
+def _note_opened(file: object, mode: object) -> None:
+    """Note a file that is opened to read it, and whether a user's code does so, maybe by Python's library."""
+    recorder = _RECORDER.get()
+    if recorder is None or not isinstance(file, str | bytes | os.PathLike) or {*str(mode)} & {*"wax+"}:
+        return
+    frame = inspect.currentframe()
+    for _ in range(2):  # this function, and the one that stands in for `open`
+        frame = frame and frame.f_back
+    while frame is not None and (file_name := frame.f_code.co_filename).endswith(_GFILE) | _is_pythons(
+        file_name
+    ):
+        if frame.f_globals.get("__name__", "").startswith("importlib"):
+            return
+        frame = frame.f_back
+    path = str(Path(os.fsdecode(file)).absolute())
+    is_by_user = frame is not None and is_users(frame.f_code.co_filename)
+    recorder.opened[path] = recorder.opened.get(path, False) or is_by_user
+
+
+_GFILE = "tensorflow/python/platform/gfile.py"
+
+
+class _Reached:
+    """The users' modules that some modules import or hold values of, and the libraries that these import."""
+
+    def __init__(self, main: BuilderFile | None) -> None:
+        self.users: dict[str, ModuleType] = {}  # by file
+        self.libraries: set[str] = set()  # by the name that is imported, without what follows a dot
+        self._main = main
+
+    def follow(self, modules: Iterable[ModuleType]) -> None:
+        """Add modules, and those that they lead to."""
+        pending = [*modules]
+        while pending:
+            module = pending.pop()
+            file = file_of(module)
+            if not file or file in self.users or _name_of(module).startswith("__autograph_generated"):
+                continue
+            if is_users(file) or self._is_builders(file):
+                self.users[file] = module
+                pending += _led_to(module, file)
+            elif not _is_pythons(file) and not _is_ours(file):
+                self.libraries.add(_name_of(module).partition(".")[0])
+
+    def _is_builders(self, file: str) -> bool:
+        """True for a module of the builder's own package, which may be installed."""
+        if self._main is None or not self._main.package:
+            return False
+        path = Path(file).resolve()
+        return path == self._main.path.resolve() or path.is_relative_to(self._main.root / self._main.package)
+
+
+def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
+    """Yield the loaded modules that a module imports by its text, or has values of, and its packages."""
+    name = _name_of(module)
+    parts = name.split(".")
+    names = [".".join(parts[:end]) for end in range(1, len(parts))]
+    package = vars(module).get("__package__") or (
+        name if hasattr(module, "__path__") else ".".join(parts[:-1])
+    )
+    content = content_of(file) if file.endswith(".py") else None
+    if content is not None:
+        with contextlib.suppress(BuilderError):
+            names += _imports(parse(Path(file), content), package)
+    yield from (sys.modules[name] for name in names if isinstance(sys.modules.get(name), ModuleType))
+    for value in [*vars(module).values()]:
+        # Python sets a package's modules as its attributes, whoever imports them.
+        if not isinstance(value, ModuleType) or not _name_of(value).startswith(f"{name}."):
+            yield from _modules_of(value)
+
+
+def _imports(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the names that import statements may import, wherever they stand, with their packages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".") if node.level else []
+            base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+            found = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in found:
+            parts = name.split(".")
+            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _modules_of(value: object, *, inside: bool = True) -> Iterator[ModuleType]:
+    """Yield a module that is given, or those that define a value's class or function, and its items'."""
+    if isinstance(value, ModuleType):
+        yield value
+        return
+    try:
+        name = getattr(value, "__module__", None)
+    except Exception:  # noqa: BLE001 - a proxy of something that is not there
+        return
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if isinstance(module, ModuleType):
+        yield module
+    if inside and isinstance(value, dict | list | tuple | set | frozenset):
+        for item in [*(value.values() if isinstance(value, dict) else value)][:_MOST_ITEMS]:
+            yield from _modules_of(item, inside=False)
+
+
+_MOST_ITEMS = 1000  # of a registry of layers; longer ones are data
+
+
+def _modules_of_builder(model: object) -> Iterator[ModuleType]:
+    """Yield the modules that a builder, given as a function or a model, has its code from."""
+    if isinstance(model, str):
+        return
+    while isinstance(model, functools.partial):
+        yield from _modules_of([*model.args, *model.keywords.values()])
+        model = model.func
+    for layer in (model, *(getattr(model, "layers", None) or ())):
+        for kind in type(layer).__mro__:
+            yield from _modules_of(kind)
+    if not isinstance(function := inspect.unwrap(model) if callable(model) else model, FunctionType):
+        return
+    module = sys.modules.get(function.__module__)
+    if module is not None and file_of(module):
+        yield module
+    used: list[object] = [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
+    for code in _inside(function.__code__):  # of a notebook: what the function names
+        used += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    for value in used:
+        yield from _modules_of(value)
+
+
+def _has_contents(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and all that are inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _inside(constant)
+
+
+def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:
+    """True if a module's functions and plain constants are those of its file."""
+    if file in _imported:
+        return _imported[file] == digest_of(content)
+    if not file.endswith(".py"):
+        return True
+    try:
+        stored = {*_inside(compile(content, file, "exec", dont_inherit=True))}
+        tree = parse(Path(file), content)
+    except (SyntaxError, ValueError, BuilderError):
+        return False
+    name = vars(module).get("__name__")
+    is_own = True
+    for value in [*vars(module).values()]:
+        members = [*vars(value).values()] if isinstance(value, type) and value.__module__ == name else [value]
+        for member in members:
+            code = getattr(member, "__code__", None)
+            if isinstance(member, FunctionType) and member.__module__ == name and isinstance(code, CodeType):
+                is_own &= code.co_filename != file or code in stored
+    return is_own and all(vars(module).get(key, value) == value for key, value in _constants(tree))
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, object]]:
+    """Yield the names that a module gives a literal once, on its first level, and the literals."""
+    assigned = [
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and assigned.count(target.id) == 1:
+                    yield target.id, node.value.value
+
+
+def _name_of(module: ModuleType) -> str:
+    """The name by which other programs import a module."""
+    name = str(vars(module).get("__name__"))
+    if name != "__main__":
+        return name
+    spec = vars(module).get("__spec__")
+    return Path(file_of(module)).stem if spec is None else str(spec.name)
+
+
+def _places_of(root: Path, name: str) -> tuple[Path, Path]:
+    """The files below a directory that a module of this name may be."""
+    place = root.joinpath(*name.split("."))
+    return place.with_name(f"{place.name}.py"), place / "__init__.py"
+
+
+def _module_at(path: str) -> str:
+    """The name of the module with a path below its root."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def _pythons() -> tuple[str, ...]:
+    import sysconfig
+
+    found = sysconfig.get_paths()
+    return tuple({os.path.realpath(found[name]) + os.sep for name in ("stdlib", "platstdlib")})
+
+
+@functools.cache
+def _ours() -> tuple[str, ...]:
+    top = Path(os.path.realpath(__file__)).parents[2]
+    return tuple(f"{top / name}{os.sep}" for name in _OURS)
+
+
+@functools.cache
+def _is_installation(directory: str) -> bool:
+    """True for a directory that an installer writes into."""
+    try:
+        return any(each.suffix == ".dist-info" for each in Path(directory).iterdir())
+    except OSError:
+        return False
+
+
+def _is_installed(file: str) -> bool:
+    if _INSTALLED & {*Path(file).parts}:
+        return True
+    return any(
+        file.startswith(place.rstrip(os.sep) + os.sep)
+        for place in [*sys.path]
+        if place and _is_installation(place)
+    )
+
+
+def _is_pythons(file: str) -> bool:
+    """True for files of Python's own library, and for code without a file."""
+    return file.startswith("<frozen ") or (
+        os.path.realpath(file).startswith(_pythons()) and not _is_installed(file)
+    )
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.realpath(file).startswith(_ours())
+
+
+def is_users(file: str) -> bool:
+    """True for files of neither Python, nor an installed library, nor this program, nor the kernel."""
+    is_other = file.startswith(("<", "/proc/", "/sys/", "/dev/")) or not file
+    return not (is_other or _is_installed(file) or _is_pythons(file) or _is_ours(file))
+
+
+def _distributions(libraries: Iterable[str]) -> dict[str, str]:
+    """{name of the distribution: version} of libraries by the names that are imported."""
+    from importlib.metadata import packages_distributions, version
+
+    known = packages_distributions()
+    names = {distribution for library in libraries for distribution in known.get(library, ())}
+    return {name: version(name) for name in sorted(names)}
