@@ -1,4 +1,6 @@
-"""Hard-link a trainer's shard into a bundle, or copy byte ranges of it where a link is impossible.
+"""Share a trainer's shard with a bundle, or copy byte ranges of it where that is impossible.
+
+A clone (a reflink) shares the blocks and is a file of its own; a hard link is the trainer's file itself.
 
 Ranges are copied inside the kernel, in bounded pieces and in parallel; those of an object store are fetched.
 """
@@ -6,6 +8,7 @@ Ranges are copied inside the kernel, in bounded pieces and in parallel; those of
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -188,6 +191,33 @@ class NewFile(Struct, frozen=True):
         if self.mode & stat.S_IRGRP and not group:
             return "group"
         return "" if owner else "owner"
+
+
+# `ioctl_ficlone(2)`: XFS with reflink, btrfs, bcachefs, OCFS2, NFS 4.2 and overlays on them.
+_FICLONE = 0x40049409
+
+
+def clone_shard(source: Path, target: Path, *, size: int) -> bool:
+    """Make `target` a new file that shares the blocks of `source`; False where the file system cannot.
+
+    Raises:
+        CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
+        CheckpointError: it cannot be reached.
+        OSError: the target cannot be written.
+    """
+    if mirror.is_remote(source):
+        return False
+    with open_shard(source) as reader, _target(target) as writer:
+        before = os.fstat(reader)
+        check_size(source, before.st_size, size)
+        try:
+            fcntl.ioctl(writer, _FICLONE, reader)
+        except OSError:  # whatever the reason is, a link or a copy shows it, if it matters there
+            target.unlink()
+            return False
+        if FileIdentity.of(os.fstat(reader)) != FileIdentity.of(before):
+            raise CheckpointChanged(f"{source} was written to while it was cloned")
+    return True
 
 
 def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:

@@ -1,11 +1,11 @@
-"""Write `variables/`: a new index under the served names, over shards that are hard links where possible.
+"""Write `variables/`: a new index under the served names, over shards that are not copied where possible.
 
-Each shard that holds a served tensor becomes one shard of the bundle: linked, copied or compacted; where less
-than an eighth of it is kept, compacted. Checksums come from the source's index. Tensors whose bytes change
-(casts, and rows that move between layouts of partitions) are written by the tasks of a `ShardJob`; so is
-everything in an object store. A large table is divided into ranges of rows, which become slices that
-RestoreV2 joins. A table that servers are to map has a shard of its own for each of its variables: what one
-file cannot be is a range of another.
+Each shard that holds a served tensor becomes one shard of the bundle: cloned where the file system can, else
+linked, copied or compacted; where less than an eighth of it is kept, compacted. Checksums come from the
+source's index. Tensors whose bytes change (casts, and rows that move between layouts of partitions) are
+written by the tasks of a `ShardJob`; so is everything in an object store. A large table is divided into
+ranges of rows, which become slices that RestoreV2 joins. A table that servers are to map has a shard of its
+own for each of its variables: what one file cannot be is a range of another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from exporter.bundle import link
 from exporter.bundle.hot_rows import names_of
-from exporter.bundle.link import ByteRange, NewFile, link_shard
+from exporter.bundle.link import ByteRange, NewFile, clone_shard, link_shard
 from exporter.catalog import Catalog, Extent, SliceRef, SliceSpec, TensorRef
 from exporter.checkpoint.tensor_bundle import MAX_SHARDS, encode_index, index_path, shard_path
 from exporter.errors import LinkRefused, MappingError, UsageError
@@ -60,6 +60,7 @@ LITTLE_KEPT = f"less than 1/{_LEAST_SHARE} is kept"
 class ShardOrigin(Enum):
     """How a shard of the bundle came to be."""
 
+    CLONED = "cloned"
     LINKED = "linked"
     COPIED = "copied"
     COMPACTED = "compacted"
@@ -114,6 +115,11 @@ class VariablesReport(Struct, frozen=True):
     def bytes_linked(self) -> int:
         """Bytes that were hard-linked."""
         return self.bytes_of(ShardOrigin.LINKED)
+
+    @property
+    def bytes_cloned(self) -> int:
+        """Bytes that share their blocks with the trainer's files."""
+        return self.bytes_of(ShardOrigin.CLONED)
 
     @property
     def bytes_copied(self) -> int:
@@ -277,7 +283,9 @@ class _Writer:
         plan = self._plans[new]
         source, size, how, why = self._catalog.shards[origin.shard], plan.source_bytes, plan.how, plan.why
         target = shard_path(self._prefix, new, self._num_shards)
-        if how is ShardOrigin.LINKED:
+        if how is ShardOrigin.LINKED and clone_shard(source, target, size=size):
+            how = ShardOrigin.CLONED
+        elif how is ShardOrigin.LINKED:
             why = link_shard(source, target, size=size, new_file=self._new_file)
             if why and self._data is DataMode.LINK:
                 raise LinkRefused(f"{source} cannot be linked to {target.parent}", cause=why)
@@ -285,7 +293,7 @@ class _Writer:
         ranges = [ByteRange(0, 0, size)]
         if how is ShardOrigin.COMPACTED:
             ranges = link.coalesce((extent.offset, extent.size) for extent in self._kept[origin])
-        if how is ShardOrigin.LINKED:
+        if how in (ShardOrigin.CLONED, ShardOrigin.LINKED):
             self._progress.advance(size)
         else:
             link.copy_ranges(source, target, ranges, size=size, pool=self._pool, progress=self._progress)

@@ -51,6 +51,7 @@ def plan(planned: Plan, sink: Output) -> None:
         *_plan_lines(planned),
         line("would write", f"{human_bytes(planned.mapping.bytes_)} under {planned.request.out}, {how}"),
         *(line("data", text) for text in ["; ".join(_data(planned.shards))] if text),
+        *_linked_lines(planned.shards),
     ]
     tasks, read = planned.work
     if tasks and (engine := planned.request.jobs.engine):
@@ -69,6 +70,7 @@ def exported(done: Exported, sink: Output) -> None:
         version=published.version,
         position=published.position,
         bytes_linked=variables.bytes_linked,
+        bytes_cloned=variables.bytes_cloned,
         bytes_copied=variables.bytes_copied,
         bytes_rewritten=variables.bytes_rewritten,
         rounded=variables.rounded,
@@ -82,6 +84,7 @@ def exported(done: Exported, sink: Output) -> None:
     lines = [
         *_plan_lines(done.plan),
         line("data", "; ".join(_data(variables.shards)) or "no variables"),
+        *_linked_lines(variables.shards),
         *(
             line("rounded", f"{key} to 8 bits: largest error {found.largest:.3g}, mean {found.mean:.3g}")
             for key, found in variables.rounded.items()
@@ -204,6 +207,12 @@ def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
                 whole = human_bytes(sum(shard.source_bytes for shard in found))
                 size = f"{size} of {whole}" if is_little else size
                 yield f"{count(len(found), 'shard')} {how.value}, {size}{why}"
+
+
+def _linked_lines(shards: Iterable[ShardPlan]) -> Iterator[str]:
+    """A line about what the trainer must not do, if the version holds its files."""
+    if any(shard.how is ShardOrigin.LINKED for shard in shards):
+        yield line("", "the trainer may remove these files, and must not write into them; or --data compact")
 
 
 def _verified(done: Exported) -> str:

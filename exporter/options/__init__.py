@@ -219,9 +219,9 @@ class _Limited(Given, frozen=True):
 class DataMode(StrEnum):
     """How the bytes of variables reach the bundle.
 
-    `AUTO` links shards and, where links are impossible, the server could not read them, or less than an
-    eighth of them is kept, compacts. `LINK` links or fails. `COPY` copies whole shards. `COMPACT` copies the
-    kept byte ranges alone.
+    `AUTO` clones or links shards and, where that is impossible, the server could not read them, less than an
+    eighth of them is kept, or the trainer wrote into files that were linked before, compacts. `LINK` clones
+    or links, or fails. `COPY` copies whole shards. `COMPACT` copies the kept byte ranges alone.
     """
 
     AUTO = "auto"

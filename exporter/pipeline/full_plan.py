@@ -51,9 +51,10 @@ from exporter.pipeline.table_layout import lay_out_tables, map_laid_out
 from exporter.pipeline.trainer_graph import training_graph
 from exporter.publish.commit import VersionRule
 from exporter.publish.delta_log import LogBase
+from exporter.publish.manifest import overwritten_notes
 from exporter.publish.model import PublishedAlready, newest_made_from
 from exporter.publish.permission import Permission
-from exporter.publish.versions import newest_version, require_base_path
+from exporter.publish.versions import newest_version, read_manifest, require_base_path
 from exporter.storage import mirror
 from exporter.storage.files import regular_file
 from exporter.storage.local_paths import quoted, require_no_pattern
@@ -86,6 +87,7 @@ class Plan(Struct, frozen=True, dict=True):
     golden: tuple[GoldenRequest, ...] = ()
     unmapped: tuple[Unmapped, ...] = ()
     hot: tuple[HotChoice, ...] = ()
+    overwritten: tuple[str, ...] = ()  # a warning that the trainer wrote into files of the newest version
 
     def __repr__(self) -> str:
         size = f"{len(self.mapping.sources)} variables"
@@ -94,7 +96,14 @@ class Plan(Struct, frozen=True, dict=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for people on the choices made."""
-        return (*self.catalog.notes, *self.graph.notes, *self.mapping.notes, *self.target_notes)
+        own = (*self.catalog.notes, *self.graph.notes, *self.mapping.notes)
+        return (*own, *self.target_notes, *self.overwritten)
+
+    @property
+    def data(self) -> DataMode:
+        """How values reach the version: not by links to the files of a trainer that writes into them."""
+        is_auto = self.request.data is DataMode.AUTO
+        return DataMode.COMPACT if is_auto and self.overwritten else self.request.data
 
     @cached_property
     def digest(self) -> str:
@@ -119,7 +128,7 @@ class Plan(Struct, frozen=True, dict=True):
         if not self.catalog.is_bundle:
             return []
         own = set(self.catalog.shards)  # what indexes the tables by keys is not there yet
-        planned = plan_shards(self.mapping, self.request.out, self.request.data)
+        planned = plan_shards(self.mapping, self.request.out, self.data)
         return [shard for shard in planned if shard.source in own]
 
     @property
@@ -216,8 +225,18 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         golden=read_golden(request.golden) if request.golden else (),
         unmapped=unmapped,
         hot=hot,
+        overwritten=_overwritten(request.out),
     )
     return planned, is_known
+
+
+def _overwritten(model: Path) -> tuple[str, ...]:
+    """A warning that the trainer wrote into files of a model's newest version; () if it did not."""
+    newest = newest_version(model)
+    if newest is not None and newest.has_manifest:
+        with suppress(ManifestError):
+            return overwritten_notes(read_manifest(newest.path), newest.path)
+    return ()
 
 
 def _require_consistent(request: ExportRequest) -> None:

@@ -50,7 +50,7 @@ from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
 from exporter.publish.delta_publication import Publication, publish_changes
-from exporter.publish.manifest import DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import DeltaEntry, DeltaOrigin, overwritten_notes
 from exporter.publish.permission import require_not_taken_back
 from exporter.publish.versions import (
     VersionDir,
@@ -144,7 +144,9 @@ class IncrementalPlan(Struct, frozen=True):
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for people: on this log's deltas in general, and on what this one takes back."""
-        return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks)
+        base = self.log.base
+        written = overwritten_notes(base.manifest, base.path)
+        return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks, *written)
 
     @property
     def _for_the_next_base(self) -> tuple[str, ...]:

@@ -22,7 +22,10 @@ def write_values(staged: Staged) -> None:
         LinkRefused: links are asked for, and the checkpoint is no tensor bundle.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
-    data, runner = request.data, Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out))
+    data, runner = (
+        staged.plan.data,
+        Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out)),
+    )
     indexer = runner
     if not catalog.is_bundle:
         if data is DataMode.LINK:

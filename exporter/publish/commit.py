@@ -38,7 +38,7 @@ from exporter.errors import (
 )
 from exporter.publish.delta_log import DeltaLog, LogDelta, log_of
 from exporter.publish.hold import HeldBy, this_user
-from exporter.publish.manifest import DeltaEntry, FileEntry, Manifest, ManifestDraft, to_json
+from exporter.publish.manifest import DeltaEntry, FileEntry, LinkedFile, Manifest, ManifestDraft, to_json
 from exporter.publish.permission import REFUSING, Permission
 from exporter.publish.retention import GRACE_SECONDS, Keep, KeptVersion, Retired, retire
 from exporter.publish.staging import Staging
@@ -87,12 +87,14 @@ def _seal_file(bundle: Path, path: Path, mode: int) -> FileEntry:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise VerificationError(f"the staged {path} is not a regular file")
-    if found.st_nlink == 1:  # a file with a second link is the trainer's: its mode and its bytes are not ours
+    is_shared = found.st_nlink > 1
+    if not is_shared:  # a file with a second link is the trainer's: its mode and its bytes are not ours
         _set_mode(path, mode & 0o666)
         sync(path)
     crc = None if _DATA_SHARD.fullmatch(path.name) else _masked_crc(path)
     shown = None if crc is None else f"{crc:08x}"
-    return FileEntry(path.relative_to(bundle).as_posix(), found.st_size, shown)
+    linked = LinkedFile.of(found) if is_shared and crc is None else None
+    return FileEntry(path.relative_to(bundle).as_posix(), found.st_size, shown, linked=linked)
 
 
 def _masked_crc(path: Path) -> int:

@@ -44,6 +44,7 @@ from exporter.newer_python import StrEnum
 from exporter.options import Updates, option_of
 from exporter.publish.served_check import Stored, require_fitting, resolved
 from exporter.storage.layout import MANIFEST_FILE, VARIABLES_DIRECTORY, flaw_of
+from exporter.storage.local_paths import quoted
 from exporter.wire.json_documents import (
     Count,
     Crc,
@@ -193,6 +194,35 @@ class TensorEntry(Struct, frozen=True, rename={"bytes_": "bytes"}):
         return cls(ref.name, ref.dtype.label, ref.shape, ref.bytes_, crcs)
 
 
+_INODE_BITS = (1 << 63) - 1  # the manifest's integers are below 2**63
+
+
+class LinkedFile(Struct, frozen=True):
+    """A file with another name elsewhere, a trainer's shard, as it was when it was published."""
+
+    inode: Annotated[Count, doc("its number; a copy has another one, and nobody else writes to it")]
+    links: Annotated[Count, doc("how many names it had")]
+    mtime_ns: Annotated[int, doc("when its bytes were written last, in nanoseconds since 1970")]
+    ctime_ns: Annotated[int, doc("when it was changed in any way, names among them")]
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> LinkedFile:
+        """The record of a file by its status."""
+        return cls(found.st_ino & _INODE_BITS, found.st_nlink, found.st_mtime_ns, found.st_ctime_ns)
+
+    def is_written(self, found: os.stat_result) -> bool:
+        """True if the file was written to since, by its time; False for a copy, which is another file."""
+        return found.st_ino & _INODE_BITS == self.inode and found.st_mtime_ns != self.mtime_ns
+
+    def may_be_written(self, found: os.stat_result) -> bool:
+        """As `is_written`; True, too, for a file that was changed without losing or getting a name."""
+        # Trainers prune, and several versions link one shard: both change `ctime`, and no byte. Otherwise it
+        # may be a write after which the time was set back, as `rsync -t` does.
+        now = LinkedFile.of(found)
+        is_changed = now.ctime_ns != self.ctime_ns and now.links == self.links
+        return self.is_written(found) or (now.inode == self.inode and is_changed)
+
+
 class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "bytes"}):
     """A file of the published directory."""
 
@@ -202,6 +232,22 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
         _always_written(None)
     )
     sha256: Annotated[Sha256 | None, doc("its digest; absent: it is not signed")] = None
+    linked: Annotated[LinkedFile | None, doc("that it is a trainer's file, too; absent: it is not")] = None
+
+    def is_written(self, directory: Path, *, for_sure: bool = True) -> bool:
+        """True if it is a trainer's file, too, and was written to since it was published in this directory.
+
+        By its size and times, which a program may set; without `for_sure` also if it only may have been.
+        """
+        if self.linked is None:
+            return False
+        try:
+            found = (directory / self.path).stat()
+        except OSError:
+            return False
+        if found.st_size != self.bytes_:
+            return found.st_ino & _INODE_BITS == self.linked.inode
+        return self.linked.is_written(found) or (not for_sure and self.linked.may_be_written(found))
 
 
 class Signature(Struct, frozen=True):
@@ -311,6 +357,10 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
         """Bytes of all files."""
         return sum(file.bytes_ for file in self.files)
 
+    def overwritten(self, version: Path) -> list[Path]:
+        """The files of a version that are a trainer's, too, and were written to since, by their times."""
+        return [version / file.path for file in self.files if file.is_written(version)]
+
     @property
     def schema_digest(self) -> str:
         """The digest of the tensors' names, dtypes and shapes."""
@@ -392,6 +442,18 @@ class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
 
 
 Document: TypeAlias = VersionDocument | DeltaDocument
+
+
+def overwritten_notes(manifest: Manifest, version: Path) -> tuple[str, ...]:
+    """A warning that a trainer wrote into files of a published version; () if it did not."""
+    written = manifest.overwritten(version)
+    if not written:
+        return ()
+    look = f"export-model verify {quoted(version.parent)}"
+    return (f"{written[0]} {OVERWRITTEN}: servers that load it may fail or answer wrongly; see {look}",)
+
+
+OVERWRITTEN = "was written to after it was published: it is a hard link to a file of the trainer"
 
 
 def tensor_entries(catalog: Catalog) -> tuple[TensorEntry, ...]:

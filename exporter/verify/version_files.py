@@ -25,7 +25,7 @@ from exporter.jobs.runner import LOCAL, Runner
 from exporter.jobs.shard_job import Stored, stored_runs
 from exporter.jobs.shard_sections import renumbered
 from exporter.jobs.task import Input, Range, RangeChecksums, Receipt, Task
-from exporter.publish.manifest import FileEntry, TensorEntry
+from exporter.publish.manifest import OVERWRITTEN, FileEntry, TensorEntry
 from exporter.publish.versions import read_manifest
 from exporter.storage.files import regular_file
 from exporter.storage.layout import MANIFEST_FILE, PAIR_NAME, SAVED_MODEL_FILE, VARIABLES_PREFIX
@@ -111,9 +111,12 @@ def verify_files(
         if entry.path not in found:
             raise _not_there(bundle / entry.path)
         verify_file(bundle, entry, passed)
+    written = {bundle / each.path for each in listed.values() if each.is_written(bundle, for_sure=False)}
     prefix = prefix or _prefix_of_saved_model(bundle, found)
     if expected or f"{prefix}.index" in found:
         _verify_index(bundle, prefix, expected)  # blocks of the index have checksums; O(number of tensors)
+    if written:
+        _verify_written(read_catalog(bundle / prefix), written)
     unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
     return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
 
@@ -124,13 +127,16 @@ def verify_bytes(
     runner: Runner = LOCAL,
     progress: Progress | None = None,
     passed: Passed | None = None,
+    shards: Collection[Path] | None = None,
 ) -> BytesReport:
     """Read the bundle's bytes that have not `passed`, in parallel, and compare the index's checksums.
+
+    With `shards` only the bytes of these files.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
     """
-    runs = _runs(catalog)
+    runs = [run for run in _runs(catalog) if shards is None or run.catalog.path_of(run.extent) in shards]
     numeric = [run for run in runs if run.tensor.dtype.itemsize is not None]
     strings = [run for run in runs if run.tensor.dtype is DType.STRING]
     progress = progress or NoProgress()
@@ -216,6 +222,27 @@ def _prefix_of_saved_model(bundle: Path, found: Collection[str]) -> Path:
     raise VerificationError(f"{bundle} has no {SAVED_MODEL_FILE}", hint=_DAMAGED_HINT)
 
 
+OVERWRITTEN_HINT = (
+    "publish a new version, with --data compact: such a version holds no file that a trainer writes to"
+)
+
+
+def _verify_written(catalog: Catalog, shards: Collection[Path]) -> None:
+    """Read shards that are a trainer's files, too, and may have been written to by their times.
+
+    VerificationError if their bytes differ: a file that was merely touched is as it was.
+    """
+    try:
+        verify_bytes(catalog, shards=shards)
+    except VerificationError as error:
+        path = next((shard for shard in sorted(shards) if str(shard) in error.message), min(shards))
+        raise _overwritten(path, error.message) from error
+
+
+def _overwritten(path: Path, cause: str) -> VerificationError:
+    return VerificationError(f"{path} {OVERWRITTEN}", cause=cause, hint=OVERWRITTEN_HINT)
+
+
 def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
     """Compare a file of a directory with its entry in the manifest.
 
@@ -229,7 +256,10 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
         raise _not_there(path)
     size = path.stat().st_size
     if size != entry.bytes_:
-        raise VerificationError(f"{path} has {size} bytes, expected {entry.bytes_}", hint=_DAMAGED_HINT)
+        said = f"{path} has {size} bytes, expected {entry.bytes_}"
+        if entry.is_written(bundle):
+            raise _overwritten(path, said)
+        raise VerificationError(said, hint=_DAMAGED_HINT)
     if entry.crc32c is None:
         return
     plain = None if passed is None else passed.of(path, 0, size)

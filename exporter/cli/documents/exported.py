@@ -42,10 +42,11 @@ class Shard(Struct, frozen=True):
 
     source: str
     """The checkpoint's file."""
-    how: Literal["linked", "copied", "compacted"]
-    """`linked`, `copied` as a whole, or `compacted`: of its bytes those that are served were copied."""
+    how: Literal["cloned", "linked", "copied", "compacted"]
+    """`cloned` (its blocks are shared until either side writes), `linked`, `copied` as a whole, or
+    `compacted`: of its bytes those that are served were copied."""
     why: str | None
-    """Why it is not linked; null if it is."""
+    """Why it is copied; null if it is not."""
     bytes: int
     """Bytes that it takes in the version; a link takes all of the file."""
     source_bytes: int
@@ -111,6 +112,8 @@ class Export(ExportPlan, frozen=True, kw_only=True):
     """Its position in the order of everything published for the model."""
     bytes_linked: int
     """Bytes of data that are hard links to the trainer's files."""
+    bytes_cloned: int
+    """Bytes of data that share their blocks with the trainer's files, and do not change when those do."""
     bytes_copied: int
     """Bytes that were copied as they are."""
     bytes_rewritten: int
