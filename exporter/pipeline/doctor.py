@@ -73,6 +73,7 @@ from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FIL
 from exporter.terminal.progress import count, human_bytes
 from exporter.terminal.server_access import ServerAccess
 from exporter.verify.log import Damage, VerifiedModel, verify_model
+from exporter.verify.version_files import OVERWRITTEN_HINT
 
 
 class Check(StrEnum):
@@ -123,6 +124,7 @@ CHECKS = {
     Code.KEPT_OUT: Check.PERMISSIONS,
     Code.NOT_WRITABLE: Check.PERMISSIONS,
     Code.COPIES: Check.LINKS,
+    Code.OVERWRITTEN: Check.LINKS,
     Code.CHECKPOINT: Check.CHECKPOINT,
     Code.TABLE_FULL: Check.TABLES,
     Code.NOT_MAPPED: Check.MAPPED,
@@ -186,6 +188,7 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
         return
     if not catalog.is_bundle:  # its values are written again in any case
         return
+    yield from _written_over(model, catalog, ckpt_dir)
     try:
         reason = _why_not_linked(model, catalog)
     except CheckpointError as error:
@@ -202,6 +205,30 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
             reason if closed else f"{reason}; links need one file system for checkpoints and model",
             command("chmod", "a+r", *catalog.shards) if closed else command("df", ckpt_dir, model),
         )
+
+
+def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Finding]:
+    """Find a trainer that writes new checkpoints into the files of earlier ones, which versions may hold."""
+    for version in published_versions(model):
+        written: list[Path] = []
+        with suppress(ExportError, OSError):  # damage is told by `damage`
+            written = read_manifest(version.path).overwritten(version.path)
+        for shard in catalog.shards:
+            with suppress(OSError):
+                if any(shard.samefile(file) for file in written):
+                    yield Finding(
+                        Code.OVERWRITTEN,
+                        f"the trainer writes new checkpoints into the files of earlier ones: {shard} has the "
+                        f"bytes of another checkpoint than version {version.version}, which links to it",
+                        "a hard link changes with the file; a version with --data compact has its own",
+                        f"{_new_base(model, ckpt_dir, _deltas(model))} --data compact",
+                    )
+                    return
+
+
+def _deltas(model: Path) -> list[str]:
+    """The options of a new version that takes deltas if the model's does."""
+    return ["--updatable"] if (model / DELTAS_DIRECTORY).is_dir() else []
 
 
 def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
@@ -675,8 +702,9 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path |
         newest = newest_version(model)
         if path.parent == model and (newest is None or path != newest.path):
             return command("rm", "-r", path)
-    options = ["--updatable"] if log is not None or (model / DELTAS_DIRECTORY).is_dir() else []
-    return _new_base(model, ckpt_dir, options)
+    options = ["--updatable"] if log is not None else _deltas(model)
+    found = _new_base(model, ckpt_dir, options)
+    return f"{found} --data compact" if problem.error.hint == OVERWRITTEN_HINT else found
 
 
 def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:

@@ -241,6 +241,12 @@ MEANINGS: Mapping[Code, Meaning] = {
         "A full export copies the checkpoint's values instead of linking them, which costs time and space.",
         "Put checkpoints and model on one file system, and let this user read the shards.",
     ),
+    Code.OVERWRITTEN: Meaning(
+        "A version holds a hard link to a trainer's file, and the trainer has written into that file: it "
+        "copied another checkpoint over it (`cp`, `shutil.copyfile`, `rsync --inplace`). Servers that load "
+        "the version fail, or answer wrongly. The file's times say so; `verify` reads its bytes.",
+        "Publish a new version with `--data compact`, which holds no file of the trainer.",
+    ),
     Code.TABLE_FULL: Meaning(
         "A table by keys has little room for new keys left. When it is full, a delta is refused.",
         "Publish a new base, which has more room. A watch does so by itself.",

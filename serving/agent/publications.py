@@ -13,6 +13,7 @@ from exporter.delta.spans import Span
 from exporter.errors import ManifestError
 from exporter.publish.delta_log import LogDelta
 from exporter.publish.judge import Habit
+from exporter.publish.manifest import overwritten_notes
 from exporter.publish.mapped_state import read_ahead
 from exporter.publish.model import Model
 from exporter.publish.versions import read_manifest
@@ -65,6 +66,16 @@ class Publications:
         with self._changed:
             self._changed.wait_for(lambda: self._count != seen, timeout_s)
             return self._count
+
+    def overwritten(self) -> str:
+        """A warning that a trainer wrote into files of the newest version; "" by their times it did not."""
+        newest = self.current.newest_version
+        if newest is None or self.model.is_copy:
+            return ""
+        version = self.model.path / str(newest)
+        with suppress(ManifestError):
+            return next(iter(overwritten_notes(read_manifest(version), version)), "")
+        return ""
 
     def wake(self) -> None:
         """Wake all threads that wait."""

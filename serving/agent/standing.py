@@ -284,6 +284,8 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
         if found.is_damaged:
             code, what = Code.DAMAGED, f"delta {found.delta} is damaged, and every replica refuses it"
         yield Finding(code, what, found.reason, _doctor(model))
+    if model.overwritten:
+        yield Finding(Code.OVERWRITTEN, model.overwritten, command=_doctor(model))
     if model.untrusted:
         yield Finding(
             Code.UNTRUSTED,

@@ -151,7 +151,7 @@ class ModelView(Struct, frozen=True):
     longest is learned from its habit, or was given. `recent` are the last publications, by time.
     `skew_s`: by how much, at least, the publisher's clock is ahead, negative if it is behind.
     `untrusted` says why publications are left, the newest first. `publishers` are the machines that publish
-    it in turn, empty if one does.
+    it in turn, empty if one does. `overwritten` says which of a version's files a trainer wrote into.
     """
 
     name: str
@@ -176,6 +176,7 @@ class ModelView(Struct, frozen=True):
     skew_s: float | None = None
     untrusted: tuple[str, ...] = ()
     publishers: tuple[str, ...] = ()
+    overwritten: str = ""
 
     @property
     def stale_s(self) -> float | None:
@@ -355,6 +356,7 @@ def _model(fleet: Fleet, publications: Publications, canaries: Canaries, now: da
         held_by=None if log is None else log.held_by,
         untrusted=tuple(error.message for error in published.untrusted),
         publishers=published.publishers,
+        overwritten=publications.overwritten(),
     )
 
 
