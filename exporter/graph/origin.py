@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -39,19 +40,24 @@ if TYPE_CHECKING:
     from exporter.graph.source_graph import GraphRequest
 
 
+def _written(default: Any) -> Any:
+    """A default that is written, too, as earlier releases wrote it; `omit_defaults` spares factories."""
+    return field(default_factory=lambda: copy(default))
+
+
 class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": "beside"}):
     """The sources of a graph."""
 
-    function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = ""
-    is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = False
-    files: Annotated[tuple[SourceFile, ...], doc("the builder's files, the one that was named first")] = ()
-    options: Annotated[dict[Text, Any], doc("the options about the graph that were given")] = field(
-        default_factory=dict
+    function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = _written("")
+    is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = _written(
+        False
     )
-    graph: Annotated[Sha256 | Literal[""], doc("a digest of the inference graph")] = ""
-    assets: Annotated[dict[Text, Sha256], doc("a digest of each table's file, by its name")] = field(
-        default_factory=dict
+    files: Annotated[tuple[SourceFile, ...], doc("the builder's files, the one that was named first")] = (
+        _written(())
     )
+    options: Annotated[dict[Text, Any], doc("the options about the graph that were given")] = _written({})
+    graph: Annotated[Sha256 | Literal[""], doc("a digest of the inference graph")] = _written("")
+    assets: Annotated[dict[Text, Sha256], doc("a digest of each table's file, by its name")] = _written({})
     modules: Annotated[tuple[ModuleFile, ...], doc("other modules of the builder, by name")] = ()
     opened: Annotated[dict[Text, Sha256], doc("a digest of each file that the builder read")] = field(
         default_factory=dict
