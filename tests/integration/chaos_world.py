@@ -11,12 +11,14 @@ do, and never from what the exporter wrote. After each happening:
 * a tag names what it named, unless somebody set it, and as long as its log goes on its values can come back.
 
 A world's seed says of which kind its model is: whether tables are mapped, for how many changed rows there is
-room, whether rows are in 8 bits, and whether the trainer is DeepRec's, or leaves archives. Where there is no
-room for a delta, a base takes its place.
+room, whether rows are in 8 bits, whether the trainer is DeepRec's, or leaves archives, and whether the graph
+is a builder's, which imports a module from elsewhere. Where there is no room for a delta, a base takes its
+place.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -88,6 +90,7 @@ class Kind:
     in_8_bits: frozenset[str] = frozenset()
     trainer: type[NumpyTrainer] = NumpyTrainer
     is_hot: bool = False
+    is_built: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -118,6 +121,7 @@ KINDS = (
     Kind(("--map-tables", "--overlay-rows", "12"), trainer=ArchiveNumpyTrainer),
     Kind(("--map-tables", "--overlay-rows", "12"), is_hot=True),
     Kind(("--map-tables", "--overlay-rows", str(USERS)), *ALL_IN_8_BITS, is_hot=True),
+    Kind(is_built=True),
 )
 """With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
@@ -135,6 +139,23 @@ def serving() -> tuple[dict[str, Any], dict[str, Any]]:
         "dense": kernel * scale,
     }
     return {"user": user, "item": item}, {name: tf.identity(it, name) for name, it in outputs.items()}
+
+
+BUILDER = """
+import os, sys
+from typing import Any
+import tensorflow as tf
+tf1 = tf.compat.v1
+USERS, ITEMS = {users}, {items}
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "src"))
+
+def build():
+    from {package}.part import through
+    inputs, outputs = serving()
+    return inputs, {{name: through(value) for name, value in outputs.items()}}
+"""
+MODULE = "import tensorflow as tf\n\nEDITED = {edited}\n\ndef through(x):\n    return tf.identity(x)\n"
 
 
 def with_vocabulary() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,6 +207,17 @@ class World:
         self.say = say
         self.model, self.graph = directory / "model", directory / "graph.meta"
         write_graph(self.graph)
+        package = f"elsewhere_{secrets.token_hex(4)}"  # several worlds of a process have one each
+        self.builder, self.module = directory / "code/built.py", directory / f"src/{package}/part.py"
+        for path, text in (
+            (
+                self.builder,
+                BUILDER.format(package=package, users=USERS, items=ITEMS) + inspect.getsource(serving),
+            ),
+            (self.module, MODULE.format(edited=0)),
+        ):
+            path.parent.mkdir(parents=True)
+            path.write_text(text)
         np.save(hot := directory / "hot.npy", np.arange(USERS)[::-3])
         self.hot_rows = {"s/users": str(hot)} if self.kind.is_hot else {}
         hot_words = [word for each in self.hot_rows.items() for word in ("--hot-rows", "=".join(each))]
@@ -250,6 +282,8 @@ class World:
         "move": 1,
         "copy": 1,
         "push_and_pull": 3,
+        "edit_module": 4,
+        "copy_over": 4,
     }
 
     def step(self) -> str:
@@ -518,7 +552,7 @@ class World:
     def threads(self) -> None:
         """Exports in threads of one program: of this model, and of another by a builder, all at once."""
         beside = [self.graph.with_name(name) for name in ("beside", "plain")]
-        own = partial(exporter.export_incremental, **self._keywords(self.model, self.graph))
+        own = partial(exporter.export_incremental, **self._keywords(self.model, self.served))
         other = partial(exporter.export_incremental, **self._keywords(beside[0], with_vocabulary))
         plain = partial(exporter.export, **{**self._keywords(beside[1], with_vocabulary), **NOT_UPDATABLE})
         before = sys.stdout, [*sys.path], StaticHashTable.size
@@ -541,7 +575,7 @@ class World:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _keywords(self, out: Path, model: Any) -> dict[str, Any]:
-        names = () if callable(model) else ("user_rows", "item_rows", "dense")
+        names = () if callable(model) or self.kind.is_built else ("user_rows", "item_rows", "dense")
         options: dict[str, Any] = {"renames": [r"s/(.*)=net/\1"]}
         if names:
             options["inputs"] = {"user": "user:0", "item": "item:0"}
@@ -598,6 +632,63 @@ class World:
         assert bases == before[0] and set(before[1]) <= set(deltas), f"{before} became {bases}, {deltas}"
         (new,) = set(deltas) - set(before[1])
         assert f"{new} is published" in said, f"{new} is new, said was {said}"
+
+    def edit_module(self) -> None:
+        """Somebody edits a module that the builder has from elsewhere: no delta fits what is built now."""
+        if not self.kind.is_built:
+            return
+        before, text = newest_of(self.model), self.module.read_text()
+        if self.dice.random() < 0.3:
+            self.module.write_text(f"{text}# said better\n")
+            self.export()
+            return
+        self.module.write_text(MODULE.format(edited=self.dice.randrange(1, 10**9)))
+        ran = self.command(*self._export())
+        assert ran.code == 5 and "part has changed" in ran.err, ran.err
+        assert newest_of(self.model) == before, "a delta over another graph"
+        if self.dice.random() < 0.5:
+            ran = self.command(*self._export(), "--full-on-mismatch")
+            assert ran.code == 0 or self.log.hold.binds, ran.err
+        if ran.code:
+            self.module.write_text(text)
+        self.account()
+        self.export()
+
+    def copy_over(self) -> None:
+        """The trainer copies another checkpoint over the one that the newest base links to, and back."""
+        base = self.log.base
+        entries = [entry for entry in base.manifest.files if entry.linked is not None]
+        entries = [entry for entry in entries if not entry.is_written(base.path, for_sure=False)]
+        if not entries or self.kind.maps:
+            return
+        entry = self.dice.choice(entries)
+        path, before, arguments = base.path / entry.path, newest_of(self.model), self._any_command()
+        content, was = path.read_bytes(), path.stat()
+        is_as_linked = entry.linked is not None and (was.st_ino, was.st_nlink) == (
+            entry.linked.inode,
+            entry.linked.links,
+        )
+        if not is_as_linked or not content:  # a copy, or pruned
+            return
+        try:
+            self._write_into(path, bytes(byte ^ 255 for byte in content))
+            if self.dice.random() < 0.3:  # as by `rsync -t`
+                os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+            self.say(f"  over {path.relative_to(self.model.parent)}")
+            assert any(str(path) in error.message for error in verify_model(self.model).problems)
+            self.update(damaged=True)
+            ran = self.command(*arguments)
+            if ran.code:
+                self.assert_only_said(before, ran.err)
+        finally:
+            if path.exists():
+                self._write_into(path, content)
+        self.account()
+        assert verify_model(self.model).problems == ()
+
+    def _write_into(self, path: Path, content: bytes) -> None:
+        with path.open("r+b") as file:
+            file.write(content)
 
     def new_log(self) -> None:
         """A base that no delta leads to, with any options; golden requests refuse what is no number."""
@@ -823,14 +914,22 @@ class World:
 
     def _export(self) -> list[object]:
         tensors = ["user_rows", "item_rows", "dense"]
-        return [
-            *("--ckpt-dir", self.trainer.directory, "--out", self.model, "--model", self.graph),
+        names = [
             *("--input", "user=user:0", "--input", "item=item:0"),
             *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
+        ]
+        return [
+            *("--ckpt-dir", self.trainer.directory, "--out", self.model, "--model", self.served),
+            *([] if self.kind.is_built else names),
             *("--rename", r"s/(.*)=net/\1", "--incr"),
             *self.kind.cast,
             *self.maps,
         ]
+
+    @property
+    def served(self) -> str:
+        """What `--model` names."""
+        return f"{self.builder}:build" if self.kind.is_built else str(self.graph)
 
     def _older(self) -> list[object] | None:
         """A rollback to a position of the log that can still be read, or to one that has a name."""
