@@ -137,6 +137,12 @@ def pull(
         copy = transfer.LocalCopy(url, model, prune=prune, trust=trust_in(trusting, url))
         if not looks.watch:
             _print_pull(done := copy.update(sink.progress), model, sink)
+            if trusting.trust and not done.identity and not done.untrusted:
+                sink.note(
+                    f"{url} does not say which model it is: another model of its name that a trusted key has "
+                    "signed could take its place. A new base says it: export-model merge "
+                    f"{quoted(url)} --rebase --sign-key KEY"
+                )
             for refused in done.untrusted:
                 raise refused
             return
@@ -176,6 +182,7 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
         untrusted=[error.message for error in done.untrusted],
         bytes=done.bytes_,
         position=done.position,
+        identity=done.identity,
     )
     what = f"{count(len(done.fetched), 'publication')}, {human_bytes(done.bytes_)}, to {model}"
     lines = [labelled("fetched", what)]
@@ -188,6 +195,9 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
         lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
     if done.untrusted:
         lines.append(labelled("not trusted", "; ".join(error.message for error in done.untrusted)))
+    if done.identity:
+        pinned = ": from now on this copy takes no other" if done.is_pinned_now else ""
+        lines.append(labelled("model", f"{done.identity}{pinned}"))
     if done.position is not None:
         lines.append(labelled("position", done.position))
         lines.append(labelled("next", f"serve-model run {quoted(model)}"))

@@ -459,8 +459,8 @@ class Signing(_Limited, frozen=True, repr_omit_defaults=True):
     signed_as: Annotated[
         str | None,
         _signatures(
-            "The model's name in signatures.",
-            metavar="NAME",
+            "The model's name in signatures; with @ID the model of that identity alone.",
+            metavar="NAME[@ID]",
             default="the last part of its path or URL",
             goes_with="--sign-key",
         ),
@@ -494,8 +494,8 @@ class Trusting(_Limited, frozen=True, repr_omit_defaults=True):
     signed_as: Annotated[
         str | None,
         _signatures(
-            "The model's name in signatures.",
-            metavar="NAME",
+            "The model's name in signatures; with @ID the model of that identity alone.",
+            metavar="NAME[@ID]",
             default="the last part of its path or URL",
             goes_with="--trust",
         ),

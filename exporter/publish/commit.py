@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
@@ -45,8 +46,10 @@ from exporter.publish.staging import Staging
 from exporter.publish.versions import (
     VersionDir,
     greatest,
+    identities_of,
     last_position,
     require_signer,
+    several_models,
     signer_of,
     taken,
     version_dirs,
@@ -391,7 +394,9 @@ def publish_delta(
             target = delta.path
             if target.exists():
                 raise PositionMoved(f"{target} is published already")
-            manifest = _complete(staging, draft, files, target, position, time.time())
+            _require_one_model(staging.model, now.versions)
+            identity = now.base.manifest.identity
+            manifest = _complete(staging, draft, files, target, position, time.time(), identity)
             if held is not None:
                 back_to = draft.incremental.back_to if isinstance(draft.incremental, DeltaEntry) else None
                 log.hold.announce(HeldBy.now(position, under_lock.why, values_of=back_to), staging)
@@ -432,8 +437,21 @@ def _commit(
         last, newest = last_position(staging.model, versions), greatest(newest, taken(staging.model).version)
         number, position = rule.choose(draft.step, newest=newest, last=last, now=now)
     target = staging.model / str(number)
-    manifest = _complete(staging, draft, files, target, position, now)
+    identity = _identity(staging.model, versions)
+    manifest = _complete(staging, draft, files, target, position, now, identity)
     return PublishedVersion(target, number, manifest, warnings=_install(staging, target))
+
+
+def _identity(model: Path, versions: Sequence[VersionDir]) -> str:
+    """The identity of a model, which its first version is given, and later ones carry on."""
+    _require_one_model(model, versions)
+    return next(iter(identities_of(versions)), "") or secrets.token_hex(16)
+
+
+def _require_one_model(model: Path, versions: Sequence[VersionDir]) -> None:
+    """Refuse to sign what leads on from versions of several models; NotTrusted if they lie there."""
+    if signer_of(model) is not None and len(found := identities_of(versions)) > 1:
+        raise several_models(model, found)
 
 
 def _log_now(log: DeltaLog, last: int | None) -> DeltaLog:
@@ -478,15 +496,17 @@ def _complete(
     target: Path,
     position: int,
     now: float,
+    identity: str | None,
 ) -> Manifest:
     """Write the manifest, signed for `target` if a key is in force; the bundle is whole, and on disk."""
-    manifest = draft.complete(
+    manifest = replace(draft, identity=identity).complete(
         position=position,
         created=datetime.fromtimestamp(now, timezone.utc),
         files=files,
         publisher=this_user(),
     )
     if (signer := signer_of(staging.model)) is not None:
+        signer.require(identity, staging.model)
         manifest = signer.signed(manifest, target.relative_to(staging.model).as_posix())
     write_durably(staging.path / MANIFEST_FILE, to_json(manifest).encode("ascii"))
     # Before the rename: a power cut must not keep the new name of the directory and lose a name inside it.

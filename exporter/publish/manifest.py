@@ -324,6 +324,7 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     exporter: str
     step: int | None = None
     lineage: str | None = None
+    identity: str | None = None
     from_position: int | None = None
     incremental: BaseEntry | DeltaEntry | None = None
     taken_back: RestoredValues | None = None
@@ -385,7 +386,7 @@ class _LogOf(Struct, frozen=True):
 class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
     """Where in the order of publications a directory stands, when it was published, and from what.
 
-    `plan_digest` is None where nobody kept it.
+    `plan_digest` is None where nobody kept it, `identity` where a release published it that gave models none.
     """
 
     position: Count
@@ -393,6 +394,7 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
     source: Origin
     incremental: _LogOf | None = None
     plan_digest: Sha256 | None = None
+    identity: Id | None = None
 
     @property
     def created(self) -> datetime:
@@ -416,6 +418,9 @@ class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
     exporter: Annotated[Text, doc("the version of this program that published it")]
     tensors: Annotated[tuple[TensorEntry, ...], doc("what its bundle holds")]
     files: Annotated[tuple[FileEntry, ...], doc("every file of the directory but this one")]
+    identity: Annotated[
+        Id | None, doc("the random id of its model, of the first base; absent: of a release that gave none")
+    ] = None
     signature: Annotated[Signature | None, doc("of all above; absent: it is not signed")] = None
 
 

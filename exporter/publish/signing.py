@@ -11,7 +11,11 @@ The signature (Ed25519, RFC 8032) covers these bytes, with a line break between 
     the path below the model: `4200`, or `deltas/<log>/<from>-<to>`
     the manifest without that line: positions, lineage, step, source, options, tensors, every file's SHA-256
 
-So nothing is taken that was altered, or that was signed for another place or another model. What says nothing
+So nothing is taken that was altered, or that was signed for another place or another model. A name is the
+last part of a path, and two models may share it: so the manifest has the model's *identity*, too, a random
+id of its first version that all later ones carry. A copy keeps the identity of what it took first, and takes
+no other (`exporter.transfer.pull`); `NAME@IDENTITY` names one. Earlier releases gave models no identity. What
+says nothing
 of its own is not signed: holds, and a store's head (`exporter.transfer.pull` says what becomes of those).
 
 Who signs for a model in a store reads that model, too: deltas to merge, values to bring back. So that nobody
@@ -36,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import NotTrusted, UsageError, VerificationError, to_install
-from exporter.publish.manifest import FileEntry, Manifest, Signature, to_json
+from exporter.errors import ManifestError, NotTrusted, UsageError, VerificationError, to_install
+from exporter.publish.manifest import FileEntry, Manifest, Signature, head_from_json, to_json
 from exporter.storage import mirror
 from exporter.storage.files import (
     SETTLED_NS,
@@ -68,8 +72,8 @@ TO_MAKE_KEYS = "make one: openssl genpkey -algorithm ed25519 -out KEY"
 class Signer:
     """A key that signs what is published of a model."""
 
-    def __init__(self, model: str, key: Ed25519PrivateKey) -> None:
-        self.model, self._key = model, key
+    def __init__(self, model: str, key: Ed25519PrivateKey, identity: str | None = None) -> None:
+        self.model, self._key, self.identity = model, key, identity
         self.key_id = _id_of(key.public_key())
 
     @classmethod
@@ -80,7 +84,20 @@ class Signer:
             UsageError: there is none, it is of another kind, others may read the file, or the model's name is
                 not one; the library is not installed.
         """
-        return cls(_named(model), _private_key(source))
+        name, identity = _named(model)
+        return cls(name, _private_key(source), identity)
+
+    def require(self, identity: str | None, where: object) -> None:
+        """Refuse to sign publications of another model than the one that was named, if one was.
+
+        Raises:
+            NotTrusted: they are.
+        """
+        if self.identity not in (None, identity):
+            raise NotTrusted(
+                f"{where} is the model {identity or 'without an identity'}, expected {self.identity}",
+                hint=f"find out who wrote there; or leave the identity out: --signed-as {quoted(self.model)}",
+            )
 
     def trusting(self, files: Iterable[str | Path]) -> Trust:
         """The trust in this key and in those of some files: a publisher builds on nothing else.
@@ -88,7 +105,7 @@ class Signer:
         Raises:
             UsageError: as `Trust.of`.
         """
-        found = Trust(tuple(map(Path, files)), self.model, self._key.public_key())
+        found = Trust(tuple(map(Path, files)), self.model, self._key.public_key(), self.identity)
         found.keys()
         return found
 
@@ -108,6 +125,8 @@ class Trust(Struct, frozen=True):
     model: str
     own: Any = None
     """A public key that is trusted, too."""
+    identity: str | None = None
+    """The identity of the only model that is taken; None: any model of that name."""
 
     @classmethod
     def of(cls, files: Iterable[str | Path], model: str) -> Trust:
@@ -116,7 +135,8 @@ class Trust(Struct, frozen=True):
         Raises:
             UsageError: as `keys`, or the model's name is not one.
         """
-        found = cls(tuple(map(Path, files)), _named(model))
+        name, identity = _named(model)
+        found = cls(tuple(map(Path, files)), name, identity=identity)
         found.keys()
         return found
 
@@ -133,6 +153,8 @@ class Trust(Struct, frozen=True):
 
     def check(self, content: bytes, path: str, where: object) -> None:
         """Refuse a manifest that no trusted key has signed for this model and this path below it.
+
+        A delta need not say its model's identity: that its log has the lineage of a base is enough.
 
         Raises:
             NotTrusted: it is not signed, or by another key, for another model or path, or it was altered.
@@ -164,6 +186,29 @@ class Trust(Struct, frozen=True):
                 cause="the manifest was altered, or it was signed for another place",
                 hint="publish a new base (--updatable --again --sign-key); and find out who writes there",
             ) from None
+        self._check_identity(content, path, where)
+
+    def _check_identity(self, content: bytes, path: str, where: object) -> None:
+        if self.identity is None:
+            return
+        try:
+            found = head_from_json(content).identity
+        except ManifestError as error:
+            raise NotTrusted(f"{where} has a damaged manifest", cause=error.cause) from None
+        if found == self.identity or (found is None and not path.isdecimal()):
+            return
+        if found is None:
+            raise NotTrusted(
+                f"{where} does not say of which model it is, expected {self.identity}",
+                cause="an earlier release has published it, maybe for another model of this name",
+                hint="publish a base with this release: export-model merge MODEL --rebase --sign-key KEY",
+            )
+        raise NotTrusted(
+            f"{where} is of another model {self.model!r}: {found}, expected {self.identity}",
+            cause="one that was begun anew in its place, or elsewhere",
+            hint="find out who wrote it, and remove it; if this is the model that is meant: --signed-as "
+            f"{quoted(f'{self.model}@{found}')}",
+        )
 
 
 def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
@@ -260,10 +305,13 @@ def _signature(line: bytes, where: object) -> Signature:
     return found
 
 
-def _named(model: str) -> str:
-    if not 0 < len(model) <= _LONGEST_NAME or not model.isprintable():
+def _named(model: str) -> tuple[str, str | None]:
+    """A model's name, and the identity that follows it in `NAME@IDENTITY`; None without one."""
+    found = re.fullmatch(r"(.+)@([0-9a-f]{32})", model)
+    name, identity = (model, None) if found is None else (found[1], found[2])
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
         raise UsageError(f"--signed-as {model[:60]!r} is not a model's name", hint="as in --signed-as ranker")
-    return model
+    return name, identity
 
 
 def _private_key(source: str) -> Ed25519PrivateKey:

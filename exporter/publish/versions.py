@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from msgspec import Struct
 
 from exporter.delta.format import POSITION_LIMIT, log_name, span_name
-from exporter.errors import ExportError, ManifestError, NotUpdatable, TargetNotWritable, UsageError
+from exporter.errors import (
+    ExportError,
+    ManifestError,
+    NotTrusted,
+    NotUpdatable,
+    TargetNotWritable,
+    UsageError,
+)
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
 from exporter.storage.files import (
     Unchanged,
@@ -35,6 +42,7 @@ from exporter.storage.files import (
 from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
     DELTAS_DIRECTORY,
+    IDENTITY_FILE,
     MANIFEST_FILE,
     SAVED_MODEL_FILES,
     TAKEN_FILE,
@@ -107,6 +115,7 @@ _MOST_SHOWN = 5
 _INT64 = range(-(1 << 63), 1 << 63)
 _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
+_LONGEST_IDENTITY = 80
 _MOST_NAMES = 1 << 16
 """Names of deltas that are kept parsed: a watch lists the same thousands several times for each new one."""
 
@@ -216,6 +225,29 @@ def itself_a_version(place: object, above: object) -> UsageError:
         f"{place} is itself a version",
         cause="a model base path holds versions, in directories that are named by numbers",
         hint=f"name the directory above it: {quoted(above)}",
+    )
+
+
+def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
+    """The identities of the models that versions are of, the newest first: one, unless others were put there.
+
+    Versions are as `version_dirs` lists them. Earlier releases gave models none.
+    """
+    found: dict[str, None] = {}
+    for child in versions:
+        with suppress(ManifestError):
+            identity = read_head(child.path).identity if child.has_manifest else None
+            found |= {} if identity is None else {identity: None}
+    return tuple(found)
+
+
+def several_models(place: object, identities: Iterable[str]) -> NotTrusted:
+    """The error for a place where a trusted key's publications of several models lie."""
+    found = tuple(identities)
+    return NotTrusted(
+        f"publications of {len(found)} models lie under {place}",
+        cause=f"their identities are {', '.join(found)}",
+        hint=f"find out who wrote there; name the model that is meant: --signed-as NAME@{found[-1]}",
     )
 
 
@@ -437,6 +469,15 @@ def _keys_of(place: str) -> _Keys:
         next((keys.trust for keys in found if keys.trust is not None), None),
         any(keys.unsigned for keys in found),
     )
+
+
+def pinned_identity(model: Path) -> str | None:
+    """The identity of the only model that a copy takes publications of; None if it has pinned none."""
+    try:
+        found = read_regular(model / IDENTITY_FILE, _LONGEST_IDENTITY).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return found if re.fullmatch(r"[0-9a-f]{16,64}", found) else None
 
 
 def signer_of(model: Path) -> Signer | None:

@@ -78,6 +78,7 @@ STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 PULL_PREFIX = ".pull-"
 PULL_LOCK_FILE = ".pull"
+IDENTITY_FILE = ".identity"  # of the only model that a copy takes publications of, where keys are trusted
 
 CHECKPOINT_STATE_FILE = "checkpoint"
 # The end of a checkpoint file's name, behind the prefix.

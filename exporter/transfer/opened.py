@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from exporter.errors import UsageError
 from exporter.options import ANYBODY, UNSIGNED, DataMode, Signing, Trusting
 from exporter.storage.url import Url
@@ -132,8 +134,12 @@ def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
     if not trusting.trust:
         return None
     from exporter.publish.signing import Trust
+    from exporter.publish.versions import pinned_identity
 
-    return Trust.of(trusting.trust, trusting.signed_as or name_of(model))
+    found = Trust.of(trusting.trust, trusting.signed_as or name_of(model))
+    if found.identity is None and Url.parse(os.fspath(model)) is None:
+        found = replace(found, identity=pinned_identity(Path(model)))
+    return found
 
 
 def name_of(model: str | os.PathLike[str]) -> str:

@@ -37,7 +37,9 @@ Who may write a store is not always who may publish. With keys that are trusted 
 - what is in the copy goes only when it is replaced, whatever is not in the store any more;
 - tags are left where they are;
 - a hold of the store is taken over if it leads no server of the copy back: it may not be less than the newest
-  position in the copy, or than the hold there below that. Any other, and one that is no position, is left.
+  position in the copy, or than the hold there below that. Any other, and one that is no position, is left;
+- the identity of the first model that is taken is kept in the copy, and no other model is taken from then on,
+  whatever its name: one that was begun anew in the bucket has to be named.
 
 So a copy never goes back. Whoever may write the store can still keep a copy where it is, show a new copy less
 than was published, and lift a hold.
@@ -79,12 +81,19 @@ from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin
 from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
 from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
-from exporter.publish.versions import require_base_path, version_dirs
+from exporter.publish.versions import (
+    identities_of,
+    pinned_identity,
+    require_base_path,
+    several_models,
+    version_dirs,
+)
 from exporter.storage.files import below, make_directories, remove_tree, sync, write_durably, writing
 from exporter.storage.layout import (
     CHECKPOINT_STATE_FILE,
     HOLD_DOCUMENT_FILE,
     HOLD_FILE,
+    IDENTITY_FILE,
     MANIFEST_FILE,
     PULL_LOCK_FILE,
     PULL_PREFIX,
@@ -201,6 +210,10 @@ class Pulled(Struct, frozen=True):
     waiting: tuple[str, ...] = ()
     untrusted: tuple[NotTrusted, ...] = ()
     """Why publications, the newest first, and holds were left where they are."""
+    identity: str = ""
+    """With trusted keys: the identity of the only model that this copy takes; empty while it has none."""
+    is_pinned_now: bool = False
+    """True if this pull pinned it."""
 
 
 def pull(
@@ -278,30 +291,73 @@ class LocalCopy:
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
-            job = _Pull(store, self.url, model, stored, fetched, self._damaged, self._trust)
+            if pinned := self._pin(stored):
+                seen = self._look(store)
+                head, stored = seen.head, seen.stored
+            job = _Pull(store, self.url, model, stored, fetched, self._damaged, self._pinned())
             job.holds_new_logs = self._holds_new_logs
             done = job.run(None if head is None else head[0], progress, prune=self._prune)
             is_level = job.has_own or job.here.keys() | job.passed_by >= stored.items.keys()
             if head is not None and is_level and head[0].path in stored.items:
                 remember(model, self.url, head[0])
         self._seen = seen
-        return done
+        trust = self._pinned()
+        identity = None if trust is None else trust.identity
+        return replace(done, identity=identity or "", is_pinned_now=pinned)
+
+    def _pinned(self) -> Trust | None:
+        """The trusted keys, and the identity that was named or is pinned in the copy."""
+        if self._trust is None or self._trust.identity is not None:
+            return self._trust
+        return replace(self._trust, identity=pinned_identity(self._model))
+
+    def _pin(self, stored: StoredItems) -> bool:
+        """Pin the identity of the model that is in the copy, or in the store; False if none is pinned now.
+
+        NotTrusted if keys have signed publications of several models there, and none is named or pinned.
+        """
+        if self._trust is None:
+            return False
+        before, wanted = pinned_identity(self._model), self._trust.identity
+        versions = (item.manifest for item in stored.items.values() if not item.is_delta)
+        named = {version.identity for version in versions} - {None}
+        if before is not None and wanted in (None, before):
+            return False
+        if wanted is None:
+            found = identities_of(version_dirs(self._model)) or tuple(sorted(map(str, named)))
+            if len(found) > 1:
+                raise several_models(self.url, found)
+            wanted = next(iter(found), None)
+        elif wanted not in named:  # it may not have been published yet
+            return False
+        if wanted is None:
+            return False
+        with writing(self._model), Staging(self._model) as staging:
+            new = staging.path.with_name(IDENTITY_FILE)
+            write_durably(new, f"{wanted}\n".encode("ascii"))
+            new.replace(self._model / IDENTITY_FILE)
+            sync(self._model)
+        return True
 
     def _look(self, store: ObjectWriter) -> Seen:
         now = time.monotonic()
-        if self._trust is not None and self._keys != (keys := self._keys_now(self._trust)):
+        trust = self._pinned()
+        if trust is not None and self._keys != (keys := self._keys_now(trust)):
             self._keys, self._seen = keys, Seen()  # what was trusted may not be any more
         head = fetch_head(store)  # before what it may name
         if self._seen.is_current(head, now):
             return self._seen
-        ours = by_path(local_items(self._model)) if self._trust is None else {}
-        stored = stored_items(store, ours, self._seen.stored, trust=self._trust)
+        ours = by_path(local_items(self._model)) if trust is None else {}
+        stored = stored_items(store, ours, self._seen.stored, trust=trust)
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
 
     def _keys_now(self, trust: Trust) -> list[str]:
-        """The ids of the trusted keys; NotTrusted while a file of them is written, or if it is gone."""
+        """The ids of the trusted keys, and the identity that is taken.
+
+        NotTrusted while a file of keys is written, or if it is gone.
+        """
         try:
-            return sorted(trust.keys())
+            return [*sorted(trust.keys()), trust.identity or ""]
         except UsageError as error:
             raise NotTrusted(error.message, cause=error.cause, hint=error.hint) from None
 

@@ -134,6 +134,8 @@ class Puller:
             complete = before.complete if done.incomplete else began
             untrusted = tuple(error.message for error in done.untrusted)
             self._fetched = Fetched(self._url, complete, None, copy.newest, done.waiting, untrusted)
+            if done.is_pinned_now:
+                self._report(EventKind.SEEN, f"{self._url} is the model {done.identity}: no other is taken")
             if before.trouble is not None:
                 self._report(EventKind.SEEN, f"{self._url} is fetched again")
             if done.waiting and done.waiting != before.waiting:

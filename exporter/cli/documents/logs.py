@@ -49,6 +49,8 @@ class Pull(Struct, frozen=True, kw_only=True):
     """What servers could not take after the rollback that a canary made here."""
     untrusted: Sequence[str] = ()
     """With `--trust`: why publications and holds were left where they are."""
+    identity: str = ""
+    """With `--trust`: the identity of the only model that this copy takes; empty if that has none."""
     bytes: int
     """Bytes fetched."""
     position: int | None
