@@ -308,7 +308,7 @@ def verify(
         from exporter.cli import render_log
 
         found = api.verify_model(model, bytes_=bytes_, jobs=jobs, trusting=trusting)
-        render_log.verified(found, sink)
+        render_log.verified(found, sink, says_model=bool(trusting.trust))
         if found.problems:
             raise found.problems[0]
 

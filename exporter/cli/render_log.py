@@ -160,8 +160,8 @@ def _warn(published: PublishedDelta | PublishedVersion | None, sink: Output) -> 
         sink.warn(warning.message)
 
 
-def verified(found: VerifiedModel, sink: Output) -> None:
-    """Print what is published of a model, and what is wrong with it."""
+def verified(found: VerifiedModel, sink: Output, *, says_model: bool = False) -> None:
+    """Print what is published of a model, and what is wrong with it; with `says_model` its identity, too."""
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(
         versions=found.versions,
@@ -173,8 +173,10 @@ def verified(found: VerifiedModel, sink: Output) -> None:
         positions=found.positions,
         hold=found.hold,
         problems=[documents.Problem(type(e).__name__, e.message) for e in found.problems],
+        identity=found.identity,
     )
     lines = [
+        *([labelled("model", found.identity or "without an identity")] if says_model else []),
         labelled("versions", str(found.versions)),
         labelled("deltas", str(deltas)),
         labelled("position", _newest(found)),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import socket
 import stat
@@ -445,7 +444,7 @@ def _commit(
 def _identity(model: Path, versions: Sequence[VersionDir]) -> str:
     """The identity of a model, which its first version is given, and later ones carry on."""
     _require_one_model(model, versions)
-    return next(iter(identities_of(versions)), "") or secrets.token_hex(16)
+    return next(iter(identities_of(versions)), "") or os.urandom(16).hex()
 
 
 def _require_one_model(model: Path, versions: Sequence[VersionDir]) -> None:

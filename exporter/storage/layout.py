@@ -10,6 +10,7 @@
 <model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
 <model>/.made-by.json                            the arguments of the last export, for people
 <model>/.pushed                                  heads of the stores that hold a copy of the model
+<model>/.identity                                of a copy: the only model that it takes with `--trust`
 <model>/.taken                                   paths that are not to be used: see `exporter.transfer.head`
 <ckpt-dir>/checkpoint                            names the newest checkpoint
 <ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json

@@ -73,6 +73,8 @@ class VerifiedModel(Struct, frozen=True):
     log: DeltaLog | None
     hold: int | None
     damage: tuple[Damage, ...]
+    identity: str | None = None
+    """The random id of the model; None of one that an earlier release published."""
 
     @property
     def problems(self) -> tuple[ExportError, ...]:
@@ -119,6 +121,8 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
                 damage.append(_problem(child.path, error))
     if not versions:
         raise nothing_published(model)
+    named = (manifest.identity for manifest in manifests.values())
+    identity = next((each for each in named if each is not None), None)
     trusted = [child.version for child in versions if child.path.name in manifests]
     damage = [each for each in damage if not _is_before(each, min(trusted, default=-1))]
     for copy, original in originals(manifests).items():
@@ -127,9 +131,10 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         log = read_log(model)
     except NotUpdatable:
         hold = _read_hold(Hold(model), damage)
-        return VerifiedModel(len(versions), None, hold, tuple(damage))
+        return VerifiedModel(len(versions), None, hold, tuple(damage), identity)
     except ExportError as error:
-        return VerifiedModel(len(versions), None, None, (*damage, _problem(versions[0].path, error)))
+        found = (*damage, _problem(versions[0].path, error))
+        return VerifiedModel(len(versions), None, None, found, identity)
     begun = min((base.at.position for base in log.bases), default=-1)
     damage += (each for each in _damaged_deltas(log) if not _is_before(each, begun))
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
@@ -143,7 +148,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         except ExportError as error:
             damage.append(_problem(base.path, error))
     hold = _read_hold(log.hold, damage)
-    return VerifiedModel(len(versions), log, hold, tuple(damage))
+    return VerifiedModel(len(versions), log, hold, tuple(damage), identity)
 
 
 def _verify_files(

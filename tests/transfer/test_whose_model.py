@@ -104,7 +104,8 @@ def test_what_is_signed_for_staging_is_not_taken_at_prod(world: World) -> None:
     world.push("prod")
     assert world.pull().code == 6
     assert (world.copy / LOG / f"{30:020d}-{50:020d}").exists(), "what is signed for prod goes on"
-    assert export_model("verify", world.copy, "--trust", world.public, "--signed-as", "ranker").code == 0
+    verified = export_model("verify", world.copy, "--trust", world.public, "--signed-as", "ranker")
+    assert (verified.code, world.identity("prod") in verified.out) == (0, True)
 
 
 def test_a_delta_of_another_model_is_not_taken(world: World) -> None:

@@ -160,6 +160,8 @@ class Verification(Struct, frozen=True):
     """The position at which the model is held."""
     problems: Sequence[Problem]
     """What is wrong; empty if all is well."""
+    identity: str | None = None
+    """The random id of the model, by which `--signed-as NAME@ID` names it; null without one."""
 
 
 class History(Struct, frozen=True):
