@@ -262,7 +262,8 @@ def comparable(path: Path) -> bytes:
     if path.name == "manifest.json":
         content = re.sub(rb'(?<="path":"saved_model.pb","bytes":)\d+,"crc32c":"\w+"', b"", content)
         content = re.sub(rb'"tensorflow": "[^"]*",\n ', b"", content)
-        content = re.sub(rb'"oldest_server": "[^"]*",\n ', b"", content)  # since the newest release
+        since_then = rb'"(oldest_server|identity|publisher)": "[^"]*",\n '
+        content = re.sub(since_then, b"", content)
         content = re.sub(rb',"(libraries|linked)":\{[^}]*\}', b"", content)  # these, too
         content = re.sub(rb'"(code|graph|plan_digest)": ?"\w*"', b"", content)
     return content

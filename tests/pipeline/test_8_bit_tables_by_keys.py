@@ -133,6 +133,29 @@ def test_a_server_that_follows_answers_as_a_full_export(trainer: DeepRecTrainer,
     assert export_model("verify", asked(trainer).out, "--bytes").code == 0
 
 
+@pytest.mark.landing
+@pytest.mark.parametrize("maps", [False, True])
+def test_back_over_a_change_of_structure(trainer: DeepRecTrainer, maps: bool) -> None:
+    """Keys of deltas, rows of 8 bits and mapped tables come back in a base that begins a log of its own."""
+    told: dict[str, Any] = {"map_tables": maps}
+    begin(trainer, **told)
+    train_on(trainer, "increment")
+    at = delta(trainer, **told).at.position
+    expected = trained(trainer)
+    train_on(trainer, "save")
+    export(asked(trainer, updates=replace(UPDATES, stamp=not UPDATES.stamp), **told))
+    newest = trained(trainer)
+    back = log_maintenance.rollback(asked(trainer).out, at)
+    assert rows_at(trainer) == expected
+    with loaded(asked(trainer).out / str(back.position)) as server:
+        assert server.update()["position"] == back.position
+        found = server.predict(user=np.array([5], np.int64), item=np.array([101], np.int64))
+        assert found["items"].astype(np.float32).tobytes() == expected["item"][101]
+    assert export_model("verify", asked(trainer).out, "--bytes").code == 0
+    log_maintenance.resume(asked(trainer).out)
+    assert rows_at(trainer) == newest
+
+
 def assert_same_answers(server: Loaded, version: Path, trainer: DeepRecTrainer) -> None:
     """A server answers bit for bit as another one of a full export."""
     ever = {key for state in trainer.saved.values() for table in state[0].values() for key in table}
