@@ -29,6 +29,7 @@ from exporter.errors import (
     NotFinite,
     NotUpdatable,
     PositionMoved,
+    PositionUnknown,
     PublishError,
     TargetBusy,
     UsageError,
@@ -50,7 +51,7 @@ from exporter.publish.hold import HeldBy, Hold
 from exporter.publish.manifest import DeltaOrigin
 from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
-from exporter.publish.tags import resolve_position
+from exporter.publish.tags import Standing, resolve_position
 from exporter.publish.versions import (
     is_taken,
     is_trusting,
@@ -164,7 +165,8 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
     UsageError if `start` does not come before `end`.
     """
     for position in (start, end):
-        if position is not None:
+        if position is not None and not log.has(position):
+            _require_not_ended(log, position)
             log.standing(position)
     if start is not None and end is not None and start >= end:
         turned = f"export-model merge {quoted(log.model)} --from {end} --to {start}"
@@ -173,6 +175,17 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
             hint=f"list the positions: export-model history {quoted(log.model)}" if start == end else turned,
         )
     return log.chain(log.base.at.position if start is None else start, end)
+
+
+def _require_not_ended(log: DeltaLog, position: int) -> None:
+    """Refuse a position of another log, whose deltas are merged no more."""
+    other = Standing(log.model, log, log.versions).log_at(position)
+    if other is not None:
+        raise PositionUnknown(
+            f"position {position} is of a log that has ended: deltas of the newest log alone are merged",
+            cause=f"that begins with version {log.number}",
+            hint=f"list the positions: export-model history {quoted(log.model)}",
+        )
 
 
 def merge_run(

@@ -173,6 +173,17 @@ def test_a_position_whose_base_is_gone_is_named(model: Path) -> None:
         exporter.rollback(model, 25)
 
 
+def test_the_functions_of_python_say_the_same(model: Path) -> None:
+    assert str(exporter.rollback(model, 20, dry_run=True).made) == "base"
+    tagged = exporter.tag(model, "good", 20, dry_run=True).tag
+    assert tagged is not None
+    assert tagged.position == 20
+    with pytest.raises(PositionUnknown, match="position 20 is of a log that has ended"):
+        exporter.merge(model, 20, 50)
+    assert exporter.rebase(model, dry_run=True) is not None
+    assert not exporter.diff(f"{model}@10", f"{model}@20").is_empty
+
+
 def test_resume_where_the_newer_structure_is_gone_says_how_to_go_on(model: Path) -> None:
     exporter.rollback(model, 20)
     shutil.rmtree(model / "40")
