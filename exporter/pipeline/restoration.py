@@ -280,6 +280,7 @@ class Restorer:
         if self.published is None:
             if isinstance(way, _ByBase):
                 self.hold.put(way.next_position(), staging, why=why)
+                mirror.held(self.model)
             return
         try:
             held = self.hold.read()
@@ -517,6 +518,7 @@ class _ByVersion(_Way):
         with self.hold.put_back_on_failure(staging):
             if restoration.is_rollback:
                 self.hold.put(self._next(manifest), staging, why=restoration.reason)
+                mirror.held(self._model)
             for entry in manifest.files:
                 target = staging.path / entry.path
                 target.parent.mkdir(parents=True, exist_ok=True)

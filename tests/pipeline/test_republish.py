@@ -100,7 +100,7 @@ def test_what_cannot_come_back_is_said(request_: ExportRequest) -> None:
 def test_damage_does_not_come_back(request_: ExportRequest, name: str) -> None:
     file = request_.out / "10" / name
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 0x10
+    content[content.find(b"crc32c") if file.suffix == ".json" else len(content) // 2] ^= 0x10
     file.unlink()
     file.write_bytes(content)
     with pytest.raises(VerificationError):
