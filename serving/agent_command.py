@@ -22,7 +22,7 @@ from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
-from exporter.terminal.output import Output, OutputMode
+from exporter.terminal.output import Output, OutputMode, quote_logs
 from exporter.terminal.parameters import pairs
 from exporter.terminal.server_access import ServerAccess
 from serving.documents import AgentStarted
@@ -450,6 +450,7 @@ def agent(
         --trust publisher.pem
     """
     with command(printing) as sink:
+        quote_logs()
         require_libraries("agent", "the agent", *_LIBRARIES)
         stop_on_sigterm()
         from serving.agent import view

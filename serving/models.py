@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from exporter.errors import ServerError, UsageError, printable
+from exporter.errors import ServerError, UsageError
 from exporter.wire.protos import Proto
 from serving.loader import LoadedModel
 from serving.manager import VersionManager
@@ -253,5 +253,5 @@ class ConfigFile:
             except StatusError as error:
                 problem = f"{error.code.name}: {error.message}"
             if problem and problem != self._problem:
-                _log.warning("the configuration is unchanged: %s", printable(problem))
+                _log.warning("the configuration is unchanged: %s", problem)
             self._problem = problem

@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from exporter.terminal.output import plain
 from exporter.wire import rest_json
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
@@ -136,7 +137,7 @@ class RestInterface:
     def _show_metrics(self, target: str) -> HttpResponse:
         if target != self._metrics_path:
             text = f"Unexpected path: {target}. Should be {self._metrics_path}"
-            return HttpResponse("400 Bad Request", [("Content-Type", "text/plain")], [text.encode()])
+            return HttpResponse("400 Bad Request", [("Content-Type", "text/plain")], [plain(text)])
         return HttpResponse("200 OK", [("Content-Type", "text/plain; version=0.0.4")], [self._metrics.text()])
 
     def _respond(self, request: HttpRequest) -> HttpResponse:

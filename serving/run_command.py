@@ -15,7 +15,7 @@ from exporter.storage.layout import CHECKPOINT_STATE_FILE
 from exporter.storage.local_paths import path_parser, quoted, require_no_pattern
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
 from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, command
-from exporter.terminal.output import Output, escape
+from exporter.terminal.output import Output, escape, quote_logs
 from exporter.terminal.tensorflow_import import require_tensorflow
 from serving.documents import ServedModel, Serving
 from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
@@ -90,6 +90,7 @@ def run_server(
     """
     with command(printing) as sink:
         stop_on_sigterm()
+        quote_logs()
         for note in context.ensure_object(dict).get(NOTES, ()):
             sink.note(note)
         base_path, name = _the_model(

@@ -62,6 +62,23 @@ def rendered(line: str, *, coloured: bool) -> str:
     return _ESCAPED_OR_STYLE.sub(style, printable(line))
 
 
+def plain(*lines: str) -> bytes:
+    """The body of an answer of the kind text/plain: people read it on a terminal, too."""
+    return "".join(f"{printable(line)}\n" for line in lines).encode()
+
+
+def quote_logs() -> None:
+    """Make what the process logs printable, where nobody set up a handler of their own."""
+    import logging
+
+    class Quoted(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return in_lines(super().format(record))
+
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Quoted())
+
+
 _SILENCE_S = 2.0
 """How long a command may say nothing on a terminal."""
 

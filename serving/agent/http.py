@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, to_builtins
 
-from exporter.errors import ExportError
+from exporter.errors import ExportError, printable
 from exporter.publish.delta_log import read_log
 from exporter.publish.variable_change import VariableChange
 from exporter.publish.what_changed import what_changed
-from exporter.terminal.output import FORMAT_VERSION
+from exporter.terminal.output import FORMAT_VERSION, plain
 from exporter.terminal.progress import human_bytes
 from serving.agent import standing
 from serving.agent.chart import Chart, chart, line
@@ -139,9 +139,16 @@ def _template(name: str = "page.html") -> Template:
     from jinja2 import Environment, FileSystemLoader
 
     loader = FileSystemLoader(_HERE)
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(
-        name
-    )
+    return Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_seen
+    ).get_template(name)
+
+
+def _seen(value: object) -> object:
+    """A value as a page shows it: a mark of direction in a text could make it read otherwise."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    return "\n".join(map(printable, value.split("\n")))
 
 
 @cache
@@ -174,11 +181,15 @@ class Site(Struct, frozen=True):
         """Handle one request."""
         path = request.path
         if request.method not in ("GET", "HEAD"):
-            status, kind, body = "405 Method Not Allowed", "text/plain", b"only GET and HEAD are allowed\n"
+            status, kind, body = (
+                "405 Method Not Allowed",
+                "text/plain",
+                plain("only GET and HEAD are allowed"),
+            )
         elif path not in _OPEN and self.wants_certificate and not request.is_certified:
-            status, kind, body = "403 Forbidden", "text/plain", b"a client certificate is required\n"
+            status, kind, body = "403 Forbidden", "text/plain", plain("a client certificate is required")
         elif path not in _OPEN and not self._has_token(request.headers.get("authorization", "")):
-            status, kind, body = "401 Unauthorized", "text/plain", b"a token is required\n"
+            status, kind, body = "401 Unauthorized", "text/plain", plain("a token is required")
         else:
             status, kind, body = self._respond(path)
         headers = [
@@ -205,7 +216,7 @@ class Site(Struct, frozen=True):
             case "/metrics":
                 return "200 OK", "text/plain; version=0.0.4", self.metrics.text()
             case "/healthz":
-                return "200 OK", "text/plain", b"ok\n"
+                return "200 OK", "text/plain", plain("ok")
             case "/readyz":
                 return self._probe(self.view().why_not_ready(), "replicas are not ready")
             case "/freshz":
@@ -222,16 +233,16 @@ class Site(Struct, frozen=True):
                 return (
                     "404 Not Found",
                     "text/plain",
-                    b"see /, /findings, /metrics, /status.json, /healthz, /livez, /readyz or /freshz\n",
+                    plain("see /, /findings, /metrics, /status.json, /healthz, /livez, /readyz or /freshz"),
                 )
 
     def _probe(self, reasons: tuple[str, ...], summary: str) -> tuple[str, str, bytes]:
         if not reasons:
-            return "200 OK", "text/plain", b"ok\n"
+            return "200 OK", "text/plain", plain("ok")
         # Probes need no token, so a guarded port reports only the number: messages name paths and servers.
         is_guarded = self.token is not None or self.wants_certificate
-        text = f"{len(reasons)} {summary}" if is_guarded else "\n".join(reasons)
-        return "503 Service Unavailable", "text/plain", f"{text}\n".encode()
+        lines = (f"{len(reasons)} {summary}",) if is_guarded else reasons
+        return "503 Service Unavailable", "text/plain", plain(*lines)
 
 
 @contextmanager
