@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import IO, Any
 from exporter.cli.documents.exported import ModelRun, SeveralRuns
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.newer_python import module_command
-from exporter.storage.local_paths import quoted
-from exporter.terminal.options_file import models_in, options_in
+from exporter.storage.local_paths import local_name, quoted
+from exporter.storage.url import Url
+from exporter.terminal.options_file import models_in
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.progress import count
 
@@ -44,9 +45,9 @@ def run_all(
         UsageError: the file cannot be read, has no models, or two of them go to one place; `out` is for all.
         SomeFailed: an export failed; all others were done.
     """
-    names = models_in(config)
-    _require_apart(config, names, out)
-    words = {name: [*_left(arguments), "--options", f"{config}#{name}"] for name in names}
+    models = models_in(config)
+    _require_apart(config, {name: out or options.get("out") for name, options in models.items()}, out)
+    words = {name: [*_left(arguments), "--options", f"{config}#{name}"] for name in models}
     commands = {name: [*module_command("exporter"), *typed] for name, typed in words.items()}
     as_json = sink.mode is OutputMode.JSON
     runs = _watch(commands, as_json=as_json) if watch else [*_one_by_one(commands, sink, as_json=as_json)]
@@ -63,16 +64,21 @@ def run_all(
         raise error
 
 
-def _require_apart(config: Path, names: Sequence[str], out: Path | None) -> None:
+def _require_apart(config: Path, places: Mapping[str, object], out: Path | None) -> None:
     found: dict[str, str] = {}
-    for name in names:
-        place = out or options_in(Path(f"{config}#{name}")).get("out")
-        if place is not None and (other := found.setdefault(str(place), name)) != name:
+    for name, place in places.items():
+        if place is not None and (other := found.setdefault(_resolved(str(place)), name)) != name:
             raise UsageError(
                 f"models {other} and {name} of {config} would be published to one place, {place}",
                 hint='give each its own: out = "..." below [models.NAME]'
                 + (", and leave out --out" if out else ""),
             )
+
+
+def _resolved(place: str) -> str:
+    """One text for all names of a place: a path without links and steps back, or a store's URL."""
+    url = Url.parse(place)
+    return os.path.realpath(local_name("out", place)) if url is None else str(url)
 
 
 def _left(arguments: Sequence[str]) -> list[str]:

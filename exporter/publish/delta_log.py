@@ -80,6 +80,7 @@ class LogBase(Struct, frozen=True):
         from exporter.checkpoint.tensor_bundle import read_catalog
         from exporter.delta.row_reader import served_in
 
+        require_signed_bytes(self.path, self.manifest, but_shards=True)
         catalog = read_catalog(self.path / VARIABLES_PREFIX)
         _check_listed(catalog, self.manifest)
         sources = self.entry.mapping_spec.sources()
@@ -246,6 +247,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         from exporter.delta.delta_files import read_tensors
 
         with _hinted():
+            require_signed_bytes(delta.path, delta.manifest)  # before anything is made of them
             found = read_tensors(delta.path / DELTA_NAME, self.schema)
             header = found.header
             if (header.from_position, header.to_position) != (delta.start, delta.end):
@@ -253,7 +255,6 @@ class DeltaLog(Struct, frozen=True, dict=True):
             digest = self.schema.digest
             check_fits(header, lineage=self.lineage, schema_digest=digest, position=delta.start)
             _check_listed(found.catalog, delta.manifest)
-            require_signed_bytes(delta.path, delta.manifest)
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:

@@ -518,8 +518,10 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
     return None
 
 
-def require_signed_bytes(directory: Path, manifest: Manifest) -> None:
+def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: bool = False) -> None:
     """Read a version or delta, and compare it with the digests that were signed, if keys are trusted there.
+
+    It comes before anything is made of the bytes; `but_shards` leaves out those whose values are not used.
 
     Raises:
         VerificationError: a file differs.
@@ -527,7 +529,8 @@ def require_signed_bytes(directory: Path, manifest: Manifest) -> None:
     if trust_of(directory) is not None:
         from exporter.publish.signing import verify_digests
 
-        verify_digests(directory, manifest.files)
+        files = (file for file in manifest.files if not but_shards or file.crc32c is not None)
+        verify_digests(directory, files)
 
 
 def require_trusted(content: bytes, directory: Path) -> None:

@@ -23,6 +23,7 @@ from exporter.storage.files import read_regular
 from exporter.storage.local_paths import quoted
 
 _MAX_BYTES = 1 << 20
+_MOST_DOTS = 64
 _MODELS = "models"
 _SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
@@ -53,7 +54,11 @@ def options_in(path: Path) -> Mapping[str, Any]:
             hint=_meant(found)
             or (f"name one of them: {quoted(f'{file}#{next(iter(models))}')}" if models else _SEVERAL),
         )
-    return {key: value for key, value in found.items() if key != _MODELS} | models[name]
+    return _with_shared(found, models[name])
+
+
+def _with_shared(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key != _MODELS} | {**own}
 
 
 def _parted(text: str) -> tuple[str, str]:
@@ -64,8 +69,8 @@ def _parted(text: str) -> tuple[str, str]:
     return "#".join(parts[:end]), "#".join(parts[end:])
 
 
-def models_in(path: Path) -> list[str]:
-    """The names of the models that a file has options of, in its order.
+def models_in(path: Path) -> dict[str, dict[str, Any]]:
+    """The options of each model in a file, with what all share, by name and in the file's order.
 
     Raises:
         UsageError: it cannot be read, or has none.
@@ -74,11 +79,10 @@ def models_in(path: Path) -> list[str]:
         raise UsageError(
             f"--config {path}: it runs all models", hint=f"one of them: --options {quoted(path)}"
         )
-    read = _read(path)
-    found = [*_models(path, read)]
-    if not found:
-        raise UsageError(f"{path} has no models", hint=_meant(read) or _SEVERAL)
-    return found
+    found = _read(path)
+    if not (models := _models(path, found)):
+        raise UsageError(f"{path} has no models", hint=_meant(found) or _SEVERAL)
+    return {name: _with_shared(found, own) for name, own in models.items()}
 
 
 def _meant(found: Mapping[str, Any]) -> str:
@@ -118,4 +122,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _toml(text: str) -> Any:
+    # of a key of n parts the library reads n tables n times
+    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line has more than {_MOST_DOTS} dots: write one value a line")
     return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)

@@ -419,7 +419,7 @@ class Passage:
 
         VerificationError if one differs; nothing is compared where there is no index.
         """
-        if not self._index.exists():
+        if self._index is None:
             return
         catalog = read_catalog(self._prefix)
         if shards is not None:
@@ -441,11 +441,18 @@ class Passage:
         )
 
     @property
-    def _index(self) -> Path:
-        return index_path(self._prefix)
+    def _index(self) -> Path | None:
+        """The index, compared with the manifest before anything is made of it; None until it is there."""
+        path = index_path(self._prefix)
+        named = [file for file in self._item.manifest.files if self._path / file.path == path]
+        if not path.exists() or not named:
+            return None
+        self.check_file(named[0])
+        return path
 
     @cached_property
     def _cuts(self) -> dict[Path, set[int]]:
-        if not self._index.exists():
+        index = self._index
+        if index is None:
             return {}
-        return cuts_of(parse_index(read_regular(self._index, MAX_INDEX_BYTES), self._index), self._prefix)
+        return cuts_of(parse_index(read_regular(index, MAX_INDEX_BYTES), index), self._prefix)

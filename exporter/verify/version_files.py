@@ -246,7 +246,8 @@ def _overwritten(path: Path, cause: str) -> VerificationError:
 def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
     """Compare a file of a directory with its entry in the manifest.
 
-    It is read only where its checksum is neither left out of the entry nor known to `passed`.
+    It is read only where its checksum is neither left out of the entry nor known to `passed`, or where it has
+    a digest, too. Data shards have no checksum here: their digests are compared elsewhere.
 
     Raises:
         VerificationError: it is not there as a file, or of another size or checksum.
@@ -269,6 +270,10 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
     crc = f"{mask(plain):08x}"
     if crc != entry.crc32c:
         raise VerificationError(f"{path} has checksum {crc}, expected {entry.crc32c}", hint=_DAMAGED_HINT)
+    if entry.sha256 is not None:  # whoever alters a file can keep its checksum
+        from exporter.publish.signing import verify_digests
+
+        verify_digests(bundle, [entry])
 
 
 def _not_there(path: Path) -> VerificationError:

@@ -19,6 +19,7 @@ from tests.support.commands import export_model
 from tests.support.printed_documents import checked
 from tests.support.step_models import MODEL, save
 
+TYPED = ["--config", "export.toml"]
 FILE = """
 model = "model.py:build"
 keep = 2
@@ -40,6 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("model.py").write_text(MODEL)
     Path("export.toml").write_text(FILE)
     Path("x.json").write_text("{}")
+    Path("linked").symlink_to("models")
     save(Path("a"), 10)
     save(Path("b"), 20)
     return tmp_path
@@ -81,6 +83,11 @@ def test_one_model_of_a_file(place: Path) -> None:
         (FILE, ["--config", "export.toml", "--options=x.json"], "leave one of them out"),
         (FILE, ["--config", "export.toml", "--out", "models/one"], "published to one place, models/one"),
         (FILE.replace("models/b", "models/a"), ["--config", "export.toml"], "to one place, models/a"),
+        (FILE.replace("models/b", "./models/../models/a/"), ["--config", "export.toml"], "to one place"),
+        (FILE.replace("models/b", "linked/a"), ["--config", "export.toml"], "to one place, linked/a"),
+        (FILE.replace("models/a", "s3://b/m").replace("models/b", "s3://b/m/"), TYPED, "one place"),
+        ("a" + ".a" * 100_000 + " = 1\n" + FILE, ["--config", "export.toml"], "cannot be read as options"),
+        (f"[{'.'.join('a' * 100_000)}]", ["--config", "export.toml"], "cannot be read as options"),
         ("config = 'export.toml'\n" + FILE, ["--config", "export.toml"], "has an option 'config'"),
     ],
 )

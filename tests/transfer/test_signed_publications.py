@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from exporter import api
+from exporter.checkpoint import tensor_bundle
+from exporter.checkpoint.tensor_bundle import Index, parse_index
 from exporter.delta.row_hashes import BlockHasher, HashIndex, write_index
 from exporter.errors import ExportError, ManifestError, NotTrusted, UsageError, VerificationError
 from exporter.jobs import execute, runner
@@ -27,6 +29,7 @@ from exporter.publish.signing import Signer, Trust, verify_digests
 from exporter.publish.staging import Staging
 from exporter.publish.tags import read_tags, resolve_position
 from exporter.publish.versions import in_force, read_manifest, signer_of, trust_of
+from exporter.transfer import items
 from exporter.transfer.opened import name_of, opened
 from exporter.transfer.pull import LocalCopy, pull
 from exporter.verify.log import verify_model
@@ -548,6 +551,35 @@ def with_the_same_crc(content: bytes, at: int) -> bytes:
     bits = sum((0x11EDC6F41 >> (32 - power) & 1) << power for power in range(33)).to_bytes(5, "little")
     changed = bytes(a ^ b for a, b in zip(content[at : at + 5], bits, strict=True))
     return content[:at] + changed + content[at + 5 :]
+
+
+@pytest.mark.parametrize("name", [f"{delta(20, 30)}/delta.index", "10/variables/variables.index"])
+def test_digests_come_first(
+    name: str, attack: Attack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No command that trusts keys makes anything of an index that was not signed, whatever its checksum."""
+    seen: list[bytes] = []
+
+    def noted(data: bytes, path: Path) -> Index:
+        seen.append(data)
+        return parse_index(data, path)
+
+    for module in (tensor_bundle, items):
+        monkeypatch.setattr(module, "parse_index", noted)
+    whole = (attack.machine.model / name).read_bytes()
+    altered = with_the_same_crc(whole, len(whole) // 2)
+    attack.put(name, altered)
+    with pytest.raises(VerificationError, match="SHA-256"):
+        pull(attack.url, tmp_path / "new", trust=attack.keys.trust())
+    (attack.machine.model / name).write_bytes(altered)
+    key = ("--trust", attack.keys.public("publisher"), "--signed-as", "ranker")
+    for command in ("verify", "doctor"):
+        assert export_model(command, attack.machine.model, *key).code == 6
+    attack.machine.trainer.train()
+    attack.machine.trainer.save()
+    with in_force(attack.machine.model, trust=attack.keys.trust()), pytest.raises(ExportError):
+        export_incremental(request(attack.machine.trainer, attack.machine.model))
+    assert seen and altered not in seen
 
 
 def test_caches_in_a_store_are_not_believed(attack: Attack, url: str) -> None:
