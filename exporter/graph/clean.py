@@ -366,8 +366,9 @@ def _served_signature(
         for text in tensor_names(info):
             tensor = endpoint(text)
             shape = shape_of(info.tensor_shape)
-            batched = served_shape(index, tensor)
-            if role == "input" and shape and batched and batched[0] != shape[0]:
+            # A signature may fix what its placeholder does not: it is of a model that answers that size alone.
+            is_pipelines = served_shape(index, tensor) != index.shape(tensor)
+            if role == "input" and shape and is_pipelines and shape[0] >= 0:
                 batch_sizes.add(shape[0])
                 info.tensor_shape.dim[0].size = -1
             elif role == "output" and shape and shape[0] in batch_sizes:
