@@ -16,6 +16,7 @@ tensors, by the variables' names, in `weight_names`; optimizer slots are in `opt
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,8 +40,9 @@ _ASSETS = "assets"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_ASSET_BYTES = 1 << 30
 _VARS = "vars"
-# Where an optimizer keeps the number of its steps: Keras 3, its legacy files, Keras 2.
-_OPTIMIZER_STEP = ("optimizer/vars/0", "adam/iteration", "Adam/iter", "iteration", "iter")
+# Where optimizers keep the number of their steps: Keras 3, its legacy files, Keras 2. One may hold others;
+# one that scales losses counts nothing itself.
+_OPTIMIZER_STEP = re.compile(r"optimizer(/.+)?/vars/0|([^/]+/)*(iteration|iter)")
 
 _LAYER_ATTRIBUTES = {"name": False}
 _LEGACY_ATTRIBUTES = {
@@ -255,7 +257,9 @@ def _catalog(
     sizes = tuple(FileRange.whole(file).size for file in files)
     notes = tuple(_backup_notes(path))
     catalog = Catalog(family, path, found, tuple(files), sizes, notes=notes, naming=naming)
-    return replace(catalog, step=read_step(catalog, *_OPTIMIZER_STEP))
+    counts = (name for name, ref in found.items() if ref.dtype.is_integer and _OPTIMIZER_STEP.fullmatch(name))
+    steps = [step for name in counts if (step := read_step(catalog, name)) is not None]
+    return replace(catalog, step=max(steps, default=catalog.step))
 
 
 def _backup_notes(path: Path) -> Iterator[str]:

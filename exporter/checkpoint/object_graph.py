@@ -54,6 +54,7 @@ class TrackedObject(Struct, frozen=True):
     variable: TrackedVariable | None = None
     slots: tuple[int, ...] = ()
     table: str = ""
+    slot_names: tuple[tuple[str, int], ...] = ()  # of each slot: its name, and the number of its variable
 
 
 class ObjectGraph(Struct, frozen=True, dict=True):
@@ -141,7 +142,7 @@ def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
         raise CorruptFile(f"{where} holds no object")
     objects = tuple(map(_object, message.nodes))
     for number, node in enumerate(objects):
-        for child in (*node.children.values(), *node.slots):
+        for child in (*node.children.values(), *node.slots, *(of for _, of in node.slot_names)):
             if not 0 <= child < count:
                 raise CorruptFile(f"{where} is damaged: object {number} leads to {child} of {count}")
     return ObjectGraph(objects)
@@ -159,4 +160,5 @@ def _object(node: Proto) -> TrackedObject:
         variable,
         tuple(slot.slot_variable_node_id for slot in node.slot_variables),
         table,
+        tuple((slot.slot_name, slot.original_variable_node_id) for slot in node.slot_variables),
     )

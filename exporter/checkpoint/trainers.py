@@ -96,15 +96,26 @@ def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
     """
     root = objects.objects[ROOT].children
     own = [objects.objects[root[name]].variable for name in _STEPS if name in root]
-    counted = [
-        objects.objects[children[name]].variable
-        for number in objects.optimizers
-        for name in _ITERATIONS
-        if name in (children := objects.objects[number].children)
-    ]
-    for variables in (own, counted):
-        names = (variable.tensor for variable in variables if variable is not None)
-        steps = {step for name in names if (step := read_step(catalog, name)) is not None}
-        if len(steps) == 1:
-            return steps.pop()
-    return catalog.step
+    names = (variable.tensor for variable in own if variable is not None)
+    steps = {step for name in names if (step := read_step(catalog, name)) is not None}
+    if len(steps) != 1:
+        steps = set(_steps_of_optimizers(catalog, objects))
+    return steps.pop() if len(steps) == 1 else catalog.step
+
+
+def _steps_of_optimizers(catalog: Catalog, objects: ObjectGraph) -> Iterator[int]:
+    """Yield the step of each optimizer; of one that holds others the greatest of them all.
+
+    One that scales losses counts nothing itself, and inner ones count on where an outer one began anew.
+    """
+    steps: dict[int, int] = {}
+    for number, item in enumerate(objects.objects):
+        for name in _ITERATIONS:
+            variable = objects.objects[item.children[name]].variable if name in item.children else None
+            step = read_step(catalog, variable.tensor) if variable is not None else None
+            if step is not None and number in objects.optimizers:
+                steps[number] = max(step, steps.get(number, 0))
+    inside = {number: {*objects.paths_from(number)} & steps.keys() - {number} for number in steps}
+    held = {inner for several in inside.values() for inner in several}
+    for number in steps.keys() - held:
+        yield max(steps[each] for each in (number, *inside[number]))

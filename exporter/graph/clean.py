@@ -366,7 +366,7 @@ def _served_signature(
         for text in tensor_names(info):
             tensor = endpoint(text)
             shape = shape_of(info.tensor_shape)
-            # A signature may fix what its placeholder does not: it is of a model that answers that size alone.
+            # A signature may fix what its placeholder does not: its model answers that size alone.
             is_pipelines = served_shape(index, tensor) != index.shape(tensor)
             if role == "input" and shape and is_pipelines and shape[0] >= 0:
                 batch_sizes.add(shape[0])

@@ -60,7 +60,31 @@ def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
         shadows = trained.by_name.get(f"{name}/{suffix}", ())
         if len(variables) == len(shadows) == 1:
             found[variables[0].tensor] = shadows[0].tensor
-    return found | dict(_of_keras(trained)) if slot == "ema" else found
+    if slot == "ema":
+        found |= dict(_of_keras(trained))
+    for name in _SLOTS if slot == "ema" else (slot,):
+        if slotted := dict(_of_slots(trained, name)):
+            return found | slotted
+    return found
+
+
+# What wrapping optimizers of Addons keep: MovingAverage and SWA, and Lookahead.
+_SLOTS = ("average", "slow")
+
+
+def kinds_of_averages(trained: TrainedObjects) -> list[str]:
+    """The values of `--average` for which a checkpoint by objects has averages."""
+    return [kind for kind in ("ema", *_SLOTS) if averages(trained, kind)]
+
+
+def _of_slots(trained: TrainedObjects, wanted: str) -> Iterator[tuple[str, str]]:
+    """Yield (a variable's tensor, its slot's) for the slots of one name that optimizers keep."""
+    objects = trained.objects.objects
+    for item in objects:
+        for slot, (name, of) in zip(item.slots, item.slot_names, strict=True):
+            variable, shadow = objects[of].variable, objects[slot].variable
+            if name == wanted and variable is not None and shadow is not None:
+                yield variable.tensor, shadow.tensor
 
 
 def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
@@ -217,7 +241,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     """
     wanted = group_parts(graph.variables)
     _refuse_shared_names(wanted)
-    objects = read_object_graph(catalog)
+    objects, side = read_object_graph(catalog), None
     if objects is not None:
         from exporter.mapping.object_matching import TrainedObjects
 
@@ -248,7 +272,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     used = {name for match in matches.values() for name in (match.name, match.trained_name)}
     beside: Iterable[str] = ()
     whole: ServedWhole | None = None
-    if objects is not None:
+    if side is not None:
         from exporter.mapping.extras import whole_objects
 
         whole, beside = whole_objects(side, walked, used, graph, rules)
@@ -260,7 +284,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         beside = left_out_by_names(catalog, used, graph, rules)
         if left := {name for name, ref in catalog.tensors.items() if rules.ignores(names_of(ref))} - used:
             whole = ServedWhole(tuple(sorted(left)))
-    notes = (*_notes(sources, rules, catalog), *twins, *beside)
+    notes = (*_notes(sources, rules, catalog, side), *twins, *beside)
     tables = tuple(find_tables(graph.tables, catalog, rules))
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
     sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
@@ -511,18 +535,25 @@ def _why_not(tensor: TensorRef, variable: GraphVariable, claimed_by: str | None)
     return f"{tensor.name!r} (would fit)"
 
 
-def _notes(sources: Iterable[TensorSource], rules: MappingRules, catalog: Catalog) -> Iterator[str]:
+def _notes(
+    sources: Iterable[TensorSource], rules: MappingRules, catalog: Catalog, side: TrainedObjects | None
+) -> Iterator[str]:
     if not rules.average:
         return
     via = Counter(source.via for source in sources)
     raw = [source.key for source in sources if source.via != "average"]
     if not via["average"]:
+        kinds = [] if side is None else kinds_of_averages(side)
+        there = " or ".join(f"--average {kind}" for kind in kinds)
+        hint = "leave --average out, or give the trainer's own average name: --average NAME"
+        if catalog.naming is not Naming.NAMES:
+            hint = (
+                "save a tf.train.Checkpoint of model and optimizer, which has names; or leave --average out"
+            )
         raise MissingTensors(
             f"--average {rules.average}: the checkpoint has no moving average of any served variable",
             cause="" if catalog.naming is Naming.NAMES else "its format has no names for moving averages",
-            hint="leave --average out, or give the trainer's own average name: --average NAME"
-            if catalog.naming is Naming.NAMES
-            else "save a tf.train.Checkpoint of model and optimizer, which has names; or leave --average out",
+            hint=f"serve the averages that it has: {there}; or leave --average out" if kinds else hint,
         )
     if raw:
         more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""
