@@ -86,18 +86,25 @@ def doctor(
     """
     with command(printing) as sink:
         from exporter import api
+        from exporter.errors import NotUpdatable
         from exporter.pipeline.doctor import diagnosis
+        from exporter.publish.made_by import export_kept_of
 
-        seen = api.doctor(
-            model,
-            ckpt_dir=ckpt_dir,
-            targets=servers.target,
-            model_name=servers.model_name,
-            patience=servers.patience,
-            deadline=servers.deadline,
-            access=access,
-            trusting=trusting,
-        )
+        try:
+            seen = api.doctor(
+                model,
+                ckpt_dir=ckpt_dir,
+                targets=servers.target,
+                model_name=servers.model_name,
+                patience=servers.patience,
+                deadline=servers.deadline,
+                access=access,
+                trusting=trusting,
+            )
+        except NotUpdatable as error:
+            if again := export_kept_of(model):  # it was there, and somebody has emptied the place
+                error.hint = f"put it back, or publish a base as before: {again}"
+            raise
         if servers.agent is not None:
             name = servers.model_name or seen.model.resolve().name
             told = _ask_agent(servers.agent, name, servers.deadline)

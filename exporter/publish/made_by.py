@@ -94,9 +94,8 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
     Without the arguments of its export the manifest of the newest version has their names: of `model`, or of
     `manifests`, which is a copy of it. `ckpt_dir` is where the trainer saves, where nothing else says it.
     """
-    if (kept := _kept(model)) is not None:
-        typed = " ".join(map(quoted, kept.arguments))
-        return f"cd {quoted(kept.directory)} && export-model {typed} --updatable --again"
+    if again := export_kept_of(model):
+        return again
     words = ["export-model", "--ckpt-dir", str(ckpt_dir or "DIR"), "--model", "WHAT", "--out", str(model)]
     with suppress(ManifestError, OSError):
         newest = newest_version(manifests or Path(model))
@@ -112,6 +111,15 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
         if manifest is not None and manifest.signature is not None:
             words += ["--sign-key", "KEY"]
     return " ".join([*map(quoted, words), "--updatable", "--again"])
+
+
+def export_kept_of(model: str | Path) -> str:
+    """The export of a new base with the arguments that an export of this user kept; empty without them."""
+    kept = _kept(model)
+    if kept is None:
+        return ""
+    typed = " ".join(map(quoted, kept.arguments))
+    return f"cd {quoted(kept.directory)} && export-model {typed} --updatable --again"
 
 
 def look_at_trainer(model: str | Path) -> str:

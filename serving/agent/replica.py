@@ -158,6 +158,7 @@ class Replica:
         self.last_audit = time.monotonic()
         self.audited: Audited | None = None
         self._restarted = deque[float](maxlen=_MOST_RESTARTS)
+        self._is_gone = False
         self._rebuilder = rebuilder
         self._why_not_rebuilt = ""
         self._why_not_labelled: Sequence[str] = ()
@@ -267,8 +268,9 @@ class Replica:
             self.readiness = Readiness()
             return
         before, now = self.observed, time.monotonic()
-        if before.failures and before.was_away and before.versions:
+        if self._is_gone and before.versions:
             self._restarted.append(now)
+        self._is_gone = False
         self._saw(before.answered(versions, now))
         for version, what, message in rollout.differences(before.versions, self.observed.versions):
             if EventKind(what) is EventKind.RESTARTED:
@@ -442,6 +444,7 @@ class Replica:
         before = self.observed
         text = error.cause or error.message
         was_sent = _NOT_CONNECTED not in error.cause
+        self._is_gone = self._is_gone or not was_sent
         self.observed = before.failed(text, time.monotonic(), random.random(), was_sent=was_sent)
         if not before.failures or before.error != text:
             self._report(EventKind.FAILED, text)

@@ -138,7 +138,8 @@ class StoreView(Struct, frozen=True):
     @property
     def problem(self) -> str:
         """Why the store's publications are not here, in words; empty if they are."""
-        return "" if self.trouble is None else f"{self.url}: {self.trouble.text}: {self.trouble.why}"
+        said = [] if self.trouble is None else [self.url, self.trouble.text, self.trouble.why]
+        return ": ".join(filter(None, said))
 
 
 class ModelView(Struct, frozen=True):

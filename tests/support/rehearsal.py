@@ -387,6 +387,7 @@ INCIDENTS: dict[str, Step] = {
         by_hand=it_is_put_back,
         alerts=frozenset({"StoreUnseen"}),
         fresh=503,
+        hint="put it back, or publish a base as before: cd ",
     ),
     "a server restarts again and again": Step(
         a_server_restarts,
@@ -510,6 +511,13 @@ def _others(world: StoredWorld, step: Step) -> list[dict[str, Any]]:
     ]
 
 
+def _make_good(world: StoredWorld) -> None:
+    """Undo what an incident left, as far as the others need it."""
+    world.weather.be(None)
+    (world.copy.parent / "filled").unlink(missing_ok=True)
+    export_model("resume", world.published.place)
+
+
 def _require(is_so: bool, what: str) -> None:
     if not is_so:
         raise Failed(what)
@@ -530,6 +538,7 @@ def failures(directory: Path, say: Say, *words: str) -> dict[str, str]:
             except Failed as error:
                 failed[name] = str(error)
                 say(f"FAILED   {error}")
+                _make_good(world)
     return failed
 
 
