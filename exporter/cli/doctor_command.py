@@ -101,9 +101,9 @@ def doctor(
                 access=access,
                 trusting=trusting,
             )
-        except NotUpdatable as error:
+        except NotUpdatable as nothing:
             if again := export_kept_of(model):  # it was there, and somebody has emptied the place
-                error.hint = f"put it back, or publish a base as before: {again}"
+                nothing.hint = f"put it back, or publish a base as before: {again}"
             raise
         if servers.agent is not None:
             name = servers.model_name or seen.model.resolve().name
