@@ -532,7 +532,7 @@ class Model(Struct, frozen=True, dict=True):
         known = dict(self.known.publishers)
         last = [known[position] for position in sorted(known)[-_LAST_PUBLISHERS:]]
         turns = [name for name, before in zip(last, [None, *last], strict=False) if name != before]
-        return tuple(sorted({*turns})) if len(turns) > 2 else ()
+        return tuple(sorted({*turns})) if len(turns) > len({*turns}) else ()
 
     @property
     def skew_s(self) -> float | None:

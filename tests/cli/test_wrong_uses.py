@@ -276,7 +276,7 @@ def test_what_a_hint_proposes_works_and_moves_no_tag(
     shutil.copytree(place / "train", tmp_path / "train")
     monkeypatch.chdir(tmp_path)
     assert typed("export-model tag models/ranker prod 40").code == 0
-    proposed = re.search(r"^hint: .*?(export-model .*)$", typed(line).err, re.MULTILINE)
+    proposed = re.search(r"^hint: .*?(export-model [^;\n]*)", typed(line).err, re.MULTILINE)
     assert proposed is not None
     done = typed(proposed[1])
     assert done.code == 0, done.err
