@@ -532,7 +532,8 @@ class Model(Struct, frozen=True, dict=True):
         known = dict(self.known.publishers)
         last = [known[position] for position in sorted(known)[-_LAST_PUBLISHERS:]]
         turns = [name for name, before in zip(last, [None, *last], strict=False) if name != before]
-        return tuple(sorted({*turns})) if len(turns) > len({*turns}) else ()
+        again = [number for number, name in enumerate(turns) if turns.count(name) > 1]
+        return tuple(sorted({*turns[again[0] :]})) if again else ()
 
     @property
     def skew_s(self) -> float | None:
