@@ -15,7 +15,7 @@ from exporter.wire import protos
 from exporter.wire.protos import MAX_MESSAGE_BYTES, Proto
 
 SERVE_TAG = "serve"
-_SCHEMA_VERSION = 1
+TRAINING_TAGS = {"train", "eval"}
 
 
 def read_saved_model(path: Path) -> Proto:
@@ -23,7 +23,7 @@ def read_saved_model(path: Path) -> Proto:
 
     Raises:
         CorruptFile: it is damaged.
-        UnsupportedFormat: it has another schema version, or is split into chunks (`saved_model.cpb`).
+        UnsupportedFormat: it is split into chunks (`saved_model.cpb`).
         UsageError: it does not exist, or cannot be read.
     """
     if (path / SAVED_MODEL_PARTS_FILE).is_file():
@@ -40,11 +40,6 @@ def read_saved_model(path: Path) -> Proto:
             f"no SavedModel can be read from {path}", cause=error.strerror or str(error)
         ) from error
     model = parse_message("SavedModel", data, file, is_text=file.suffix == ".pbtxt", nonempty="meta_graphs")
-    if model.saved_model_schema_version != _SCHEMA_VERSION:
-        raise UnsupportedFormat(
-            f"{file} has schema version {model.saved_model_schema_version}, expected {_SCHEMA_VERSION}",
-            hint="save it again with TensorFlow 1.x or 2.x",
-        )
     for meta_graph in model.meta_graphs:
         without_recording(meta_graph)
     return model

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from exporter.errors import CorruptFile, MissingAsset, UsageError
 from exporter.graph.feeds import parse_feeds
 from exporter.graph.functions import drop_refills
-from exporter.graph.graph_files import SERVE_TAG, read_saved_model
+from exporter.graph.graph_files import SERVE_TAG, TRAINING_TAGS, read_saved_model
 from exporter.graph.keys import saved_objects
 from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex, endpoint
@@ -21,6 +21,7 @@ from exporter.storage.files import below
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
 )
+from exporter.storage.local_paths import quoted
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
@@ -74,29 +75,38 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
     """The graph with exactly the tags that `tag` (the value of `option`) lists, or the only one with more.
 
-    Without `tag`: the only graph, else the one for serving with the fewest other tags (`gpu`, `tpu`).
-    UsageError unless that is one.
+    "" stands for a graph without tags, as modules of TensorFlow Hub have one. Without `tag`: the only graph,
+    else the one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags
+    that is not for training. UsageError unless that is one.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
         return graphs[0]
-    wanted = {SERVE_TAG} if tag is None else {*tag.split(",")}
+    wanted = {SERVE_TAG} if tag is None else {*filter(None, tag.split(","))}
     found = [graph for graph in graphs if wanted <= {*graph.meta_info_def.tags}]
+    if tag is None and not found:
+        found = [graph for graph in graphs if not TRAINING_TAGS & {*graph.meta_info_def.tags}]
     fewest = min((len(graph.meta_info_def.tags) for graph in found), default=0)
     nearest = [graph for graph in found if len(graph.meta_info_def.tags) == fewest]
     if tag is not None and fewest > len(wanted):
         nearest = found
     if len(nearest) == 1:
         return nearest[0]
-    shown = repr(tag or SERVE_TAG)
+    shown = repr(SERVE_TAG if tag is None else tag)
     tags = "; ".join(",".join(graph.meta_info_def.tags) or "none" for graph in graphs)
     raise UsageError(
         f"{len(nearest)} graphs of {path} have the tag {shown}"
         if nearest
         else f"no graph of {path} has the tag {shown}",
         cause=f"the tags of its graphs are: {tags}",
-        hint=f"name all tags of one of them: {option} TAG,TAG",
+        hint=f"name all tags of one of them: {option} {quoted(','.join(_likeliest(graphs)))}",
     )
+
+
+def _likeliest(graphs: list[Proto]) -> list[str]:
+    """The tags of the first graph that is not for training; of the first graph if all are."""
+    tags = [[*graph.meta_info_def.tags] for graph in graphs]
+    return next((one for one in tags if not TRAINING_TAGS & {*one}), tags[0])
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:

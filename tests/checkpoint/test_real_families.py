@@ -34,6 +34,7 @@ class Case(NamedTuple):
     answers: str
     model: str = ""
     options: dict[str, Any] = {}  # noqa: RUF012  never changed
+    signature: str = "serving_default"
 
     @property
     def name(self) -> str:
@@ -104,6 +105,8 @@ CASES = [
     Case(TF1, "v1_sharded", "mod", "serving"),
     Case(TF1, "simple_save", "mod"),
     Case(TF1, "builder", "mod"),
+    Case("tf1_hub/0.12.0", "module", "module", signature="default"),
+    Case("tf1_hub/0.12.0", "module", "module", options={"tag": ""}, signature="default"),
     Case("tensorlayer/1.11.1", "dict.npz", "mlp", "release_1"),
     Case("tensorlayer/1.11.1", "checkpoints", "mlp", "release_1"),
     Case("tensorlayer/2.2.5", "dict.npz", "mlp", "release_2"),
@@ -165,12 +168,12 @@ def test_what_a_library_wrote_answers_as_its_own_model(families: Path, tmp_path:
     inspect(families / case.family / case.path)
     done = export(request_of(families, case, tmp_path / "m"))
     inputs, expected = own_answers(families, case)
-    signature = done.plan.graph.meta_graph.signature_def["serving_default"]
+    signature = done.plan.graph.meta_graph.signature_def[case.signature]
     if inputs.keys() != set(signature.inputs):  # a model with one input, which its library calls otherwise
         (name,), (value,) = signature.inputs, inputs.values()
         inputs = {name: value}
     feeds = {n: v.astype(dtype_of(signature.inputs[n])) for n, v in inputs.items()}
-    found = answers_in_session(done.published.path, feeds)
+    found = answers_in_session(done.published.path, feeds, case.signature)
     if found.keys() != expected.keys():
         (value,), (name,) = found.values(), expected
         found = {name: value}
