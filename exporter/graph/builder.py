@@ -24,7 +24,7 @@ from weakref import WeakSet
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.catalog import TensorRef
+from exporter.catalog import Naming, TensorRef
 from exporter.errors import BuilderError, UsageError
 from exporter.graph.archived_model import keras_places
 from exporter.graph.code_recorder import import_code, is_users, recording
@@ -34,6 +34,7 @@ from exporter.graph.metagraph import with_signatures
 from exporter.graph.nodes import GraphIndex
 from exporter.graph.object_models import (
     ObjectView,
+    as_loaded,
     counted_anew,
     guessed_inputs,
     is_object,
@@ -135,7 +136,7 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
         builder, name = resolve(request.model)
         label = label or name
         kwargs = keyword_arguments(builder, request.model_args, label)
-        built = _run(builder, kwargs, label)
+        built = _run(builder, kwargs, label, request.naming)
         code = recorder.code(builder, _main(request.model), is_loaded=isinstance(request.model, str))
     source = with_signatures(built.meta_graph, request, label=label, directory=Path.cwd())
     source = replace(source, code=code)
@@ -244,7 +245,7 @@ class _Built(Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
+def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> _Built:
     """The result of a builder in a fresh graph, or its BuilderError.
 
     It runs once more if it failed and asked for TensorFlow 2; the error of the first run is raised then.
@@ -252,20 +253,22 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str) -> _Built:
     import tensorflow as tf
 
     try:
-        return _build(builder, kwargs, label, scopes := InitScopes(tf.Graph()))
+        return _build(builder, kwargs, label, naming, scopes := InitScopes(tf.Graph()))
     except BuilderError as error:
         if not scopes.are_asked_for:
             raise
         first = error
     try:
-        return _build(builder, kwargs, label, InitScopes(tf.Graph(), are_eager=True))
+        return _build(builder, kwargs, label, naming, InitScopes(tf.Graph(), are_eager=True))
     except BuilderError as error:
         if error.cause != first.cause:
             first.hint = _INSISTS
     raise first
 
 
-def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: InitScopes) -> _Built:
+def _build(
+    builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
+) -> _Built:
     """The result of a builder in the scopes' graph, or BuilderError."""
     import tensorflow as tf
 
@@ -276,10 +279,11 @@ def _build(builder: Builder, kwargs: Mapping[str, Any], label: str, scopes: Init
         with scopes.in_graph(), failures(f"builder {label}"):
             result = _made(builder, kwargs)
         if is_object(result):
+            notes = as_loaded(result, naming)
             with scopes.in_graph():
                 entries = signatures_of(result, label)
             view = view_objects(result)
-            layers, notes = keras_places(result), guessed_inputs(result)
+            layers, notes = keras_places(result), (*notes, *guessed_inputs(result))
             result = entries
     signatures = _signatures(result, graph, label)
     try:

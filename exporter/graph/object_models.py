@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from exporter.catalog import Naming
 from exporter.checkpoint.object_graph import ObjectGraph, TrackedObject, TrackedVariable
 from exporter.errors import BuilderError
 from exporter.graph.signatures import DEFAULT_SIGNATURE
@@ -60,6 +61,37 @@ def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
             hint="module.signatures = {'serving_default': module.serve}",
         )
     return {name: _call(function, f"{label}, signature {name!r}") for name, function in functions.items()}
+
+
+def as_loaded(model: Any, naming: Naming) -> tuple[str, ...]:
+    """Change a Keras model to answer as after loading a checkpoint's values; returns notes for the user.
+
+    Layers begin each request with a reset state, since a served model keeps none. Where files store values
+    by layer, Keras merges adapters (LoRA) into kernels as it saves, and gives zeros to adapters as it loads;
+    weights that it quantizes by a calibration count as calibrated. Any other value is left as it is.
+    """
+    if (keras := keras_of(model)) is None:
+        return ()
+    layers = [*model._flatten_layers()]
+    stateful = [layer for layer in layers if isinstance(layer, keras.layers.RNN) and layer.stateful]
+    for layer in stateful:
+        layer.stateful = False
+    adapted = [layer for layer in layers if naming is Naming.LAYERS and getattr(layer, "lora_enabled", False)]
+    for layer in adapted:
+        layer.lora_enabled = False
+    for layer in layers if naming is Naming.LAYERS else ():
+        for mode in _CALIBRATED & {getattr(layer, "quantization_mode", None)}:
+            setattr(layer, f"is_{mode}_calibrated", True)
+    names = [", ".join(dict.fromkeys(repr(layer.name) for layer in some)) for some in (stateful, adapted)]
+    said = (
+        "{} (stateful=True): a served model keeps no state, each request begins with zeros",
+        "{} (LoRA): Keras merged the adapters into what the file holds, and begins again with none",
+    )
+    return tuple(text.format(some) for text, some in zip(said, names, strict=True) if some)
+
+
+# Ways to quantize of Keras 3 after which a layer computes with the quantized kernel only once it is loaded.
+_CALIBRATED = {"gptq", "awq"}
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
-from exporter.catalog import SliceSpec, TensorRef
+from exporter.catalog import Naming, SliceSpec, TensorRef
 from exporter.errors import AccessRefused, UsageError
 from exporter.graph.sources import Code
 from exporter.options import ExportRequest, GraphOptions, Model
@@ -60,13 +60,19 @@ class GraphRequest(GraphOptions, frozen=True):
 
     model: Model = None
     is_found: bool = False  # the request named no graph: it lay beside the checkpoint
+    naming: Naming = Naming.NAMES  # of the checkpoint's tensors
 
     @classmethod
-    def of(cls, request: ExportRequest, beside: str | None = None) -> GraphRequest:
-        """The graph that a request names, with its options, or that which lies `beside` the checkpoint."""
+    def of(
+        cls, request: ExportRequest, beside: str | None = None, naming: Naming = Naming.NAMES
+    ) -> GraphRequest:
+        """The graph that a request names, or the graph `beside` the checkpoint, with the request's options.
+
+        `naming` is that of the checkpoint.
+        """
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None
-        return cls(beside if is_found else request.model, is_found, **options)
+        return cls(beside if is_found else request.model, is_found, naming, **options)
 
     @property
     def trust(self) -> Trust:

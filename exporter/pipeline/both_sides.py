@@ -46,7 +46,7 @@ def read_both(
     load: GraphSource = load_source,
 ) -> Both:
     """Read the graph, and complete the rules from both sides."""
-    asked = GraphRequest.of(request, model_beside(catalog.prefix))
+    asked = GraphRequest.of(request, model_beside(catalog.prefix), catalog.naming)
     if asked.model is None:
         raise nothing_to_serve(request.ckpt_dir)
     # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.

@@ -112,7 +112,7 @@ def check_same_graph(
         )
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
     is_beside = origin is not None and origin.is_beside
-    asked = GraphRequest.of(request, model_beside(catalog.prefix) if is_beside else None)
+    asked = GraphRequest.of(request, model_beside(catalog.prefix) if is_beside else None, catalog.naming)
     differences = [*(origin or GraphOrigin()).differences(asked)]
     if origin is None and request.check_graph:
         raise UsageError(
