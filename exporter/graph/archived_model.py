@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import re
 import sys
 import tempfile
 import weakref
@@ -197,6 +198,8 @@ def archive_builder(
         trust.require_file(Path(file), path.parent)
     _serve_tables(config)
     _forget_training(config)
+    if path.is_file() and not described.is_legacy:  # others name values after the layers that have them
+        _count_anew(config)
     if allow_code:
         known |= dict(_public_objects(_named_modules(config)))
     else:
@@ -260,10 +263,11 @@ def model_builder(model: Any) -> Builder:
     return build
 
 
-def model_digest(path: Path) -> str:
+def model_digest(path: Path, *, as_written: bool = False) -> str:
     """The SHA-256 of the model that an archive describes, with its vocabularies and without its training.
 
-    BuilderError if it holds weights alone.
+    Neither the model's own name counts, nor how far Keras had counted when it named the layers; they do
+    `as_written`, as in the releases before 0.3.0. BuilderError if it holds weights alone.
     """
     described = read_config(path)
     if described is None:
@@ -273,6 +277,11 @@ def model_digest(path: Path) -> str:
     for _, entry in entries(config):
         if _SHARED in entry:  # an address in the trainer's memory: what counts is which of them are equal
             entry[_SHARED] = numbers.setdefault(str(entry[_SHARED]), len(numbers))
+    if not as_written:
+        _count_anew(config)
+        for each in (config, config.get("config")):
+            if isinstance(each, dict) and "name" in each:
+                each["name"] = ""
     total = hashlib.sha256(json.dumps(config).encode())
     for asset in list_assets(path):
         total.update(f"\0{asset.name}\0{asset.size}\0".encode())
@@ -292,6 +301,67 @@ def _forget_training(config: Any) -> None:
     """Remove losses, metrics and optimizers from a config, in place."""
     for _, entry in entries(config):
         entry.pop("compile_config", None)
+
+
+def _count_anew(config: Any) -> None:
+    """Give layers that Keras named the names of a program that made no other model, in place.
+
+    Their numbers begin at 0 and keep their order. Names that a program gave stay as they are, and so do all
+    if two layers would have one name.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    given = set[str]()
+    for _, entry in entries(config):
+        if isinstance(own := entry.get("config"), dict) and isinstance(name := own.get("name"), str):
+            counted = _counted(name, str(entry["class_name"]))
+            if counted is None:
+                given.add(name)
+            else:
+                found[name] = counted
+    used: dict[str, list[int]] = defaultdict(list)
+    for stem, number in sorted({*found.values()}):
+        used[stem].append(number)
+    renames = {
+        name: f"{stem}_{rank}" if (rank := used[stem].index(number)) else stem
+        for name, (stem, number) in found.items()
+    }
+    renames |= {
+        f"{name}_input": f"{new}_input" for name, new in renames.items()
+    }  # of a Sequential of Keras 2
+    if not given - renames.keys() & {*renames.values()}:
+        _rename_layers(config, renames)
+
+
+def _counted(name: str, class_name: str) -> tuple[str, int] | None:
+    """(stem, number) of a name that Keras gave to an object of this class; None for any other name."""
+    found = re.fullmatch(r"((?:forward_|backward_)?(.+?))(?:_([0-9]+))?", name)
+    if found is None:
+        return None
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", class_name))
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+    is_own = found[2] in (words, _NAMED_OTHERWISE.get(class_name)) or found[2].startswith("tf.")
+    return (found[1], int(found[3] or 0)) if is_own else None
+
+
+# Classes of Keras 2 whose objects are not named after them.
+_NAMED_OTHERWISE = {"InputLayer": "input", "Functional": "model"}
+
+
+def _rename_layers(value: Any, renames: Mapping[str, str]) -> None:
+    """Rename layers in a config, and where other layers name them as their inputs, in place."""
+    if isinstance(value, dict):
+        for each in (value, value.get("config")) if "class_name" in value else ():
+            if isinstance(each, dict) and isinstance(name := each.get("name"), str):
+                each["name"] = renames.get(name, name)
+        children = [*value.values()]
+    elif isinstance(value, list):
+        if len(value) > 2 and isinstance(value[0], str) and all(isinstance(n, int) for n in value[1:3]):
+            value[0] = renames.get(value[0], value[0])  # a layer, one of its calls, one of its outputs
+        children = value
+    else:
+        return
+    for child in children:
+        _rename_layers(child, renames)
 
 
 def _load_assets(path: Path, model: Any, keras: Any) -> None:

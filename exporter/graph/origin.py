@@ -142,7 +142,8 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
             return None
-        return digests(path, _graph_file_digest)
+        found, known = digests(path, _graph_file_digest), self.files[0].digest
+        return known if found != known and _is_as_written(path, known) else found
 
 
 def _is_known(place: Path | None, digest: str | None) -> bool:
@@ -245,6 +246,17 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
             f"--model {model}: there is no such file", hint="name a builder, a .meta or a SavedModel"
         )
     return "", None, path
+
+
+def _is_as_written(path: Path, known: str) -> bool:
+    """True if an archive's model has the digest that a base of a release before 0.3.0 recorded for it."""
+    from exporter.checkpoint.families import is_archive
+
+    if not is_archive(path):
+        return False
+    from exporter.graph.archived_model import model_digest  # late: few deltas are of archives
+
+    return model_digest(path, as_written=True) == known
 
 
 def _graph_file_digest(path: Path) -> str:
