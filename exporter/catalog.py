@@ -144,6 +144,12 @@ class Catalog(Struct, frozen=True):
         return f"Catalog({str(self.prefix)!r}, step={self.step}, {size})"
 
     @property
+    def label(self) -> str:
+        """The checkpoint's name for people, with its directory if that alone has a number."""
+        directory, name = self.prefix.parent.name, self.prefix.name
+        return f"{directory}/{name}" if directory[-1:].isdigit() and not any(map(str.isdigit, name)) else name
+
+    @property
     def is_bundle(self) -> bool:
         """False if values must be written into a tensor bundle before they can be served."""
         return all(ref.content is None for ref in self.tensors.values())

@@ -5,7 +5,9 @@ directory the state file `checkpoint` goes first (a text `CheckpointState`, tens
 checkpoint_state.proto), then the complete prefixes from the highest step down: compared as numbers, never by
 modification time. Archives of Keras and numpy (`.keras`, `.weights.h5`, `.npz`, ...) are named as files; in a
 directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers. Orbax
-writes a directory for each step; one that is not finished has another name.
+writes a directory for each step; one that is not finished has another name. Other libraries keep each
+checkpoint in a numbered directory of its own (Ray Train's `checkpoint_000012`, MLflow's `epoch_3`): in a
+directory of such directories, alike but for numbers, the highest number goes first.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import os
 import re
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from google.protobuf import text_encoding
@@ -53,6 +58,7 @@ from exporter.storage.layout import (
     CHECKPOINT_SUFFIX,
     SAVED_MODEL_FILES,
     VARIABLES_NAME,
+    is_saved_model,
 )
 from exporter.storage.local_paths import quoted
 
@@ -64,6 +70,12 @@ _STATE_PATH = re.compile(
 )
 # A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels.
 _NESTED = (("chief", "chief"), *((name, VARIABLES_NAME) for name in SAVED_MODEL_FILES))
+
+# Directories of one checkpoint each; several trainings at once, or workers, are no series in time.
+_NUMBERED, _NUMBER = re.compile(r"(?!\.).*[0-9]"), re.compile("[0-9]+")
+_NO_SERIES = re.compile("fold|trial|seed|split|worker|rank|replica|task|shard", re.IGNORECASE)
+_LOOKED_INTO = 8  # of them at once: others take over only where newer ones are incomplete
+_CHECKPOINTS = "checkpoints"  # in a run's directory, beside logs
 
 _MAX_STATE_BYTES = 1 << 24
 _MAX_NAME = 250  # of a file, with `.index` behind it
@@ -138,7 +150,8 @@ def _directory(path: Path) -> Path | None:
     return path.parent if is_state else None
 
 
-def _in_directory(directory: Path) -> list[Path]:
+def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
+    """The candidates of a directory; of a numbered one only what is not in further numbered directories."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
@@ -150,12 +163,12 @@ def _in_directory(directory: Path) -> list[Path]:
         first = _beside(named, directory)
         prefixes = [first, *(prefix for prefix in prefixes if prefix != first)]
     if not found and not any(BUNDLE.matches(prefix) or V1.matches(prefix) for prefix in prefixes):
-        return _without_index(directory, names, named)
+        return _without_index(directory, names, named, is_numbered=is_numbered)
     return prefixes
 
 
-def _without_index(directory: Path, names: list[str], named: Path | None) -> list[Path]:
-    """The candidates of a directory without a tensor bundle: one below, V1, one archive, a series.
+def _without_index(directory: Path, names: list[str], named: Path | None, *, is_numbered: bool) -> list[Path]:
+    """The candidates of a directory without a tensor bundle: one below, V1, archives, numbered directories.
 
     CheckpointNotFound if there are none, or several archives that are no series.
     """
@@ -169,6 +182,8 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
     if nested is not None:
         return candidates(directory / nested)
     found = V1.candidates(directory, names) or archives(directory, names)
+    if not found and not is_numbered and (numbered := _numbered(directory, names)):
+        return numbered
     if not found:
         raise _nothing_in(directory, names, named)
     if not is_series([path.name for path in found]):
@@ -178,6 +193,46 @@ def _without_index(directory: Path, names: list[str], named: Path | None) -> lis
             hint=f"name one of them in its place; the last one written: {quoted(_last_written(found))}",
         )
     return sorted(found, key=_order, reverse=True)
+
+
+def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
+    """The checkpoints in numbered directories that have one each, from the highest number down.
+
+    A directory without one that is newer than they are stands for itself: it is being written. Empty if
+    there are no such directories, or the newest has several checkpoints. CheckpointNotFound if there are
+    several series.
+    """
+    series: dict[str, list[Path]] = defaultdict(list)
+    for name in names:
+        if _NUMBERED.fullmatch(name) and not _NO_SERIES.search(name) and (directory / name).is_dir():
+            series[_NUMBER.sub("0", name)].append(directory / name)
+    found: list[list[Path]] = []
+    for places in series.values():
+        inside = ((place, _only_below(place)) for place in sorted(places, key=_order, reverse=True))
+        looked = [*islice(inside, _LOOKED_INTO)]
+        sizes = [len(below) for _, below in looked if below]
+        if sizes[:1] == [1]:
+            older = next(n for n, (_, below) in enumerate(looked) if below)
+            found.append(
+                [place for place, _ in looked[:older]] + [one[0] for _, one in looked if len(one) == 1]
+            )
+    if len(found) > 1:
+        places_of = ", ".join(one[-1].parent.name for one in found)
+        raise CheckpointNotFound(
+            f"{directory} holds several series of checkpoints: {places_of}",
+            hint=f"name a directory that has one series, or one of them: {quoted(found[0][-1].parent)}",
+        )
+    return found[0] if found else []
+
+
+def _only_below(directory: Path) -> list[Path]:
+    """The candidates of a directory, or of `checkpoints/` in it; empty for a version of a published model."""
+    if is_saved_model(directory):
+        return []
+    for place in (directory, directory / _CHECKPOINTS):
+        with suppress(CheckpointError):
+            return _in_directory(place, is_numbered=True)
+    return []
 
 
 def _last_written(paths: Iterable[Path]) -> Path:

@@ -433,7 +433,7 @@ def _plan_lines(planned: IncrementalPlan) -> Iterator[str]:
     yield labelled("so far", f"position {log.at}; this log of deltas began with version {log.base.entry.log}")
     tail = f", {count(len(plan.increments), 'increment')}" if plan.increments else ""
     step = "" if planned.step is None else f", step {planned.step}"
-    yield labelled("checkpoint", f"{planned.trainer.catalog.prefix.name}{step}{tail}")
+    yield labelled("checkpoint", f"{planned.trainer.catalog.label}{step}{tail}")
     yield from (labelled("note", said) for said in planned.setbacks)
     yield labelled("graph", f"and assets: {planned.graph.said}")
     if not plan.is_known:

@@ -27,7 +27,7 @@ def catalog_text(catalog: Catalog) -> str:
     step = "" if catalog.step is None else f", step {catalog.step}"
     shards = f"{len(catalog.shards)} shard{'s' * (len(catalog.shards) != 1)}"
     tensors = f"{len(catalog.tensors)} tensors, {human_bytes(catalog.bytes_)}, {shards}"
-    return f"{catalog.prefix.name} ({catalog.family}){step}: {tensors}"
+    return f"{catalog.label} ({catalog.family}){step}: {tensors}"
 
 
 def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
