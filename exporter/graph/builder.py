@@ -4,7 +4,8 @@ Only this module and `object_models` import TensorFlow in the graph stage. What 
 
 - `(inputs, outputs)`: two dicts of tensors by name, the signature `serving_default`;
 - `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element;
-- a Keras model, or a `tf.Module` with `signatures` (`exporter.graph.object_models`).
+- a Keras model, or a `tf.Module` with `signatures` (`exporter.graph.object_models`);
+- `{signature name: such a model or module}`, as of two towers, called as the trainer's object holds them.
 
 *Vocabularies* (`known_contents`). In a graph the size of a table is a tensor without a value, but code takes
 the shape of an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`, `len(lookup.get_vocabulary())`.
@@ -37,7 +38,8 @@ from exporter.graph.object_models import (
     as_loaded,
     counted_anew,
     guessed_inputs,
-    is_object,
+    holding,
+    objects_among,
     signatures_of,
     unchanged_classes,
     view_objects,
@@ -111,7 +113,7 @@ Builder = Callable[..., Any]
 _TRAINING_FLAGS = ("training", "is_training")
 _EXPECTED = (
     "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}, "
-    "or a Keras model, or a tf.Module with signatures"
+    "or a Keras model, or a tf.Module with signatures, or a dict of such models by name"
 )
 
 _INSISTS = (
@@ -278,13 +280,15 @@ def _build(
     with unchanged_classes(), known_contents():
         with scopes.in_graph(), failures(f"builder {label}"):
             result = _made(builder, kwargs)
-        if is_object(result):
-            notes = as_loaded(result, naming)
+        if models := objects_among(result):
+            notes = tuple(note for one in models.values() for note in as_loaded(one, naming))
             with scopes.in_graph():
-                entries = signatures_of(result, label)
-            view = view_objects(result)
-            layers, notes = keras_places(result), (*notes, *guessed_inputs(result))
-            result = entries
+                others = {} if "" in models else {n: one for n, one in result.items() if n not in models}
+                entries = [signatures_of(one, label, name) for name, one in models.items()]
+                result = {name: entry for some in (others, *entries) for name, entry in some.items()}
+            notes = (*notes, *(note for one in models.values() for note in guessed_inputs(one)))
+            view = view_objects(holding(models))
+            layers = keras_places(models[""]) if "" in models else {}
     signatures = _signatures(result, graph, label)
     try:
         with graph.as_default():

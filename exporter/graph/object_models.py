@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,33 +34,64 @@ _LIST = "trainable_variables"
 _UNNAMED = "Variable"  # TensorFlow's name for a variable without a name
 
 
-def is_object(result: Any) -> bool:
-    """True if a builder returned a model or a module."""
+def objects_among(result: Any) -> dict[str, Any]:
+    """The models and modules that a builder returned, by the names of their signatures.
+
+    "" is the name of one that it returned alone. Empty if there are none.
+    """
+    if _is_object(result):
+        return {"": result}
+    named = result if isinstance(result, Mapping) else {}
+    return {str(name): one for name, one in named.items() if _is_object(one)}
+
+
+def holding(models: Mapping[str, Any]) -> Any:
+    """The model called "", or an object that holds these models under their names."""
+    import tensorflow as tf
+
+    if "" in models:
+        return models[""]
+    held = tf.Module()
+    for name, model in models.items():
+        setattr(held, name, model)
+    return held
+
+
+def _is_object(result: Any) -> bool:
     import tensorflow as tf
 
     return isinstance(result, tf.Module) or _is_keras_model(result)
 
 
-def signatures_of(model: Any, label: str) -> dict[str, tuple[Tensors, Tensors]]:
+def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Tensors, Tensors]]:
     """{signature: (inputs, outputs)} of a model or module, called on placeholders in the default graph.
 
-    BuilderError if it has no signatures, its inputs are unknown, or the call fails.
+    With a `name`, its only or default signature is called so, and others `<name>_<signature>`. BuilderError
+    if it has no signatures, its inputs are unknown, or the call fails.
     """
     _refuse_foreign_variables(model, label)
+    where = f"{label}, {name!r}" if name else label
     if _is_keras_model(model):
-        inputs, arguments = _keras_inputs(model, label)
-        with failures(f"calling the model of {label}"):
+        inputs, arguments = _keras_inputs(model, where)
+        with failures(f"calling the model of {where}"):
             result = model(arguments, training=False)
         names = [*(_quietly(lambda: model.output_names) or ())]
-        return {DEFAULT_SIGNATURE: (inputs, _outputs(result, names))}
+        return {name or DEFAULT_SIGNATURE: (inputs, _outputs(result, names))}
     functions = getattr(model, "signatures", None)
     if not isinstance(functions, Mapping) or not functions:
         raise BuilderError(
-            f"the module that {label} returned has no signatures",
+            f"the module that {where} returned has no signatures",
             cause="expected an attribute `signatures`: tf.functions with an input_signature, by name",
             hint="module.signatures = {'serving_default': module.serve}",
         )
-    return {name: _call(function, f"{label}, signature {name!r}") for name, function in functions.items()}
+
+    def called(own: str) -> str:
+        is_main = len(functions) == 1 or own == DEFAULT_SIGNATURE
+        return own if not name else name if is_main else f"{name}_{own}"
+
+    return {
+        called(own): _call(function, f"{where}, signature {own!r}") for own, function in functions.items()
+    }
 
 
 def as_loaded(model: Any, naming: Naming) -> tuple[str, ...]:
@@ -129,7 +160,7 @@ class ObjectView(Struct, frozen=True):
     """The objects below a model or module, as TensorFlow would save them."""
 
     objects: ObjectGraph
-    # {variable's node: Keras' path of it, or its path among the objects if the program gave it no name}.
+    # {variable's node: Keras' path of it; its path among the objects if it has no name, or another's}.
     names: Mapping[str, str]
 
 
@@ -170,11 +201,12 @@ def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, A
 
 
 def _names(objects: ObjectGraph) -> Iterator[tuple[str, str]]:
+    used = Counter(entry.variable.name for entry in objects.objects if entry.variable is not None)
     for number, entry in enumerate(objects.objects):
         if entry.variable is not None:
             name = entry.variable.name
-            is_unnamed = name.partition("_")[0] == _UNNAMED
-            yield entry.variable.tensor, objects.paths[number] if is_unnamed else name
+            is_unclear = used[name] > 1 or name.partition("_")[0] == _UNNAMED
+            yield entry.variable.tensor, objects.paths[number] if is_unclear else name
 
 
 # The bases of tf-keras' classes, as they were before the first of the builders that run now.
