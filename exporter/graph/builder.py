@@ -47,7 +47,7 @@ from exporter.graph.object_models import (
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
 from exporter.graph.sources import BuilderFile, find_builder, importable, named_function, no_function
-from exporter.graph.user_errors import error_line, failures, way_out
+from exporter.graph.user_errors import NEEDS_EAGER, error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted
 from exporter.while_needed import WhileNeeded
@@ -114,11 +114,6 @@ _TRAINING_FLAGS = ("training", "is_training")
 _EXPECTED = (
     "expected (inputs, outputs), two dicts of tensors, or {signature: (inputs, outputs[, method])}, "
     "or a Keras model, or a tf.Module with signatures, or a dict of such models by name"
-)
-
-_INSISTS = (
-    "a builder runs in a graph, and this one asks for eager execution in tf.init_scope(): "
-    "export it with tf.saved_model.save, and name that: --model DIRECTORY"
 )
 
 
@@ -264,7 +259,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
         return _build(builder, kwargs, label, naming, InitScopes(tf.Graph(), are_eager=True))
     except BuilderError as error:
         if error.cause != first.cause:
-            first.hint = _INSISTS
+            first.hint = NEEDS_EAGER
     raise first
 
 

@@ -44,6 +44,13 @@ _NO_VALUE = re.compile(
     r"[Ss]ymbolic(?! placeholder)|numpy\(\) is only available|`adapt` is only supported"
     r"|uninitialized value|can mean the variable is uninitialized"
 )
+_EAGER = re.compile(r"is not a valid root scope name|\beager (mode|execution)\b|\bexecuting_eagerly\b")
+# TPUEmbeddingForServing and its like read the values of their own variables while they make others.
+_READS_ITSELF = re.compile(r"[\\/]tensorflow[\\/]python[\\/]tpu[\\/]")
+NEEDS_EAGER = (
+    "a builder runs in a graph, and this one asks for eager execution: "
+    "export it with tf.saved_model.save, and name that: --model DIRECTORY"
+)
 _KERAS_2_ALONE = re.compile(
     r"not (available|supported) (with|in) Keras 3|compat\.v1' has no attribute 'layers'"
 )
@@ -106,11 +113,15 @@ def way_out(error: BaseException) -> str:
         return _USE_KERAS_2
     if _UNTRACED.search(text):
         return "say what it is called with: @tf.function(input_signature=[tf.TensorSpec(...)])"
+    if any(_READS_ITSELF.search(place.file) for place in _frames(own_error(error))):
+        return NEEDS_EAGER
     if _NO_VALUE.search(text):
         return (
             "a builder runs in a graph, where tensors and variables have no values: compute with operations "
             "of TensorFlow, and give a layer its vocabulary or statistics instead of adapt()"
         )
+    if _EAGER.search(text):
+        return NEEDS_EAGER
     return ""
 
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter import export
 from exporter.errors import BuilderError
 from exporter.graph.load import GraphRequest, load_graph
 from exporter.options import ExportRequest
 from exporter.pipeline.full import plan
 from tests.support.graph_runs import serve
 from tests.support.threads import at_once
+from tests.support.trained import answers_in_session
 
 tf1 = tf.compat.v1
 X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
@@ -164,3 +166,38 @@ def test_threads_have_scopes_of_their_own() -> None:
     assert len({*map(tuple, found)}) == 1
     assert tf.executing_eagerly()
     in_the_scope()
+
+
+def test_a_class_that_reads_its_own_variables_is_served_from_a_saved_model(tmp_path: Path) -> None:
+    embedding = tf.tpu.experimental.embedding
+
+    class Tables(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = embedding.TableConfig(vocabulary_size=20, dim=4, name="table")
+            features = {"ids": embedding.FeatureConfig(table=table)}
+            self.rows = embedding.TPUEmbeddingForServing(features, embedding.SGD(0.1))
+            self.rows.build()
+
+        @tf.function(input_signature=[tf.TensorSpec([None], tf.int64, name="ids")])
+        def look_up(self, ids: Any) -> Any:
+            return self.rows({"ids": ids})
+
+    def serving() -> Tables:
+        tables = Tables()
+        tables.signatures = {"serving_default": tables.look_up}
+        return tables
+
+    trained = Tables()
+    (table,) = trained.rows.embedding_tables.values()
+    table.assign(tf.reshape(tf.range(80.0), [20, 4]))
+    tf.train.Checkpoint(model=trained).write(str(tmp_path / "train/ckpt-1"))
+    with pytest.raises(BuilderError) as caught:
+        plan(ExportRequest(tmp_path / "train", tmp_path / "out", model=serving))
+    assert "tf.saved_model.save" in caught.value.hint
+
+    fresh = Tables()
+    tf.saved_model.save(fresh, str(tmp_path / "saved"), signatures=fresh.look_up)
+    done = export(tmp_path / "train", tmp_path / "out", model=str(tmp_path / "saved"))
+    (found,) = answers_in_session(done.published.path, {"ids": [3, 7]}).values()
+    np.testing.assert_array_equal(found, table.numpy()[[3, 7]])
