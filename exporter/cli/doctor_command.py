@@ -191,7 +191,8 @@ def _lines(seen: Examination) -> Iterator[str]:
     from exporter.terminal.progress import count
 
     found, findings, ckpt_dir = seen.found, seen.findings, seen.ckpt_dir
-    deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else ", which takes no deltas"
+    kind = "" if found.unread else ", which takes no deltas"
+    deltas = f", {count(len(found.log.deltas), 'delta')}" if found.log else kind
     at = f", position {found.at}" if found.at else ""
     yield labelled("model", f"{seen.model}: {count(found.versions, 'version')}{deltas}{at}")
     if seen.tags:

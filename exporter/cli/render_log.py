@@ -190,7 +190,7 @@ def verified(found: VerifiedModel, sink: Output, *, says_model: bool = False) ->
 
 def _newest(found: VerifiedModel) -> str:
     if found.log is None:
-        return "the newest version takes no deltas"
+        return "unknown" if found.unread else "the newest version takes no deltas"
     return str(found.at) if found.at else "unknown"
 
 

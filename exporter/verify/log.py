@@ -67,7 +67,10 @@ def _problem(path: Path, error: ExportError | OSError) -> Damage:
 
 
 class VerifiedModel(Struct, frozen=True):
-    """The result for a model. `log` is None if the newest version takes no deltas."""
+    """The result for a model.
+
+    `log` is None if the newest version takes no deltas, or `unread` says why that is not known.
+    """
 
     versions: int
     log: DeltaLog | None
@@ -75,6 +78,7 @@ class VerifiedModel(Struct, frozen=True):
     damage: tuple[Damage, ...]
     identity: str | None = None
     """The random id of the model; None of one that an earlier release published."""
+    unread: ExportError | None = None
 
     @property
     def problems(self) -> tuple[ExportError, ...]:
@@ -133,8 +137,10 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         hold = _read_hold(Hold(model), damage)
         return VerifiedModel(len(versions), None, hold, tuple(damage), identity)
     except ExportError as error:
-        found = (*damage, _problem(versions[0].path, error))
-        return VerifiedModel(len(versions), None, None, found, identity)
+        problem = _problem(versions[0].path, error)
+        if problem.error.message not in [each.error.message for each in damage]:
+            damage.append(problem)
+        return VerifiedModel(len(versions), None, None, tuple(damage), identity, problem.error)
     begun = min((base.at.position for base in log.bases), default=-1)
     damage += (each for each in _damaged_deltas(log) if not _is_before(each, begun))
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):

@@ -407,6 +407,17 @@ def test_verify_and_doctor_name_what_nobody_trusted_signed(attack: Attack) -> No
         assert done.code == 6 and "signature" in done.err + done.out
 
 
+def test_verify_of_a_base_that_nobody_signed_says_no_more_than_it_knows(machine: Machine, keys: Keys) -> None:
+    trust = ("--trust", str(keys.public("publisher")))
+    for command in ("verify", "doctor"):
+        ran = export_model(command, machine.model, *trust)
+        assert ran.code == 6
+        assert "is not signed" in ran.err
+        assert "takes no deltas" not in ran.out
+    said = export_model("verify", machine.model, *trust).out.split("\n")
+    assert [line.split() for line in said[2:4]] == [["position", "unknown"], ["problems", "1"]]
+
+
 def test_keys_of_other_kinds_and_shapes_are_refused(keys: Keys, tmp_path: Path) -> None:
     for name, kind in (("rsa", "RSA"), ("x", "X25519")):
         with pytest.raises(UsageError, match="not an Ed25519 key"):

@@ -147,7 +147,7 @@ class Verification(Struct, frozen=True):
     deltas: int
     """How many deltas the newest version's log holds."""
     log: int | None
-    """That log; null if the newest version takes no deltas."""
+    """That log; null if the newest version takes no deltas, or cannot be read."""
     lineage: str | None
     """The log's id."""
     position: int | None
