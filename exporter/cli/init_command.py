@@ -35,7 +35,7 @@ def init(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="If no graph is found, write the beginning of a builder to this new file.",
+            help="If no graph is found, or none can be served, write the beginning of a builder here.",
             parser=path_parser("--write"),
         ),
     ] = None,
@@ -43,8 +43,9 @@ def init(
 ) -> None:
     """Propose a first export: the whole command, with inputs named after the variables that use them.
 
-    Looks at the newest checkpoint, and at the .meta file, SavedModel or archive beside it. Where there is no
-    graph, prints the beginning of a builder, which declares the checkpoint's variables.
+    Looks at the newest checkpoint, and at the .meta file, SavedModel or archive beside it, and plans an
+    export before it proposes one. Where there is no graph, or only that of a training, prints the beginning
+    of a builder, which declares the checkpoint's variables.
 
     \b
     Examples:
@@ -78,13 +79,21 @@ def init(
             signatures=found.signatures,
             builder=found.builder or None,
             command=next_,
+            refused=str(found.refused.message) if found.refused else None,
         )
         sink.result(document, _lines(found, next_, is_written=write is not None))
 
 
 def _lines(found: Proposal, next_: str, *, is_written: bool) -> Iterator[str]:
     yield labelled("checkpoint", found.catalog.prefix)
-    yield labelled("graph", found.model or "none beside it: a builder makes one")
+    if found.refused is None:
+        yield labelled("graph", found.model or "none beside it: a builder makes one")
+    else:
+        yield labelled("graph", "the one beside it cannot be served: a builder makes another")
+        refused = (found.refused.message, found.refused.cause, found.refused.hint)
+        yield from (
+            labelled("refused" if n == 0 else "", text) for n, text in enumerate(filter(None, refused))
+        )
     for one in found.inputs:
         used = f", used with {', '.join(one.feeds)}" if one.feeds else ""
         yield labelled("input", f"{one.name} = {one.tensor}{used}")
@@ -92,6 +101,8 @@ def _lines(found: Proposal, next_: str, *, is_written: bool) -> Iterator[str]:
         yield labelled("output", f"{name} = {tensor}")
     for name in found.signatures:
         yield labelled("signature", name)
+    for option, value in found.options:
+        yield labelled("option", f"{option} {value}")
     if found.builder and not is_written:
         yield from ("", *map(escape, found.builder.splitlines()), "")
     yield labelled("next", next_)

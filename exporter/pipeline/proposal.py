@@ -1,30 +1,49 @@
-"""Propose a first export of a checkpoint: its graph, and inputs that are named by what they are used with."""
+"""Propose a first export of a checkpoint: its graph, and inputs that are named by what they are used with.
+
+A proposal is planned before it is made. Where the plan is refused and the error names an option that is safe
+to add, it is added and planned again; any other refusal leads to the beginning of a builder.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from keyword import iskeyword
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.catalog import Catalog, ExtraKind, Naming
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.families import model_beside
+from exporter.errors import CheckpointError, ExportError
 from exporter.graph.feeds import hands_over_batches
 from exporter.graph.metagraph import fed_variables, input_placeholders, likely_outputs, read_metagraph
-from exporter.graph.nodes import Endpoint, GraphIndex, all_before, data_inputs
+from exporter.graph.nodes import (
+    Endpoint,
+    GraphIndex,
+    all_before,
+    attr_dtype,
+    attr_shape,
+    data_inputs,
+    endpoint,
+)
 from exporter.mapping.extras import classify_extras
+from exporter.options import ExportRequest
 from exporter.pipeline.inspected import ProposedInput
 from exporter.storage.local_paths import quoted
+from exporter.wire.dtypes import DType
 
 
 class Proposal(Struct, frozen=True):
-    """The options of a first export; `builder` is the text of a file to begin with where there is no graph.
+    """The options of a first export; `builder` is the text of a file to begin with where no graph is served.
 
-    A graph with signatures of its own needs no inputs and outputs.
+    A graph with signatures of its own needs no inputs and outputs. `options` are others, as they are typed.
+    `refused` is why the graph beside the checkpoint is not served.
     """
 
     catalog: Catalog
@@ -33,6 +52,8 @@ class Proposal(Struct, frozen=True):
     outputs: Mapping[str, str] = {}
     signatures: tuple[str, ...] = ()
     builder: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+    refused: ExportError | None = None
 
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
         """The command line of the export; `builder` is the file that the builder was written to."""
@@ -43,11 +64,33 @@ class Proposal(Struct, frozen=True):
             words += ["--input", quoted(f"{one.name}={one.tensor}")]
         for name, tensor in self.outputs.items():
             words += ["--output", quoted(f"{name}={tensor}")]
+        for option, value in self.options:
+            words += [option, quoted(value)]
         return " ".join(words)
+
+    def request(self, ckpt_dir: Path, out: Path) -> ExportRequest:
+        """The export of the command."""
+        given = {name: [value for option, value in self.options if option == name] for name in _OFFERED}
+        return ExportRequest(
+            ckpt_dir,
+            out,
+            inputs={one.name: one.tensor for one in self.inputs},
+            outputs=self.outputs,
+            feeds=dict(text.rpartition("=")[::2] for text in given["--feed"]),
+            allow_files=tuple(map(Path, given["--allow-files"])),
+        )
+
+
+# Options that a refused plan may add: they change how the graph is read, and neither run nor write anything.
+_OFFERED = ("--feed", "--allow-files")
+_OFFER = re.compile(r"(--feed|--allow-files) ('[^']*'|[^\s;]+)")
+_MOST_TRIES = 8
 
 
 def propose(ckpt_dir: Path) -> Proposal:
     """Read the newest checkpoint and the graph beside it, and propose how to serve them.
+
+    The proposal was planned, unless it is a builder to be completed.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -56,7 +99,12 @@ def propose(ckpt_dir: Path) -> Proposal:
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)
     if model is None:
-        return Proposal(catalog, None, builder="\n".join(_builder(catalog)) + "\n")
+        return Proposal(catalog, None, builder=_builder(catalog))
+    return _planned(_from_graph(catalog, model), ckpt_dir)
+
+
+def _from_graph(catalog: Catalog, model: str) -> Proposal:
+    """A proposal to serve the graph beside a checkpoint; its inputs and outputs are guesses."""
     if not model.endswith(".meta"):
         return Proposal(catalog, model)
     meta_graph = read_metagraph(Path(model))
@@ -65,7 +113,56 @@ def propose(ckpt_dir: Path) -> Proposal:
     index = GraphIndex.of(meta_graph)
     answers = likely_outputs(index)[:1]
     outputs = {_last(answer.node): str(answer) for answer in answers}
-    return Proposal(catalog, model, tuple(_inputs(index, answers)), outputs)
+    inputs = [one for one in _inputs(index, answers) if not _has_default(index, one)]
+    found = Proposal(catalog, model, tuple(inputs), outputs)
+    return _with_options(found, [("--feed", f"{name}=false") for name in _switches(index, answers)])
+
+
+def _has_default(index: GraphIndex, one: ProposedInput) -> bool:
+    """True for one number with a default, as a part of units to keep: no request has to give it."""
+    node = index.nodes[endpoint(one.tensor).node]
+    return node.op == "PlaceholderWithDefault" and attr_shape(node) == ()
+
+
+def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
+    """Yield the placeholders behind answers that are one boolean each: they switch training on."""
+    needed = all_before(index.nodes, answers)
+    for node in (index.nodes[name] for name in needed):
+        is_switch = node.op.startswith("Placeholder") and attr_dtype(node, "dtype") is DType.BOOL
+        if is_switch and attr_shape(node) == ():
+            yield node.name
+
+
+def _with_options(found: Proposal, options: list[tuple[str, str]]) -> Proposal:
+    """A proposal with more options, without inputs that these fix."""
+    fixed = {value.rpartition("=")[0] for option, value in options if option == "--feed"}
+    inputs = tuple(one for one in found.inputs if endpoint(one.tensor).node not in fixed)
+    return replace(found, inputs=inputs, options=(*found.options, *options))
+
+
+def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
+    """A proposal with the options without which its plan is refused, or with a builder in place of its graph.
+
+    CheckpointError if the checkpoint is damaged.
+    """
+    from exporter.pipeline.full_plan import plan  # late: a checkpoint alone needs none of it
+
+    for _ in range(_MOST_TRIES):
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                plan(found.request(ckpt_dir, Path(scratch) / "model"))
+        except CheckpointError:
+            raise
+        except ExportError as error:
+            refused = error
+        else:
+            return found
+        offered = [(option, *shlex.split(value)) for option, value in _OFFER.findall(refused.hint)]
+        new = [(option, value) for option, value, *_ in offered if (option, value) not in found.options]
+        if not new:
+            break
+        found = _with_options(found, new)
+    return Proposal(found.catalog, None, builder=_builder(found.catalog), refused=refused)
 
 
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
@@ -91,8 +188,12 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _builder(catalog: Catalog) -> Iterator[str]:
-    """The lines of a builder that declares the checkpoint's own variables."""
+def _builder(catalog: Catalog) -> str:
+    """The text of a builder that declares the checkpoint's own variables."""
+    return "\n".join(_builder_lines(catalog)) + "\n"
+
+
+def _builder_lines(catalog: Catalog) -> Iterator[str]:
     yield "def serving():"
     if catalog.naming is not Naming.NAMES:
         yield "    # Build the Keras model that was trained, as its training program does, and return it."

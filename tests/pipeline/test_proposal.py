@@ -129,3 +129,107 @@ def test_weights_alone_say_how_a_builder_is_begun(
     assert proposed is not None
     assert export_model(*shlex.split(proposed[1])).code == 0
     assert "NotImplementedError" in Path("serving.py").read_text()
+
+
+def saved_graph(directory: Path, *, vocabulary: Path | None = None, mode: str = "") -> None:
+    """A checkpoint and its graph: looks words up in a file, or normalises as in training, or drops."""
+    with v1_graph(resource=True):
+        import tensorflow as tf
+
+        v1 = tf.compat.v1
+        x = v1.placeholder(tf.float32, [None, 3], name="x")
+        if vocabulary is not None:
+            words = v1.placeholder(tf.string, [None], name="words")
+            init = tf.lookup.TextFileInitializer(
+                str(vocabulary), tf.string, tf.lookup.TextFileIndex.WHOLE_LINE,
+                tf.int64, tf.lookup.TextFileIndex.LINE_NUMBER,
+            )  # fmt: skip
+            rows = tf.lookup.StaticHashTable(init, 0).lookup(words)
+            x = x + tf.gather(v1.get_variable("table", [4, 3]), rows)
+        if mode in ("switch", "batch"):
+            scale = v1.get_variable("norm/gamma", [3])
+            mean, variance = (
+                v1.get_variable(f"norm/moving_{n}", [3], trainable=False) for n in ("mean", "variance")
+            )
+            by_batch = tf.nn.moments(x, [0])
+            used = by_batch
+            if mode == "switch":
+                training = v1.placeholder_with_default(True, [], name="is_training")
+                used = tf.cond(training, lambda: by_batch, lambda: (mean, variance))
+            x = tf.nn.batch_normalization(x, *used, None, scale, 1e-3)
+        if mode == "drop":
+            x = v1.nn.dropout(x, keep_prob=v1.placeholder_with_default(0.5, [], name="keep_prob"))
+        v1.nn.sigmoid(tf.matmul(x, v1.get_variable("kernel", [3, 1])), name="scores")
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            v1.train.Saver().save(session, str(directory / "model.ckpt"), global_step=3)
+
+
+def typed(command: str) -> Any:
+    return export_model(*shlex.split(command)[1:])
+
+
+def test_a_vocabulary_that_lies_elsewhere_is_proposed_with_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/words.txt").write_text("a\nb\nc\nd\n")
+    saved_graph(tmp_path / "train", vocabulary=tmp_path / "data/words.txt")
+    proposed = export_model("init", "train", "--json").document
+    assert "--allow-files" in proposed["command"]
+    ran = typed(proposed["command"])
+    assert ran.code == 0, ran.err
+    assert "option" in export_model("init", "train").out
+
+
+def test_a_switch_of_training_is_proposed_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved_graph(tmp_path / "train", mode="switch")
+    proposed = export_model("init", "train", "--json").document
+    assert "--feed is_training=" in proposed["command"]
+    assert not [one for one in proposed["inputs"] if one["name"] == "is_training"]
+    ran = typed(proposed["command"])
+    assert ran.code == 0, ran.err
+
+
+def test_a_part_to_keep_is_proposed_as_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved_graph(tmp_path / "train", mode="drop")
+    proposed = export_model("init", "train", "--json").document
+    assert "--feed keep_prob=1" in proposed["command"]
+    assert [one["name"] for one in proposed["inputs"]] == ["x"]
+    ran = typed(proposed["command"])
+    assert ran.code == 0, ran.err
+
+
+def test_a_graph_of_a_training_leads_to_a_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved_graph(tmp_path / "train", mode="batch")
+    shown = export_model("init", "train")
+    assert (shown.code, "refused" in shown.out) == (0, True), shown.err
+    assert "moving statistic" in shown.out
+    ran = export_model("init", "train", "--write", "serving.py", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.document["model"] is None
+    assert "moving statistic" in ran.document["refused"]
+    assert "--model serving.py:serving" in ran.document["command"]
+    begun = Path("serving.py").read_text()
+    Path("serving.py").write_text(
+        begun.partition("    # Declare")[0]
+        + "    x = tf.compat.v1.placeholder(tf.float32, [None, 3])\n"
+        + "    statistics = norm_moving_mean, norm_moving_variance\n"
+        + "    y = tf.nn.batch_normalization(x, *statistics, None, norm_gamma, 1e-3)\n"
+        + "    return {'x': x}, {'scores': tf.sigmoid(tf.matmul(y, kernel))}\n"
+    )
+    done = typed(ran.document["command"])
+    assert done.code == 0, done.err
+
+
+def test_a_vocabulary_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("a\nb\nc\nd\n")
+    saved_graph(tmp_path / "train", vocabulary=tmp_path / "words.txt")
+    (tmp_path / "words.txt").unlink()
+    shown = export_model("init", "train")
+    assert (shown.code, "words.txt" in shown.out) == (0, True), shown.err

@@ -46,9 +46,11 @@ class Proposed(Struct, frozen=True):
     signatures: Sequence[str]
     """The signatures that the graph has."""
     builder: str | None
-    """The beginning of a builder, where there is no graph."""
+    """The beginning of a builder, where there is no graph, or it cannot be served."""
     command: str
     """The command of the export."""
+    refused: str | None
+    """Why the graph beside the checkpoint cannot be served; null if it can, or there is none."""
 
 
 class GraphInspection(Struct, frozen=True):
