@@ -208,7 +208,8 @@ def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
             series[_NUMBER.sub("0", name)].append(directory / name)
     found: list[list[Path]] = []
     for places in series.values():
-        inside = ((place, _only_below(place)) for place in sorted(places, key=_order, reverse=True))
+        newest_first = sorted(places, key=lambda place: _order(place)[1], reverse=True)
+        inside = ((place, _only_below(place)) for place in newest_first)
         looked = [*islice(inside, _LOOKED_INTO)]
         sizes = [len(below) for _, below in looked if below]
         if sizes[:1] == [1]:
