@@ -106,6 +106,7 @@ CASES = [
     Case(TF1, "simple_save", "mod"),
     Case(TF1, "builder", "mod"),
     Case("tf1_hub/0.12.0", "module", "module", signature="default"),
+    Case("ray_train/2.60.0", "run", "run"),
     Case("tf1_hub/0.12.0", "module", "module", options={"tag": ""}, signature="default"),
     Case("tensorlayer/1.11.1", "dict.npz", "mlp", "release_1"),
     Case("tensorlayer/1.11.1", "checkpoints", "mlp", "release_1"),

@@ -414,8 +414,9 @@ def test_verify_of_a_base_that_nobody_signed_says_no_more_than_it_knows(machine:
         assert ran.code == 6
         assert "is not signed" in ran.err
         assert "takes no deltas" not in ran.out
-    said = export_model("verify", machine.model, *trust).out.split("\n")
-    assert [line.split() for line in said[2:4]] == [["position", "unknown"], ["problems", "1"]]
+    said = [line.split() for line in export_model("verify", machine.model, *trust).out.splitlines()]
+    assert ["position", "unknown"] in said
+    assert ["problems", "1"] in said
 
 
 def test_keys_of_other_kinds_and_shapes_are_refused(keys: Keys, tmp_path: Path) -> None:
