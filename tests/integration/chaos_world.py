@@ -258,6 +258,7 @@ class World:
         "set_back": 3,
         "abandon": 3,
         "export": 14,
+        "export_prefix": 3,
         "export_near": 2,
         "export_rounded": 2,
         "rebase": 2,
@@ -340,6 +341,15 @@ class World:
         self.account()
         if ran.code == 0:
             self.assert_newest_is(self.visible)
+
+    def export_prefix(self) -> None:
+        """A prefix publishes the checkpoint that it names, without the increments that follow it."""
+        if isinstance(self.trainer, ArchiveNumpyTrainer):
+            return
+        ran = self.publish("--ckpt-dir", self.trainer.directory / self.trainer.newest().name)
+        self.account(alone=True)
+        if ran.code == 0:
+            self.assert_newest_is(self.kind.served(self.saved_now))
 
     def export_near(self) -> None:
         """Rows that moved little may wait."""
@@ -787,9 +797,12 @@ class World:
         """The newest log, read anew."""
         return read_log(self.model)
 
-    def account(self, *, near: bool = False) -> None:
-        """Every position that is new holds what it should, and joins the reference."""
-        log = self.log
+    def account(self, *, near: bool = False, alone: bool = False) -> None:
+        """Every position that is new holds what it should, and joins the reference.
+
+        `alone`: the full checkpoint was published, without the increments that follow it.
+        """
+        log, now = self.log, self.kind.served(self.saved_now) if alone else self.visible
         found = {log.base.at.position: None, **{delta.end: delta for delta in log.deltas}}
         for position in sorted(set(found) - set(self.at)):
             values = {name: np.array(value) for name, value in values_at(log, position).items()}
@@ -801,12 +814,12 @@ class World:
             elif made is DeltaOrigin.RESUME:
                 expected = self.trained
             elif delta is None:
-                expected = self.trained = self.of_base(log.base.at.step)
+                expected = self.trained = now if alone else self.of_base(log.base.at.step)
             elif near or not delta.entry.trained.is_exact:
-                assert_near(self._in_floats(values), self._in_floats(self.visible))
+                assert_near(self._in_floats(values), self._in_floats(now))
                 expected = self.trained = values
             else:
-                expected = self.trained = self.visible
+                expected = self.trained = now
             assert_same_bits(values, expected)
             self.at[position] = values
         self.assert_newest_is(self.at[log.at.position])
