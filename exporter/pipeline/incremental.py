@@ -570,8 +570,8 @@ def _new_log(
     is_watching: bool,
     beyond: int = 0,
 ) -> Exported:
-    """Publish a base instead of a delta, at no earlier step than is served; its notes say why."""
-    beyond = max(beyond, _served_step(request.out))
+    """Publish a base, not a delta; unless its checkpoint is named, at no earlier step than is served."""
+    beyond = 0 if is_named(request.ckpt_dir) else max(beyond, _served_step(request.out))
     done = export_base(request, progress, beyond=beyond, is_watching=is_watching)
     said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
     return replace(done, plan=replace(done.plan, target_notes=(said, *done.plan.target_notes)))

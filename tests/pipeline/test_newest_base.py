@@ -96,3 +96,17 @@ def test_a_new_log_begins_at_the_increments_in_a_store_as_at_a_path(tmp_path: Pa
     assert read_log(pulled).at.step == read_log(local.model).at.step
     assert export_model("diff", pulled, local.model, "--exit-code").code == 0
     assert export_model("verify", pulled, "--bytes").code == 0
+
+
+def test_a_new_log_of_a_prefix_begins_at_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    local = Published(tmp_path)
+    for _ in range(2):
+        local.publish()
+    served = read_log(local.model).at
+    named = local.trainer.directory / "model.ckpt-10"
+    directory = str(local.trainer.directory)
+    arguments = [str(named) if word == directory else word for word in local.arguments()]
+    done = export_model(*arguments, "--cast", "s/users=bfloat16", "--full-on-mismatch", "--json")
+    assert done.code == 0, done.err
+    log = read_log(local.model)
+    assert (log.at.step, log.at.position) == (10, served.position + 1)
