@@ -18,7 +18,7 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
-from msgspec import NODEFAULT
+from msgspec import NODEFAULT, Struct
 from msgspec.structs import fields, replace
 
 from exporter.errors import ExportError, ExportWarning, NothingChanged, UsageError
@@ -739,9 +739,12 @@ def _with_model(
     trusting: Trusting = ANYBODY,
 ) -> T:
     given.flag("dry_run", read_only)
-    place, deciding = given.place("model", model, checkpoint_path), "" if read_only else deciding
+    place = given.place("model", model, checkpoint_path)
     with opened(place, read_only=read_only, deciding=deciding, signing=signing, trusting=trusting) as target:
-        return target.carry(lambda: work(target.path))
+        done = target.carry(lambda: work(target.path))
+        if read_only and deciding and target.meets and isinstance(done, Struct):
+            done = replace(done, meets=target.meets)
+        return done
 
 
 def _show_options(function: Any) -> None:

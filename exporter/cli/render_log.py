@@ -46,13 +46,19 @@ def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
         merged=[delta.path.name for delta in done.parts],
         bytes=size,
         tasks=done.tasks,
+        meets=done.meets,
     )
     lines = [
         labelled(_would("merge", "merged", dry_run), f"{count(len(done.parts), 'delta')}, {by}"),
         labelled(_would("publish", "published", dry_run), str(done.path)),
+        *_met(done.meets),
     ]
     sink.result(document, lines, is_done=not dry_run)
     _warn(done.published, sink)
+
+
+def _met(meets: Sequence[str]) -> list[str]:
+    return [labelled("would meet", each) for each in meets]
 
 
 def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> None:
@@ -77,6 +83,7 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
         tasks=done.tasks,
         versions_removed=removed,
         versions_kept=kept,
+        meets=done.meets,
     )
     by = f", by {count(done.tasks, 'task')}" if dry_run else ""
     lines = [
@@ -84,6 +91,7 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
         *(labelled("removed", f"version {number}") for number in removed or ()),
         *(labelled("kept", f"version {each.version}, too: {each.reason}") for each in kept or ()),
         labelled(_would("publish", "published", dry_run), str(done.path)),
+        *_met(done.meets),
     ]
     sink.result(document, lines, is_done=not dry_run)
     _warn(published, sink)
@@ -118,8 +126,9 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
         is_canary=done.is_canary,
         replaced=done.replaced,
         made=None if done.made is None else done.made.value,
+        meets=done.meets,
     )
-    sink.result(document, lines, is_done=not dry_run)
+    sink.result(document, lines + _met(done.meets), is_done=not dry_run)
     _warn(done.published, sink)
 
 
@@ -209,6 +218,7 @@ def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
         name=done.name,
         position=now,
         before=before,
+        meets=done.meets,
     )
     would = "would " if dry_run else ""
     if now is None:
@@ -218,7 +228,7 @@ def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
     else:
         was = "" if before is None else f", no more {before}" if before != now else ", for another reason"
         line = labelled(f"{would}tag" if dry_run else "tagged", f"{done.name} names position {now}{was}")
-    sink.result(document, [line], is_done=not dry_run)
+    sink.result(document, [line, *_met(done.meets)], is_done=not dry_run)
 
 
 def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:

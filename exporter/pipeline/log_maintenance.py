@@ -85,7 +85,7 @@ def delta_path(log: DeltaLog, span: Span) -> Path:
 class Merged(Struct, frozen=True):
     """A merger: the deltas that become one, its span and path, and how many tasks write it.
 
-    `published` is None of a plan.
+    `published` is None of a plan; `meets` says what it would meet in a store.
     """
 
     parts: tuple[LogDelta, ...]
@@ -93,6 +93,7 @@ class Merged(Struct, frozen=True):
     path: Path
     tasks: int
     published: PublishedDelta | None = None
+    meets: tuple[str, ...] = ()
 
 
 def merge(
@@ -297,7 +298,7 @@ class RollbackResult(Struct, frozen=True):
     that is left is a canary's. `was_held` is False where there is no hold to lift: there is nothing to do.
     `published` is None of a plan, and if the values did not have to change. `replaced` is the hold of a
     person whose place a rollback's takes. `made` is the form in which the values come back: a base, where
-    they are of a log that has ended. None if they stay.
+    they are of a log that has ended. None if they stay. `meets` says what a plan would meet in a store.
     """
 
     before: Position
@@ -310,6 +311,7 @@ class RollbackResult(Struct, frozen=True):
     published: PublishedDelta | PublishedVersion | None = None
     replaced: HeldBy | None = None
     made: Restored | None = None
+    meets: tuple[str, ...] = ()
 
 
 def rollback(

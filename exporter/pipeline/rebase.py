@@ -27,7 +27,7 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 class Rebased(Struct, frozen=True):
     """A new base: its place, where it stands, how many deltas it holds, and how many tasks write it.
 
-    `published` is None of a plan.
+    `published` is None of a plan; `meets` says what it would meet in a store.
     """
 
     path: Path
@@ -35,6 +35,7 @@ class Rebased(Struct, frozen=True):
     deltas: int
     tasks: int
     published: PublishedVersion | None = None
+    meets: tuple[str, ...] = ()
 
 
 def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | None:

@@ -23,11 +23,15 @@ from exporter.storage.files import writing
 
 
 class Tagging(Struct, frozen=True):
-    """A change of a tag: what it names after it, and before; None where there is no such tag."""
+    """A change of a tag: what it names after it, and before; None where there is no such tag.
+
+    `meets` says what a plan would meet in a store.
+    """
 
     name: str
     tag: PositionTag | None
     before: PositionTag | None
+    meets: tuple[str, ...] = ()
 
     @property
     def changes(self) -> bool:

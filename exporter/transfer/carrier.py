@@ -23,7 +23,7 @@ from exporter.publish.hold import HeldBy
 from exporter.publish.manifest import FileEntry
 from exporter.publish.versions import MAX_MANIFEST_BYTES, lease
 from exporter.storage import mirror
-from exporter.storage.layout import HEAD_FILE, MANIFEST_FILE
+from exporter.storage.layout import HEAD_FILE, MANIFEST_FILE, TAGS_FILE
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag, require_conditions
 from exporter.storage.requests import MOST_COPIED
 from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, within, workers
@@ -56,6 +56,7 @@ class Carrier:
         self._skew: float | None = None
         self.head = Head()
         self._tag: Tag | None = None
+        self._tags_of_others: bytes | None = None
         self._replacing = threading.Lock()  # beats replace the head from a thread of their own
         self.shown: dict[str, bytes] = {}
         """The holds that are in the store."""
@@ -170,6 +171,7 @@ class Carrier:
         An upload that fails is abandoned. After it, the error of showing the item says that it is published.
         """
         self.probe()
+        self._tags_of_others = None
         before = self.head
         if item.path == before.path and self._store.look(self._url.key(f"{item.path}/{MANIFEST_FILE}")):
             raise PositionMoved(f"{self._url}/{item.path} was published while the store was listed")
@@ -224,6 +226,7 @@ class Carrier:
                 if done.tags != (before.tags or ""):
                     raise PositionMoved(f"another person changed the tags of {self._url} meanwhile")
                 done = replace(done, tags=head.tags)
+                self._tags_of_others = (head.tags or "").encode("latin-1")
             try:
                 self._replace(done)
             except PositionMoved:
@@ -268,6 +271,14 @@ class Carrier:
         head = self.head.holding(holds)
         self._replace(replace(head, deciding=None) if ends_decision else head)
         self._show_holds()
+
+    def with_tags(self, holds: Mapping[str, bytes]) -> dict[str, bytes]:
+        """These files, with the tags that other people set while this process uploaded, if they did."""
+        tags = self._tags_of_others
+        if tags is None:
+            return dict(holds)
+        others = {name: content for name, content in holds.items() if name != TAGS_FILE}
+        return {**others, TAGS_FILE: tags} if tags else others
 
     def completed(self) -> StoredModel:
         """Show what a killed process has published and not shown yet; return what is published then."""

@@ -27,6 +27,10 @@ class OpenModel(Protocol):
     path: Path
     is_remote: bool
 
+    @property
+    def meets(self) -> tuple[str, ...]:
+        """What a person's command would meet there, for people; empty if nothing, and of a local model."""
+
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
         """Do what may publish under `path`; when this returns, it is published where the model is."""
         ...
@@ -36,6 +40,7 @@ class LocalModel:
     """A model on this machine: what is published is published."""
 
     is_remote = False
+    meets: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path

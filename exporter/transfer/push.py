@@ -244,8 +244,9 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
             require_sound(item, model / item.path)  # all of it: where wrong bytes went, nothing else may go
             carrier.publish(model, item, stored.holds | plan.holds, bar)
             _remember(model, url, carrier.head)
-    if carrier.shown != plan.holds or (plan.remove and not plan.upload):
-        carrier.settle(plan.holds)
+    holds = carrier.with_tags(plan.holds) if plan.upload else plan.holds
+    if carrier.shown != holds or (plan.remove and not plan.upload):
+        carrier.settle(holds)
     _remember(model, url, carrier.head)
     remove_stored(store, stored, *plan.remove)
     return plan

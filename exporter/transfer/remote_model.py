@@ -30,6 +30,7 @@ from exporter.errors import (
     PublishError,
 )
 from exporter.jobs.runner import StoredJob, remove_abandoned
+from exporter.publish.hold import hold_in
 from exporter.publish.versions import is_trusting
 from exporter.storage import mirror
 from exporter.storage.files import below, make_directories, remove_tree, writing
@@ -37,6 +38,8 @@ from exporter.storage.layout import (
     CACHES_DIRECTORY,
     DELTAS_DIRECTORY,
     HASHES_DIRECTORY,
+    HOLD_DOCUMENT_FILE,
+    HOLD_FILE,
     JOBS_DIRECTORY,
     MANIFEST_FILE,
     OVERLAID_PREFIX,
@@ -131,7 +134,7 @@ class RemoteModel:
         self._is_stale = True
         self._next_sweep = 0.0
         self._mirror = _ModelMirror(self.url, is_directory=True)
-        if deciding:
+        if deciding and not read_only:
             self._mirror.on_lock, self._mirror.on_hold = self._decide, self._hold
         mirror.register(self._mirror)
         self.path = self._mirror.root
@@ -232,6 +235,26 @@ class RemoteModel:
             with suppress(ExportError), within(seconds):
                 self._carrier.end_decision(local_holds(self.path) if undoes else None)
 
+    @property
+    def meets(self) -> tuple[str, ...]:
+        """What a decision would meet in the store, as it was looked at last; empty if nothing."""
+        head, found = self._carrier.head, list[str]()
+        files = head.hold_files or {}
+        if head.deciding is not None:
+            found.append(f"{head.deciding.text}: it would be waited for, {DECISION_SECONDS:g} s at the most")
+        if head.uploading is not None:
+            then = (
+                "that would go on" if self._deciding == "tag" else "that would be abandoned, and made again"
+            )
+            found.append(f"another machine is uploading {self.url}/{head.uploading.path}: {then}")
+        for name in sorted(head.holds or {}) if self._deciding.startswith("merge") else ():
+            document = f"{name.removesuffix(HOLD_FILE)}{HOLD_DOCUMENT_FILE}"
+            held = hold_in(files.get(name), files.get(document))
+            if held is not None:
+                by = "" if held.by is None else f", {held.by.text}"
+                found.append(f"it is held at {held.position}{by}")
+        return tuple(found)
+
     def close(self) -> None:
         """Remove the local directory; messages show its path as the URL for as long as the process lives."""
         self._mirror.close()
@@ -329,6 +352,7 @@ class RemoteModel:
                         carrier.end_decision()
                     return  # what was asked for is published; a merger of it can wait for the next command
         self._remove_jobs()
+        holds = carrier.with_tags(holds) if new else holds
         if holds != carrier.shown or not new:
             carrier.settle(holds)
         with suppress(ExportError):  # as above

@@ -76,6 +76,8 @@ class Merge(Struct, frozen=True, kw_only=True):
     """The size of its files; null while it is not written."""
     tasks: int = 0
     """How many tasks write it."""
+    meets: Sequence[str] = ()
+    """With `--dry-run`, what the command would meet in a store: uploads, decisions of others, a hold."""
 
 
 class Rebase(Struct, frozen=True, kw_only=True):
@@ -99,6 +101,8 @@ class Rebase(Struct, frozen=True, kw_only=True):
     """Versions that `--keep` removed; null while that is not decided."""
     versions_kept: Sequence[KeptVersion] | None = None
     """Versions beyond `--keep` that had to stay; null while that is not decided."""
+    meets: Sequence[str] = ()
+    """With `--dry-run`, what the command would meet in a store: uploads, decisions of others, a hold."""
 
 
 class Rollback(Struct, frozen=True, kw_only=True):
@@ -128,6 +132,8 @@ class Rollback(Struct, frozen=True, kw_only=True):
     made: str | None = None
     """`delta`, `base` where the values are of a log that has ended, or `version` where they take no deltas;
     null if the values stay."""
+    meets: Sequence[str] = ()
+    """With `--dry-run`, what the command would meet in a store: uploads, decisions of others, a hold."""
 
 
 class Problem(Struct, frozen=True):
@@ -207,3 +213,5 @@ class Tag(Struct, frozen=True):
     """The position that it names now; null if it is deleted."""
     before: int | None
     """The position that it named before; null if there was no such tag."""
+    meets: Sequence[str] = ()
+    """With `--dry-run`, what the command would meet in a store: uploads, decisions of others, a hold."""

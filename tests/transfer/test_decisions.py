@@ -1,0 +1,167 @@
+"""A person's decision about a model in a store goes before all who publish there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from exporter.publish.delta_log import read_log
+from exporter.storage.layout import HEAD_FILE
+from exporter.storage.objects import ObjectWriter
+from exporter.terminal.progress import no_progress
+from exporter.transfer import carrier
+from exporter.transfer.carrier import Carrier
+from exporter.transfer.head import Head
+from exporter.transfer.pull import pull
+from exporter.transfer.push import parse
+from tests.support.commands import export_model
+from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
+from tests.support.object_stores import BASE, Bucket
+from tests.support.publishers import Killed, killed_at, published_to, whole
+from tests.support.remote_models import incr, went_on
+
+LOG = f"deltas/{10:020d}"
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, url: str) -> Trainer:
+    found = published_to(url, tmp_path)
+    went_on(found, 40)
+    return found
+
+
+def head(bucket: Bucket) -> Head:
+    key = f"{BASE}/{HEAD_FILE}"
+    return msgspec.json.decode(bucket.keys(key)[key], type=Head)
+
+
+def decider(url: str) -> Carrier:
+    """Another person's process, which decides and has not published yet."""
+    found = Carrier(ObjectWriter(parse(url)))
+    found.decide("rollback", no_progress)
+    return found
+
+
+def once_uploading(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Something happens once, while a publisher uploads its first file."""
+    upload, done = ObjectWriter.upload, list[str]()
+
+    def interrupted(self: Any, key: str, *rest: Any) -> str:
+        if not done and "/deltas/" in key:
+            done.append(key)
+            happens()
+        return upload(self, key, *rest)
+
+    monkeypatch.setattr(ObjectWriter, "upload", interrupted)
+
+
+def test_who_publishes_meets_a_decision_and_says_so(trainer: Trainer, url: str, bucket: Bucket) -> None:
+    other = decider(url)
+    before = head(bucket)
+    ran = incr(trainer, url)
+    assert (ran.code, ran.error["error"]) == (5, "ModelHeld"), ran.err
+    assert "export-model rollback" in ran.error["message"]
+    assert head(bucket) == before
+    for words in (("rollback", url, "--to", 20), ("merge", url), ("tag", url, "prod")):
+        met = export_model(*words, "--dry-run", "--json")
+        assert met.code == 0, met.err
+        assert "export-model rollback" in met.document["meets"][0]
+    other.end_decision()
+    assert incr(trainer, url).code == 0
+
+
+def test_a_decision_that_shows_no_life_binds_nobody(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decider(url)
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", -10.0)
+    assert incr(trainer, url).code == 0
+    assert head(bucket).deciding is None
+
+
+def test_a_second_person_waits_for_the_first(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = decider(url)
+    look, looks = Carrier.look, list[None]()
+
+    def ending(self: Carrier) -> None:
+        looks.append(None)
+        if len(looks) == 4:
+            other.end_decision()
+        look(self)
+
+    monkeypatch.setattr(Carrier, "look", ending)
+    assert export_model("rollback", url, "--to", 20).code == 0
+    assert head(bucket).deciding is None
+    assert len(looks) >= 4
+
+
+def test_a_tag_lets_an_upload_go_on(
+    trainer: Trainer, url: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes nothing of what the upload leads on from: a large one is not made again."""
+
+    def happens() -> None:
+        met = export_model("rollback", url, "--to", 20, "--dry-run", "--json").document["meets"]
+        assert "another machine is uploading" in met[0]
+        assert export_model("tag", url, "prod", 20).code == 0
+
+    once_uploading(monkeypatch, happens)
+    ran = incr(trainer, url)
+    assert ran.code == 0, ran.err
+    assert head(bucket).given_up == {}
+    assert '"prod"' in (head(bucket).tags or "")
+    assert read_log(whole(url, tmp_path / "here")).at.position == 40
+
+
+def test_a_rollback_abandons_an_upload_and_what_comes_then_waits_behind_it(
+    trainer: Trainer, url: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once_uploading(monkeypatch, lambda: _done("rollback", url, "--to", 20))
+    ran = incr(trainer, url)
+    assert ran.code == 0, ran.err
+    log = read_log(whole(url, tmp_path / "here"))
+    assert (log.hold.read(), log.at.position > 31) == (31, True)
+    assert_same_bits(values_at(log), served_now(trainer, Serving()))
+
+
+def _done(*words: object) -> None:
+    ran = export_model(*words, "--json")
+    assert ran.code == 0, ran.err
+
+
+def test_the_hold_is_there_before_the_values_are_made(
+    trainer: Trainer, url: str, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed then has stopped servers; the next command goes on from there."""
+    with killed_at(monkeypatch, ObjectWriter, ("upload",), 0), pytest.raises(Killed):
+        export_model("rollback", url, "--to", 20)
+    assert bucket.keys()[f"{BASE}/{LOG}/hold"] == b"20\n"
+    pull(url, tmp_path / "copy")
+    assert read_log(tmp_path / "copy").hold.read() == 20
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", -10.0)
+    assert export_model("rollback", url, "--to", 20).code == 0
+    pull(url, tmp_path / "copy")
+    assert read_log(tmp_path / "copy").hold.read() == 32, "31 was begun, and is abandoned"
+    assert export_model("resume", url).code == 0
+    pull(url, tmp_path / "copy")
+    assert read_log(tmp_path / "copy").hold.read() is None
+
+
+def test_a_rollback_that_fails_leaves_neither_hold_nor_decision(
+    trainer: Trainer, url: str, bucket: Bucket
+) -> None:
+    key = f"{BASE}/{LOG}/{20:020d}-{30:020d}/delta.data-00000-of-00001"
+    content = bytearray(bucket.keys()[key])
+    content[-1] ^= 1
+    bucket.put(key, bytes(content))
+    bucket.put(f"{BASE}/10/variables/variables.data-00000-of-00001", b"")
+    ran = export_model("rollback", url, "--to", 10, "--json")
+    assert ran.code not in (0, 1), ran.err
+    assert not [name for name in bucket.names() if name.endswith("/hold")]
+    assert (head(bucket).deciding, head(bucket).holds) == (None, {})
