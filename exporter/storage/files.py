@@ -202,9 +202,16 @@ def read_given(path: Path, limit: int) -> bytes:
 
 
 def _within(path: Path, file: BinaryIO, limit: int) -> bytes:
-    content = file.read(limit + 1)
-    require_size(path, len(content), limit)  # a file may grow
-    return content
+    blocks, size = [], 0
+    step = os.fstat(file.fileno()).st_size + 1  # reading takes as much memory as it asks for
+    while block := file.read(step):
+        blocks.append(block)
+        size, step = size + len(block), _STEP
+        require_size(path, size, limit)  # it may grow
+    return b"".join(blocks)
+
+
+_STEP = 1 << 20
 
 
 def require_size(path: Path, size: int, limit: int) -> None:

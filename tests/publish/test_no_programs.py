@@ -139,6 +139,7 @@ TYPED = {
     ("exporter/options/__init__.py", "parse"),
     ("exporter/graph/deeprec_conversion.py", "__init__"),
     ("exporter/mapping/mapping_rules.py", "parse"),
+    ("exporter/mapping/mapping_rules.py", "parse_ignored"),
     ("exporter/graph/servable.py", "library_of"),
     ("exporter/checkpoint/families.py", "_is_v1"),
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from exporter.errors import CheckpointError, ManifestError, UsageError
 from exporter.graph.metagraph import read_metagraph
 from exporter.publish.versions import read_manifest
 from exporter.storage import files
-from exporter.storage.files import Unchanged, open_regular, read_regular
+from exporter.storage.files import Unchanged, open_regular, read_given, read_regular
 from exporter.storage.open_files import Window
 from serving.loader import load
 from serving.status import StatusError
@@ -31,6 +34,34 @@ def test_a_regular_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(OSError) as caught:
         open_regular(tmp_path / "b", follow=False)
     assert caught.value.errno == errno.ELOOP
+
+
+def test_a_limit_is_not_what_reading_takes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"hello")
+    tracemalloc.start()
+    try:
+        assert read_regular(tmp_path / "a", 1 << 30) == read_given(tmp_path / "a", 1 << 30) == b"hello"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_comes_through_a_pipe_is_read_to_its_limit(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for limit in (3 << 20, (3 << 20) - 1):
+        writer = threading.Thread(target=_write, args=(tmp_path / "pipe", bytes(3 << 20)))
+        writer.start()
+        if limit < 3 << 20:
+            with pytest.raises(OSError, match="more than"):
+                read_given(tmp_path / "pipe", limit)
+        else:
+            assert read_given(tmp_path / "pipe", limit) == bytes(3 << 20)
+        writer.join()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with suppress(BrokenPipeError), path.open("wb") as file:
+        file.write(content)
 
 
 @pytest.mark.timeout(60)

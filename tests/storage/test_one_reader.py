@@ -28,7 +28,7 @@ OTHERS = {
     "exporter/graph/archived_code.py": "of the package",
     "exporter/graph/outside.py": "of the package",
     "serving/agent/http.py": "of the package",
-    "exporter/checkpoint/library_process.py": "/proc, and /dev/null",
+    "exporter/limited/worker_process.py": "/proc, and /dev/null",
     "exporter/jobs/engines/process.py": "/proc, and what an engine's process said in a directory of our own",
     "exporter/publish/mapped_state.py": "/proc/mounts",
     "exporter/publish/signing.py": "pieces of an object that were just fetched",

@@ -645,6 +645,57 @@ def attempt(made: Path, scratch: Path, name: str, seed: int) -> Outcome:
     return Outcome(seed, name, said, time.monotonic() - began, memory, is_good, names)
 
 
+DOCUMENTS = {
+    "published": ("m/*/manifest.json", "m/deltas/*/*/manifest.json", "m/deltas/*/.state/*.json"),
+    "held": ("m/*/manifest.json", "m/deltas/*/hold.json", "m/tags.json"),
+    "tables": ("m/*/manifest.json",),
+    "table log": ("m/*/manifest.json", "m/deltas/*/*/manifest.json"),
+    "increments": ("train/increments/*/*.json", "train/increments/*.json"),
+    "weights.json": ("m.weights.json",),
+    "graph": ("signatures.json", "warmup.json"),
+    "store": ("bucket/m/head.json", "bucket/m/*/manifest.json", "copy/.pushed"),
+}
+"""Kinds with documents, and these: every field of one is replaced by each odd value."""
+
+
+def fields(made: Path, name: str) -> list[tuple[str, tuple[Any, ...], int]]:
+    """Each field of each document of a kind with each odd value: file, keys that lead to it, and a number."""
+    found = []
+    for path in sorted(each for pattern in DOCUMENTS[name] for each in (made / name).glob(pattern)):
+        with suppress(ValueError):
+            steps = [*_steps(json.loads(path.read_bytes()))]
+            file = str(path.relative_to(made / name))
+            found += [(file, each, number) for each in steps for number in range(len(_VALUES))]
+    return found
+
+
+def _steps(value: Any, before: tuple[Any, ...] = ()) -> Any:
+    """The keys that lead to each value; of a list the first two stand for all."""
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    )
+    for key, item in items:
+        yield (*before, key)
+        yield from _steps(item, (*before, key))
+
+
+def attempt_field(made: Path, scratch: Path, name: str, field_: tuple[str, tuple[Any, ...], int]) -> Outcome:
+    """Replace one field of a copy of a kind's files, and read them in a child."""
+    file, steps, number = field_
+    directory = scratch / "here"
+    _remove(directory)
+    shutil.copytree(made / name, directory, symlinks=True)
+    document = value = json.loads((directory / file).read_bytes())
+    for step in steps[:-1]:
+        value = value[step]
+    value[steps[-1]] = copy.deepcopy(_VALUES[number])
+    (directory / file).unlink()  # a hard link's other name keeps what it had
+    (directory / file).write_text(json.dumps(document))
+    began = time.monotonic()
+    said, is_good, memory = _in_a_child(lambda: [_guarded(run, directory) for run in KINDS[name].runs])
+    return Outcome(number, name, said, time.monotonic() - began, memory, is_good, [f"{file} {steps}"])
+
+
 def _remove(directory: Path) -> None:
     for place, names, _ in os.walk(directory):
         for name in names:
