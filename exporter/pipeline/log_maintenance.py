@@ -540,12 +540,17 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _lift_unborn(model: Path) -> None:
-    """Lift the hold of a log without base and deltas: of a rollback that was killed before its base came."""
+    """Lift the hold of a log without base and deltas: of a rollback that was killed before its base came.
+
+    A copy's puller and canary hold a log before its base, too: those holds stay.
+    """
     newest = max(child.version for child in version_dirs(model))
     for path in log_directories(model):
         hold = Hold(path)
         if path.name.isdecimal() and int(path.name) > newest and hold.is_set and not list_deltas(path):
-            hold.lift()
+            by = hold.by
+            if by is None or not (by.url or by.canary):
+                hold.lift()
 
 
 def _require_no_canary_at_work(model: Path) -> None:

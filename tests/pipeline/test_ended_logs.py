@@ -22,6 +22,7 @@ from exporter.publish.manifest import to_json
 from exporter.publish.model import Model
 from exporter.publish.retention import Keep, retire
 from exporter.publish.signing import Signer, with_digests
+from exporter.publish.staging import Staging
 from exporter.publish.tags import resolve_position, version_named
 from exporter.publish.versions import read_manifest, version_dirs
 from exporter.transfer.pull import pull
@@ -250,6 +251,15 @@ def test_a_hold_without_a_log_does_not_hold_the_base_that_comes(model: Path) -> 
     left.path.write_text("51\n")
     exporter.resume(model)
     assert not left.is_set
+
+
+def test_a_hold_that_a_copy_sets_before_a_base_stays(model: Path) -> None:
+    """The canary judges a new log from its first base on: so it is held before servers see that."""
+    coming = Hold(log_path(model, 51))
+    with Staging(model) as staging:
+        coming.put(51, staging, canary=True)
+    exporter.rollback(model, 40)
+    assert coming.approved() == 51
 
 
 def test_in_a_store(model: Path, url: str, tmp_path: Path) -> None:
