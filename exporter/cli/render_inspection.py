@@ -161,6 +161,7 @@ def _bundle_document(found: BundleView, *, tensors: bool) -> inspections.Version
         tables=found.tables,
         mapped=found.mapped,
         oldest_server=found.oldest_server,
+        opened_batch=None if manifest is None else manifest.opened_batch,
         tensors=list(map(_tensor, _by_name(catalog))) if tensors and catalog is not None else None,
     )
 
@@ -174,6 +175,8 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
     yield line("saved model", f"{found.path}{size}{origin}")
     yield from (line("signature", f"{name}{each}") for name, each in found.signatures.items())
     yield from (line("table", served_text(table)) for table in found.tables)
+    if manifest is not None and manifest.opened_batch is not None:
+        yield line("rows", f"any number, opened by experiment; training had {manifest.opened_batch}")
     if found.mapped is not None:
         yield line("tables", found.mapped)
     if found.oldest_server is not None:

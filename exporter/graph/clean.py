@@ -184,6 +184,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
         ),
         objects=source.objects,
         traced_rows=size.traced,
+        opened_batch=size.traced if size.opened else None,
         dynamic_tables=dynamic,
         layers={source.keys[node].key: at for node, at in source.layers.items() if node in source.keys},
         foreign=tuple(sorted(unknown)),

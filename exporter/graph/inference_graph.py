@@ -204,6 +204,7 @@ class InferenceGraph(Struct, frozen=True):
     # {variable's key: where Keras looks for it in a weights file}; the last place counts.
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     traced_rows: int | None = None  # the only number of rows that the source accepts; None if it takes any
+    opened_batch: int | None = None  # training's batch size, if its numbers were made to follow requests
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()  # `variables` has theirs once shapes are known
     joined: Mapping[str, JoinedPart] = field(default_factory=dict)  # {a variable's node: where it lies now}
     foreign: tuple[str, ...] = ()  # operations that stock TensorFlow lacks

@@ -181,4 +181,5 @@ def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
         mapped=mapped_record(staged),
         for_server=planned.request.for_server,
         oldest_server=text_of(staged.oldest_server),
+        opened_batch=planned.graph.opened_batch,
     )

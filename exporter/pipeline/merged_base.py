@@ -110,6 +110,7 @@ def write_base(
         mapped=mapped,
         for_server=base.manifest.for_server,
         oldest_server=base.manifest.oldest_server,
+        opened_batch=base.manifest.opened_batch,
     )
     return draft, tasks
 

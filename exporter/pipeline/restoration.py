@@ -534,6 +534,7 @@ class _ByVersion(_Way):
                 mapped=manifest.mapped,
                 for_server=manifest.for_server,
                 oldest_server=manifest.oldest_server,
+                opened_batch=manifest.opened_batch,
             )
             return publish_version(staging, draft, permission=_RESTORING, is_locked=True)
 

@@ -333,6 +333,7 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     mapped: MappedRecord | None = None
     for_server: str | None = None
     oldest_server: str | None = None
+    opened_batch: int | None = None
 
     def complete(
         self, *, position: int, created: datetime, files: tuple[FileEntry, ...], publisher: str | None = None
@@ -435,6 +436,9 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: none were to be")] = None
     for_server: Annotated[Release | None, doc("the TensorFlow of the servers that it was made for")] = None
     oldest_server: Annotated[Release | None, doc("the oldest TensorFlow whose servers load it")] = None
+    opened_batch: Annotated[
+        Count | None, doc("training's batch size, if an experiment made its numbers follow each request")
+    ] = None
 
 
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):

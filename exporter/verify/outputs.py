@@ -175,6 +175,8 @@ def compare_outputs(
         if name not in asked:
             signature = served[name] if traced_rows and name in served else signatures[name]
             batches = _BATCHES if _has_open_batch(signature) else _BATCHES[:1]
+            if traced_rows and _has_open_batch(signature):  # its numbers of rows were opened by experiment
+                batches = (1, *batches, traced_rows, 2 * traced_rows + 1)
             requests += [generated(name, signature, rows) for rows in batches]
     option = "--verify outputs"
     original = f"the source graph ({source.label})"

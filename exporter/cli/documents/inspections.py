@@ -101,6 +101,8 @@ class VersionInspection(Struct, frozen=True):
     """`mapped`, of a copy ` from ` the original, or `restored: ` and why; null: not made for it."""
     oldest_server: str | None
     """The oldest TensorFlow whose servers load it; null: it has no graph."""
+    opened_batch: int | None
+    """Training's batch size, if an experiment made its numbers follow each request; null: it did not."""
     tensors: Sequence[Tensor] | None
     """Every variable, with `--tensors`."""
 
