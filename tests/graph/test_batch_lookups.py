@@ -246,3 +246,71 @@ def test_rows_that_keep_apart_are_opened(build: Any, tmp_path: Path) -> None:
         served = serve(graph, trained.value, request_of(rows, names))["scores"]
         expected = [own_answer(trained, names, row) for row in rows]
         np.testing.assert_allclose(served, expected, atol=1e-5)
+
+
+def normalised(row: Any) -> Any:
+    """Batch normalisation by the statistics of the request."""
+    scale, offset = tf.ones([3]), tf.zeros([3])
+    images = tf.reshape(row["vector"], [BATCH, 1, 1, 3])
+    found, *_ = v1.nn.fused_batch_norm(images, scale, offset, is_training=True)
+    return tf.reshape(found, [BATCH, 3]) * table(1, 1, "w", 3)[0]
+
+
+def in_batch_softmax(row: Any) -> Any:
+    """The items of all rows as candidates of each."""
+    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
+    return tf.reshape(tf.nn.softmax(tf.matmul(users, users, transpose_b=True)), [BATCH, BATCH])
+
+
+def contrastive(row: Any) -> Any:
+    """Scores less those of the row behind, as a loss of pairs has them."""
+    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
+    return users - tf.roll(users, 1, 0)
+
+
+def ranked(row: Any) -> Any:
+    """Each row's place among the others."""
+    scores = tf.reduce_sum(tf.nn.embedding_lookup(table(11, 1), row["ids"]), 1)
+    return tf.argsort(tf.reshape(scores, [BATCH]))
+
+
+def randomised(row: Any) -> Any:
+    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
+    return users * tf.random.uniform([BATCH, 4])
+
+
+def class_of_mixed(row: Any) -> Any:
+    """A class alone is served, and hides that its scores depend on other rows."""
+    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
+    return tf.argmax(users - tf.reduce_sum(users, 0, keepdims=True) / float(BATCH) * 1e-2, 1)
+
+
+MIXING = [normalised, in_batch_softmax, contrastive, ranked, randomised, class_of_mixed]
+
+
+@pytest.mark.parametrize("build", MIXING, ids=lambda build: build.__name__)
+def test_rows_that_are_mixed_keep_their_size(build: Any, tmp_path: Path) -> None:
+    _, graph, _ = loaded(tmp_path, build)
+    (note,) = (note for note in graph.notes if "rows" in note)
+    assert note.startswith("only requests of 8 rows are answered"), note
+    infos = graph.meta_graph.signature_def["serving_default"].inputs.values()
+    assert {info.tensor_shape.dim[0].size for info in infos} == {BATCH}
+
+
+def test_an_input_that_is_not_by_rows_stays_as_it_is(tmp_path: Path) -> None:
+    def graph(_: Any) -> None:
+        row = batches(sparse=False)
+        weights = v1.placeholder(tf.float32, [3], name="weights")
+        scores = tf.reshape(row["vector"], [BATCH, 3]) * weights * table(1, 1, "w", 3)[0]
+        tf.identity(scores, name="scores")
+        graph.vector = row["vector"].name  # type: ignore[attr-defined]
+
+    trained = train(tmp_path, graph)
+    names = {"vector": graph.vector, "weights": "weights:0"}  # type: ignore[attr-defined]
+    served = load_graph(GraphRequest(model=trained.meta, inputs=names, outputs={"scores": "scores"}))
+    infos = served.meta_graph.signature_def["serving_default"].inputs
+    assert [infos[name].tensor_shape.dim[0].size for name in ("vector", "weights")] == [-1, 3]
+    x, weights = np.ones((5, 3), np.float32), np.array([1, 2, 3], np.float32)
+    found = serve(served, trained.value, {"vector": x, "weights": weights})["scores"]
+    expected = trained.run("scores:0", {graph.vector: np.ones((BATCH, 3)), "weights:0": weights})  # type: ignore[attr-defined]
+    np.testing.assert_allclose(found, expected[:5], atol=1e-6)
