@@ -163,12 +163,16 @@ class Experiment:
     def _asked(self, session: GraphSession, ends: Ends) -> _Trial:
         """The answers at the graph's own size; Failed if it gives none, or mixes rows."""
         files, heights = [*self._files.values()], self._laboratory.heights
-        failure = Failed("", "no requests could be made up")
-        for population in populations(self._laboratory.nodes, ends, heights, 2 * self._batch + 1, files):
+        failure, count = Failed("", "no requests could be made up"), 2 * self._batch + 1
+        for population in populations(self._laboratory.nodes, ends, heights, count, files):
             try:
-                return self._answered(session, ends, population)
+                trial = self._answered(session, ends, population)
             except RunFailed as error:
                 failure = Failed(error.node, f"does not run at its own size: {error}")
+                continue
+            if any(len(each) == count and (each != each[:1]).any() for each in trial.answers.values()):
+                return trial
+            failure = Failed("", "random rows all get the same answer, which shows nothing")
         raise failure
 
     def _answered(self, session: GraphSession, ends: Ends, population: Population) -> _Trial:
