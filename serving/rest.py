@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -73,13 +72,6 @@ def metrics_path(monitoring_config_file: Path | None) -> str | None:
         return None
     config = read_text_config("--monitoring-config-file", monitoring_config_file, "MonitoringConfig")
     return (config.prometheus_config.path or PROMETHEUS_PATH) if config.prometheus_config.enable else None
-
-
-class BodyTooLarge(StatusError):
-    """A request whose body is too long to be read."""
-
-    def __init__(self) -> None:
-        super().__init__(Code.RESOURCE_EXHAUSTED, f"the body is longer than {MAX_BODY_BYTES} bytes")
 
 
 class RequestedModel(Struct, frozen=True):
@@ -157,8 +149,6 @@ class RestInterface:
             status = status_of(error)
             code = status.code if status.code is not Code.OK else Code.UNKNOWN
             body = [_error(status.message)]
-            if isinstance(error, BodyTooLarge):
-                http = "413 Request Entity Too Large"
         self._metrics.count(name, method, "REST", code, time.monotonic() - began)
         return HttpResponse(http or _HTTP.get(code, "500 Internal Server Error"), self._headers, body)
 
@@ -296,27 +286,10 @@ def _refuse_other_pages(headers: Mapping[str, str]) -> None:
 
 def _document(request: HttpRequest) -> dict[str, Any]:
     try:
-        return rest_json.parse_request(_body(request))
+        body, request.body = request.body, b""  # frees the text before the arrays are made
+        return rest_json.parse_request(body)
     except ValueError as error:
         raise invalid(str(error)) from error
-
-
-def _body(request: HttpRequest) -> bytes | bytearray:
-    body, request.body = request.body, b""  # frees the text before the arrays are made
-    return _gunzipped(body) if "gzip" in request.headers.get("content-encoding", "") else body
-
-
-def _gunzipped(data: bytes | bytearray) -> bytes:
-    unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    try:
-        plain = unzip.decompress(data, MAX_BODY_BYTES)
-    except zlib.error as error:
-        raise invalid(f"Content-Encoding is gzip, but the body is not: {error}") from None
-    if not unzip.eof:
-        if len(plain) >= MAX_BODY_BYTES:
-            raise BodyTooLarge
-        raise invalid("the gzip body is truncated")
-    return plain
 
 
 def _message(message: Proto) -> str:

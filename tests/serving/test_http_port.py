@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import socket
 import threading
@@ -146,6 +147,53 @@ def test_bodies_of_all_clients_together_have_a_limit() -> None:
             time.sleep(0.01)
         assert port.held_bytes == 0
         assert ask(port, body=b"small") == (200, b"small")
+
+
+def gzipped(port: HttpPort, body: bytes) -> tuple[int, bytes]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port.port, timeout=WAIT_S)) as connection:
+        connection.request("POST", "/", body, {"Content-Encoding": "gzip"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def test_gzip_counts_as_what_it_unpacks_to() -> None:
+    with listening() as port:
+        assert gzipped(port, gzip.compress(b"x" * (1 << 20))) == (200, b"x" * (1 << 20))
+        status, why = gzipped(port, gzip.compress(b"x" * (1 << 30)))
+        assert (status, why) == (413, b'{"error": "the body is longer than 1048576 bytes"}')
+        until = time.monotonic() + WAIT_S
+        while port.held_bytes and time.monotonic() < until:
+            time.sleep(0.01)
+        assert port.held_bytes == 0
+
+
+def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n"
+    answers: list[bytes] = []
+
+    def send(link: socket.socket) -> None:
+        link.sendall(body)
+        answers.append(link.recv(1000))
+
+    with listening() as port, ExitStack() as stack:
+        links = [stack.enter_context(connected(port, head)) for _ in range(4)]
+        senders = [threading.Thread(target=send, args=[link]) for link in links]
+        for sender in senders:
+            sender.start()
+        meanwhile = 0
+        while any(sender.is_alive() for sender in senders):
+            assert ask(port, "/healthz") == (200, b"ok")
+            meanwhile += 1
+        assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * 4
+        assert meanwhile > 4  # without turns in between, each answer waits for a whole body
+
+
+def test_a_target_that_is_no_url_is_refused() -> None:
+    with listening() as port:
+        said = heard(connected(port, b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert b"not a URL" in said
 
 
 def test_there_is_always_room_for_one_more(monkeypatch: pytest.MonkeyPatch) -> None:

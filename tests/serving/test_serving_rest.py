@@ -473,13 +473,6 @@ class TestHttp:
             (answer,) = answers(link)
         assert answer.code == 413
 
-    def test_a_bomb_of_gzip(self, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rest, "MAX_BODY_BYTES", 1 << 20)
-        answer = web(
-            "POST", "/v1/models/ranker:predict", gzip.compress(b" " * (2 << 20)), Content_Encoding="gzip"
-        )
-        assert (answer.code, answer.json["error"]) == (413, f"the body is longer than {1 << 20} bytes")
-
     def test_a_body_that_is_announced_too_long(self, server: ModelServer) -> None:
         with socket.create_connection(("127.0.0.1", server.rest_port or 0), WAIT_SECONDS) as link:
             length = (512 << 20) + 1
