@@ -146,7 +146,7 @@ def whole_objects(
     names decided which tensor is which.
     """
     before = rules.whole
-    known = _known_names(graph)
+    known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
     paths = trained.objects.paths
     beside, containers, left = set[str](), set[str](), list[LeftOut]()
     for number, members in _members(trained).items():
@@ -164,6 +164,7 @@ def whole_objects(
                 continue
             is_known = (
                 name in matches.met
+                or name in stayed
                 or (not matches.met and stems(member.trained_name) in known)
                 or rules.ignores(member.names)
                 or _is_state(member, members, used)

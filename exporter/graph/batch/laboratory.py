@@ -25,6 +25,7 @@ from exporter.graph.nodes import (
     attr,
     attr_dtype,
     attr_shape,
+    base_dtype,
     const_texts,
     constant,
     data_inputs,
@@ -304,7 +305,7 @@ def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, 
     for keys, (kind, declared) in zip(names, types, strict=True):
         shapes = [*attr(parser, declared).list.shape] if declared else []
         for at, (key, number) in enumerate(zip(keys, attr(parser, kind).list.type, strict=False)):
-            yield key, DType(number), (shape_of(shapes[at]) or ()) if shapes else (-1,)
+            yield key, base_dtype(number), (shape_of(shapes[at]) or ()) if shapes else (-1,)
 
 
 def _words(nodes: Mapping[str, Proto], files: Sequence[Path]) -> Array:
