@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow
 
 tf = tensorflow.compat.v1
+tf.disable_v2_behavior()
 fc = tensorflow.feature_column
 BATCH = 16
 WORDS = ["red", "green", "blue"]
@@ -51,7 +52,7 @@ def columns():
         fc.embedding_column(hashed, 2),
     ]
     deep += [fc.embedding_column(crossed, 2), fc.indicator_column(crossed)]
-    shared = fc.shared_embedding_columns if tensorflow.__version__ < "2" else fc.shared_embeddings
+    shared = tf.feature_column.shared_embedding_columns
     deep += shared([ids, fc.categorical_column_with_identity("other", 9)], 2)
     return wide, deep
 
