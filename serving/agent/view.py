@@ -138,7 +138,9 @@ class StoreView(Struct, frozen=True):
     @property
     def problem(self) -> str:
         """Why the store's publications are not here, in words; empty if they are."""
-        said = [] if self.trouble is None else [self.url, self.trouble.text, self.trouble.why]
+        if self.trouble is None:
+            return ""
+        said = [f"{self.url} cannot be fetched", self.trouble.text, self.trouble.why]
         return ": ".join(filter(None, said))
 
 

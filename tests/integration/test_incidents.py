@@ -130,8 +130,8 @@ def clock_differs(seconds: float) -> Callable[[World], None]:
         real = commit._complete
 
         def wrong(*arguments: Any) -> Any:
-            *before, now = arguments
-            return real(*before, now + seconds)
+            *before, now, identity = arguments
+            return real(*before, now + seconds, identity)
 
         with patch.object(commit, "_complete", wrong):
             world.published.publish()

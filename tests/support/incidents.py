@@ -74,7 +74,8 @@ class World:
 def world(published: Published, directory: Path, *more: str, already: str = "") -> Iterator[World]:
     """The servers follow before anything happens; `already`: a finding that may be there by then."""
     told = directory / "events"
-    notify = f'--on-event=sh -c \'read line; echo "$line" >> "{told}"\''
+    line = 'read -r line; printf "%s\\n" "$line"'  # which takes no backslash for more than it is
+    notify = f"--on-event=sh -c '{line} >> {told}'"
     with ExitStack() as stack:
         servers = [Server(published.model, stack=stack).start() for _ in range(2)]
         addresses = [server.address for server in servers]
