@@ -85,7 +85,8 @@ def test_what_differs_or_cannot_be_seen_is_not_fresh() -> None:
 
 def test_a_store_from_which_nothing_came_for_long_is_a_reason() -> None:
     """Nobody knows what was published since, or whether somebody has emptied it."""
-    why = "s3://b/m cannot be fetched: the store cannot be read: s3://b/m/head.json: 500; m is as its store was 400 s ago"
+    why = "s3://b/m cannot be fetched: the store cannot be read: s3://b/m/head.json: 500"
+    why += "; m is as its store was 400 s ago"
     store = StoreView("s3://b/m", 400.0, TIMED_OUT, ())
     served = ModelView("m", "/m", "", 1, 5, None, (), False, (replica(),), store=store)
     at = datetime.now(timezone.utc)
