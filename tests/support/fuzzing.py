@@ -648,7 +648,6 @@ def attempt(made: Path, scratch: Path, name: str, seed: int) -> Outcome:
 DOCUMENTS = {
     "published": ("m/*/manifest.json", "m/deltas/*/*/manifest.json", "m/deltas/*/.state/*.json"),
     "held": ("m/*/manifest.json", "m/deltas/*/hold.json", "m/tags.json"),
-    "tables": ("m/*/manifest.json",),
     "table log": ("m/*/manifest.json", "m/deltas/*/*/manifest.json"),
     "increments": ("train/increments/*/*.json", "train/increments/*.json"),
     "weights.json": ("m.weights.json",),
