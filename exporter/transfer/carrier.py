@@ -193,12 +193,12 @@ class Carrier:
                     for size in sizes:
                         bar.advance(size)
                         check()
+            self._commit(item, holds, upload, before, ends_decision=ends_decision)
         except BaseException as error:  # other processes need not wait until the lease ends
             seconds = WAIT_SECONDS if isinstance(error, Exception) else FAREWELL_SECONDS
             with suppress(ExportError), within(seconds):
                 self._give_up_own(upload)
             raise
-        self._commit(item, holds, upload, before, ends_decision=ends_decision)
         try:
             self._reveal(item)
         except (PublishError, CheckpointError) as error:
@@ -338,13 +338,15 @@ class Carrier:
         self._replace(replace(self.head, uploading=None, given_up=given_up))
 
     def _give_up_own(self, upload: Upload) -> None:
+        if self.head.uploading != upload:
+            return  # it was committed, or somebody gave it up
         try:
             self._give_up(upload)
         except PositionMoved:
             self.look()
-            if self.head.owner != self._owner or self.head.uploading != upload:
+            if self.head.uploading != upload:
                 raise
-            self._give_up(upload)  # the head was replaced by a beat of ours that was not waited for
+            self._give_up(upload)  # a beat of ours that was not waited for, or a decision, replaced the head
 
     def _silence(self) -> float:
         """Seconds since the head was written, by the store's clock; 0 if there is no head.

@@ -130,6 +130,17 @@ def test_a_rollback_abandons_an_upload_and_what_comes_then_waits_behind_it(
     assert_same_bits(values_at(log), served_now(trainer, Serving()))
 
 
+def test_an_upload_that_a_resumption_outdates_keeps_nobody_waiting(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _done("rollback", url, "--to", 20)
+    once_uploading(monkeypatch, lambda: _done("resume", url, "--lift-only"))
+    monkeypatch.setattr(carrier, "WAIT_SECONDS", 1.0)
+    ran = incr(trainer, url)
+    assert ran.code == 0, ran.err
+    assert (head(bucket).uploading, head(bucket).holds) == (None, {})
+
+
 def _done(*words: object) -> None:
     ran = export_model(*words, "--json")
     assert ran.code == 0, ran.err
