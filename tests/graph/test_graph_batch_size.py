@@ -260,6 +260,30 @@ def centred(x: Any) -> Any:
     return tf.matmul(x[:, 0] - tf.reduce_mean(x[:, 0], 0), kernel(WIDTH))
 
 
+def scores_of(x: Any) -> Any:
+    return tf.reshape(tf.matmul(tf.reshape(x, [BATCH, STEPS * WIDTH]), kernel()), [BATCH, UNITS])
+
+
+def centred_if_one_is_far(x: Any) -> Any:
+    """Rows are mixed only if a value is great."""
+    scores = scores_of(x)
+    return tf.cond(tf.reduce_max(x) > 20.0, lambda: scores - tf.reduce_mean(scores, 0, True), lambda: scores)
+
+
+def clipped_together(x: Any) -> Any:
+    return scores_of(tf.clip_by_norm(x, 100.0))
+
+
+def missing_as_the_mean(x: Any) -> Any:
+    """A value of zero gets the mean of the request."""
+    return scores_of(tf.where(tf.equal(x, 0.0), tf.reduce_mean(x, 0, True) + tf.zeros_like(x), x))
+
+
+def capped_together(x: Any) -> Any:
+    scores = scores_of(x)
+    return scores / tf.maximum(tf.reduce_max(tf.abs(scores)), 50.0)
+
+
 TRUE_SIZE = [
     state_variable,
     stateful_lstm,
@@ -268,6 +292,10 @@ TRUE_SIZE = [
     averaged_by_hand,
     scrambled,
     centred,
+    centred_if_one_is_far,
+    clipped_together,
+    missing_as_the_mean,
+    capped_together,
 ]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import CheckpointError
 from exporter.graph.nodes import (
@@ -45,6 +46,7 @@ _MOST_WORDS = 1_000
 _MOST_FILE_BYTES = 1 << 20  # of a vocabulary, for its words
 _STEPS = 4  # of an input's dimension of any length, and the longest row of a sparse one
 _LIMITS = (1_000, 100, 10, 2)  # below which integers are drawn, if the graph accepts no greater ones
+_FAR = 100.0  # times the usual floats: beyond thresholds, so that branches and limits have an effect
 
 
 class NoLaboratory(Exception):
@@ -223,12 +225,29 @@ def populations(
 ) -> Iterator[Population]:
     """Yield `rows` random rows for a signature, of the greatest integers first, which a graph may refuse.
 
-    `heights` are the numbers of its tables' rows, `files` those that fill its lookup tables.
+    Some rows have values far out, or zeros and ones alone, as long as a graph accepts them: rows may be mixed
+    only where a limit is exceeded or something is missing. `heights` are the numbers of its tables' rows,
+    `files` those that fill its lookup tables.
     """
     limits = {height for height in (*heights, sum(heights)) if height > 1}
     words = _words(nodes, files)
     for limit in sorted(limits | {*_LIMITS}, reverse=True):
-        yield _population(_Drawing(nodes, words, limit, np.random.default_rng(limit)), ends, rows)
+        random = np.random.default_rng(limit)
+        usual, far = (_Drawing(nodes, words, limit, random, scale) for scale in (1.0, _FAR))
+        drawn = [_population(each, ends, rows) for each in (usual, far, replace(usual, limit=2, scale=0.0))]
+        yield _in_turn(drawn, random.choice(len(drawn), rows, p=(0.6, 0.2, 0.2)))
+        yield drawn[0]
+
+
+def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
+    """The rows of several populations, of which `kinds` says by which each row is drawn."""
+    first, at = drawn[0], np.arange(len(kinds))
+    dense = {name: np.array([each.dense[name] for each in drawn])[kinds, at] for name in first.dense}
+    ragged = {
+        names: ([drawn[kind].ragged[names][0][row] for row, kind in enumerate(kinds)], rank)
+        for names, (_, rank) in first.ragged.items()
+    }
+    return replace(first, dense=dense, ragged=ragged)
 
 
 def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
@@ -251,12 +270,16 @@ def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
 
 
 class _Drawing(Struct, frozen=True):
-    """Draws values for the inputs of a graph: integers below `limit`, strings among `words`."""
+    """Draws values for the inputs of a graph: integers below `limit`, strings among `words`.
+
+    Floats are normal ones times `scale`, whole numbers near 0 if that is 0.
+    """
 
     nodes: Mapping[str, Proto]
     words: Array
     limit: int
     random: np.random.Generator
+    scale: float
 
     def values(self, tensor: Endpoint, dtype: DType, shape: tuple[int, ...]) -> Array:
         """An array of this dtype and shape; of strings that the graph parses, serialized Examples."""
@@ -270,7 +293,8 @@ class _Drawing(Struct, frozen=True):
             return self.random.integers(0, 2, shape).astype(bool)
         if dtype.is_integer:
             return self.random.integers(0, min(self.limit, dtype.limits[1]), shape).astype(dtype.numpy)
-        return self.random.normal(size=shape).astype(dtype.numpy)
+        drawn = self.random.normal(size=shape)
+        return (drawn * self.scale if self.scale else np.rint(drawn)).astype(dtype.numpy)
 
     def _example(self, parsers: Sequence[Proto]) -> bytes:
         example = protos.message_class("Example")()
