@@ -98,6 +98,7 @@ _STATES = re.compile(r"states?(/[0-9]+)*")  # of a recurrent layer, between the 
 _AVERAGE = re.compile(
     r"(^|[_/])(ema|average|averaged|avg|moving_average|shadow|polyak|swa|ExponentialMovingAverage)(?=[_/]|$)"
 )
+_METRICS = frozenset(f"{right}_{what}" for right in ("true", "false") for what in ("positives", "negatives"))
 _SCOPE = re.compile(r"[/.](?=[^/.]*$)")
 
 
@@ -143,12 +144,12 @@ def whole_objects(
     """Require that the objects of a checkpoint are served whole; return what may stay behind, and notes.
 
     ObjectMismatch if a variable of such an object is not served, for no reason that is known; a note where
-    names decided which tensor is which.
+    names decided which tensor is which, and where the object corresponds to one that wraps models to serve.
     """
-    before = rules.whole
+    before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
     paths = trained.objects.paths
-    beside, containers, left = set[str](), set[str](), list[LeftOut]()
+    beside, containers, left, told = set[str](), set[str](), list[LeftOut](), list[LeftOut]()
     for number, members in _members(trained).items():
         served = next((member for member in members if member.tensor.name in used), None)
         is_container = served is None and (
@@ -158,6 +159,8 @@ def whole_objects(
             continue
         if is_container:
             containers.add(paths[number])
+        else:
+            members = [*members, *_members_inside(trained, number, used)]
         for member in members:
             name = member.tensor.name
             if name in used:
@@ -171,15 +174,18 @@ def whole_objects(
             )
             if is_known:
                 beside.add(name)
+            elif is_container and number == matches.wrapped:
+                told.append(LeftOut(member, served, paths[number] or "."))
             else:
                 left.append(LeftOut(member, served, paths[number]))
     # Nor does the recipe of a base that an older release published say what its objects had.
     by_names = before is None and not matches.met
     if left and not by_names:
         raise _not_whole(left)
-    beside |= {item.member.tensor.name for item in left}
+    beside |= {item.member.tensor.name for item in (*left, *told)}
     found = ServedWhole(tuple(sorted(beside)), tuple(sorted(containers)))
-    return found, [_told(left)] if left and left[0].beside else []
+    told += left if left and left[0].beside else []
+    return found, [_told(told)] if told else []
 
 
 def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
@@ -227,6 +233,33 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
             if variable is not None and child not in slots and variable.tensor in trained.tensors:
                 member = Member(edge, trained.tensors[variable.tensor], variable.name)
                 found.setdefault(number, []).append(member)
+    return found
+
+
+def _members_inside(trained: TrainedObjects, number: int, served: Collection[str]) -> list[Member]:
+    """The variables of objects inside one that has served variables itself, as an adapter in a layer.
+
+    Empty if something inside is `served`, too: an object that holds layers may hold others for training.
+    Counts and metrics are left out.
+    """
+    objects, found = trained.objects, list[Member]()
+    pending, seen = [number], {number, *objects.optimizers}
+    while pending:
+        holder = pending.pop()
+        for child in objects.objects[holder].children.values():
+            if child in seen:
+                continue
+            seen.add(child)
+            pending.append(child)
+            variable = objects.objects[child].variable
+            if variable is None or holder == number or variable.tensor not in trained.tensors:
+                continue
+            if variable.tensor in served:
+                return []
+            ref = trained.tensors[variable.tensor]
+            path = ref.name.removesuffix(SUFFIX)
+            if ref.dtype.is_floating and ref.shape and _SCOPE.split(path)[-1] not in _METRICS:
+                found.append(Member(path, ref, variable.name))
     return found
 
 

@@ -88,13 +88,15 @@ class ObjectMatches(Struct, frozen=True):
 
     `paired` are the trained objects that correspond to served ones with a wanted variable in them, `met` the
     tensors of all variables that the model has, too, whether its graph reads them or not; `tables` are the
-    names in the checkpoint of hash tables, by their nodes. All are empty where names decided.
+    names in the checkpoint of hash tables, by their nodes. All are empty where names decided. `wrapped` is
+    the trained object that corresponds to a builder's module around models, None if it returned a model.
     """
 
     found: Mapping[str, Matched]
     paired: frozenset[int] = frozenset()
     met: frozenset[str] = frozenset()
     tables: Mapping[str, str] = {}
+    wrapped: int | None = None
 
 
 def match_objects(
@@ -120,7 +122,9 @@ def match_objects(
         if walked is not None:
             walk, tensors = walked
             found |= {key: Matched(tensor, "object") for key, tensor in tensors.items()}
-            return ObjectMatches(found, walk.paired, _tensors_met(walk, trained), walk.tables)
+            is_module = walk.served_path == "" and _SERVED_LIST not in served.objects[ROOT].children
+            wrapped = trained.objects.at(walk.trained_path) if is_module else None
+            return ObjectMatches(found, walk.paired, _tensors_met(walk, trained), walk.tables, wrapped)
     return ObjectMatches(found | _by_name(rest, served, trained, renamed))
 
 

@@ -144,6 +144,52 @@ def test_a_longer_list_of_variables_of_a_layer_is_refused(tmp_path: Path) -> Non
     planned(tmp_path / "train", lambda: build(3))
 
 
+def adapted(library: ModuleType, has_adapter: bool) -> Any:
+    """A layer with a kernel, and an object inside it that has variables."""
+
+    class Adapted(library.layers.Layer):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__(name="adapted")
+            self.usage = library.metrics.AUC(name="usage")
+            self.inside = library.layers.Dense(2, name="inside") if has_adapter else None
+
+        def build(self, shape: Any) -> None:
+            self.kernel = self.add_weight(name="kernel", shape=(shape[-1], 2))
+            if self.inside is not None:
+                self.inside.build(shape)
+
+        def call(self, x: Any) -> Any:
+            return x @ self.kernel + (0 if self.inside is None else self.inside(x))
+
+    x = library.Input([3], name="x")
+    return library.Model(x, Adapted()(x))
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_an_adapter_inside_a_served_layer_is_refused(library: ModuleType, tmp_path: Path) -> None:
+    tf.train.Checkpoint(model=adapted(library, True)).save(str(tmp_path / "train/ckpt"))
+    error = refused(tmp_path / "train", lambda: adapted(library, False))
+    assert "inside/kernel" in error.cause and "AUC" not in error.cause
+    ignored = tuple(error.hint.replace("'", "").split(" --ignore ")[1:])
+    assert len(ignored) == 2
+    planned(tmp_path / "train", lambda: adapted(library, False), ignored=ignored)
+    planned(tmp_path / "train", lambda: adapted(library, True))
+
+
+@pytest.mark.parametrize("library", KERASES)
+def test_what_stands_beside_the_models_of_a_module_is_noted(library: ModuleType, tmp_path: Path) -> None:
+    """A builder's module or mapping around models is none that was trained."""
+
+    def tower() -> Any:
+        return library.Sequential([library.Input([4], name="x"), library.layers.Dense(3)])
+
+    query, item = tower(), tower()
+    scale = tf.Variable(1.0, name="logit_scale")
+    tf.train.Checkpoint(query=query, item=item, scale=scale).save(str(tmp_path / "train/ckpt"))
+    (note,) = planned(tmp_path / "train", lambda: {"query": tower(), "item": tower()}).mapping.notes
+    assert "'logit_scale'" in note
+
+
 class Towers(tf.Module):
     """A module with variables of its own."""
 
