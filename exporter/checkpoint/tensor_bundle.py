@@ -275,9 +275,9 @@ class _Parser:
         try:
             dtype = DType(entry.dtype)
         except ValueError:
-            raise UnsupportedFormat(
-                f"{self._path}: {name[:99]!r} has the unknown data type {entry.dtype}"
-            ) from None
+            dtype = None
+        if dtype is None or dtype != entry.dtype:  # nor is a reference stored
+            raise UnsupportedFormat(f"{self._path}: {name[:99]!r} has the unknown data type {entry.dtype}")
         shape = tuple(dim.size for dim in entry.shape.dim)
         if len(shape) > _MAX_RANK or entry.shape.unknown_rank or min(shape, default=0) < 0:
             self._corrupt(name, f"{_brief(shape)} is not a shape")
