@@ -10,12 +10,14 @@ fills them in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
+from exporter.errors import GraphError
 from exporter.late_names import tf
 from exporter.tables.geometry import MULTIPLIER, OFFSET, WINDOW, WINDOW_BITS, TableGeometry
 from exporter.wire import tensor_proto
@@ -200,22 +202,40 @@ _RESHAPED = {"T": DType.INT64, "Tshape": DType.INT32}
 
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
-    """Fill in the sizes of tables, by their names, in the constants of a graph and its functions."""
+    """Fill in the sizes of tables, by their names, in the constants of a graph and its functions.
+
+    GraphError if one of these constants is damaged.
+    """
     for node in all_nodes(graph_def):
         if SIZE in node.attr:
-            geometry = tables.get(node.attr[TABLE].s.decode())
-            if geometry is not None:
-                value = _sizes(geometry)[node.attr[SIZE].s.decode()]
-                _set_value(node, np.array(value, DType(node.attr["dtype"].type).numpy))
+            with _damaged(node):
+                geometry = tables.get(node.attr[TABLE].s.decode())
+                if geometry is not None:
+                    value = _sizes(geometry)[node.attr[SIZE].s.decode()]
+                    _set_value(node, np.array(value, DType(node.attr["dtype"].type).numpy))
 
 
 def first_defaults(graph_def: Proto) -> dict[str, int]:
-    """The first default row of each table that a graph looks keys up in, by the table's name."""
-    return {
-        node.attr[TABLE].s.decode(): int(tensor_proto.to_array(node.attr["value"].tensor).item())
-        for node in all_nodes(graph_def)
-        if SIZE in node.attr and node.attr[SIZE].s == b"first_default"
-    }
+    """The first default row of each table that a graph looks keys up in, by the table's name.
+
+    GraphError if a constant that says it is damaged.
+    """
+    found = {}
+    for node in all_nodes(graph_def):
+        if SIZE in node.attr and node.attr[SIZE].s == b"first_default":
+            with _damaged(node):
+                value = tensor_proto.to_array(node.attr["value"].tensor)
+                found[node.attr[TABLE].s.decode()] = int(value.item())
+    return found
+
+
+@contextmanager
+def _damaged(node: Proto) -> Iterator[None]:
+    """Raise GraphError, which names the node, for what is wrong with a constant of a table's size."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise GraphError(f"the table's size {node.name!r} is damaged", cause=str(error)) from error
 
 
 def _sizes(geometry: TableGeometry) -> dict[str, int]:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from exporter.errors import GraphError
 from exporter.tables.change_index import change_index, find_rows
 from exporter.tables.geometry import TableGeometry
-from exporter.tables.lookup import add_rows, set_sizes
+from exporter.tables.lookup import SIZE, TABLE, add_rows, first_defaults, set_sizes
 from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from tests.support.tables_index import LIMITS, apply, new_table
@@ -102,3 +103,33 @@ def test_changes_are_seen_and_absent_keys_read_defaults_again() -> None:
         table.load()
         ids = np.concatenate([keys, add, LIMITS])
         assert table(ids).tobytes() == table.reference(ids).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("attr", "field", "value"),
+    [
+        ("dtype", "type", 77),
+        ("dtype", "type", int(DType.RESOURCE)),
+        ("dtype", "type", 0),
+        (SIZE, "s", b"another"),
+        (SIZE, "s", b"\xff"),
+        (TABLE, "s", b"\xff"),
+    ],
+)
+def test_damaged_sizes_of_a_table_are_named(attr: str, field: str, value: Any) -> None:
+    graph_def = protos.GraphDef()
+    add_rows(graph_def, "at", "t", ["seeds", "rows", "keys", "values"], "ids")
+    (node,) = (n for n in graph_def.node if n.name == "at/first_default")
+    setattr(node.attr[attr], field, value)
+    with pytest.raises(GraphError, match="'at/first_default' is damaged"):
+        set_sizes(graph_def, {"t": TableGeometry.for_keys(9)})
+
+
+def test_damaged_default_rows_of_a_table_are_named() -> None:
+    graph_def = protos.GraphDef()
+    add_rows(graph_def, "at", "t", ["seeds", "rows", "keys", "values"], "ids")
+    (node,) = (n for n in graph_def.node if n.name == "at/first_default")
+    assert first_defaults(graph_def) == {"t": 1}
+    node.attr["value"].tensor.dtype = 77
+    with pytest.raises(GraphError, match="'at/first_default' is damaged"):
+        first_defaults(graph_def)
