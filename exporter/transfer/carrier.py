@@ -38,7 +38,7 @@ LEASE_SECONDS = 60.0
 WAIT_SECONDS = 75.0
 """How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
 DECISION_SECONDS = 60.0
-"""How long a person's command tries again to go before others."""
+"""How long a person's command tries again to go before those who publish."""
 FAREWELL_SECONDS = 1.0
 """How long an interrupted upload or decision may take to record that it is abandoned."""
 _COPIES = 16
@@ -57,6 +57,7 @@ class Carrier:
         self.head = Head()
         self._tag: Tag | None = None
         self._tags_of_others: bytes | None = None
+        self._decider = "", 0.0  # whose decision was seen last, and when it showed life
         self._replacing = threading.Lock()  # beats replace the head from a thread of their own
         self.shown: dict[str, bytes] = {}
         """The holds that are in the store."""
@@ -64,7 +65,11 @@ class Carrier:
     def look(self) -> None:
         """Read the head."""
         found = fetch_head(self._store)
-        self.head, self._tag = found or (Head(), None)
+        with self._replacing:
+            self.head, self._tag = found or (Head(), None)
+        deciding = self.head.deciding
+        if deciding is not None and (deciding.owner == self.head.owner or deciding.owner != self._decider[0]):
+            self._decider = deciding.owner, time.monotonic()
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
         """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned.
@@ -95,14 +100,14 @@ class Carrier:
     def decide(self, what: str, progress: ProgressFactory) -> None:
         """Go before all publishers: from here on none of them commits anything, until `end_decision`.
 
-        Waits for the decision of somebody else. It is tried again for `DECISION_SECONDS` in all: uploads and
-        their beats replace the head, too.
+        Waits for the decision of somebody else, and outlasts one that was killed. It is tried again for
+        `DECISION_SECONDS` in all: uploads and their beats replace the head, too.
 
         Raises:
             ModelHeld: another decision takes longer.
             PositionMoved: other publishers always replaced the head first.
         """
-        deadline, by = time.monotonic() + DECISION_SECONDS, HeldBy.now(0)
+        began, by = time.monotonic(), HeldBy.now(0)
         with progress("waiting for other publishers", 0):
             while True:
                 self.look()
@@ -111,11 +116,11 @@ class Carrier:
                     try:
                         self._replace(replace(self.head, deciding=deciding))
                     except PositionMoved:
-                        if time.monotonic() >= deadline:
+                        if time.monotonic() >= began + DECISION_SECONDS:
                             raise
                         continue  # at once: whoever asks most often comes first
                     return
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= began + WAIT_SECONDS:
                     raise ModelHeld(
                         f"{self._url} is held while another person decides: {other.text}",
                         hint="run the command again when that is done",
@@ -139,9 +144,21 @@ class Carrier:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Show that the decision goes on while the block takes its time."""
-        with self._beating(lambda: False):
+        """Show that the decision goes on while the block takes its time.
+
+        Uploads that go on meanwhile show life, too, in the same head. PositionMoved if the decision was taken
+        for abandoned.
+        """
+        with self._beating(self._decides_on):
             yield
+        if not self._decides_on():
+            raise PositionMoved(f"the decision about {self._url} was taken for abandoned")
+
+    def _decides_on(self) -> bool:
+        """Read the head; True if our decision goes on, and what is published and held is the same."""
+        before = self.head
+        self.look()
+        return self.is_deciding and self.head.is_same_model(before)
 
     def _other_decision(self) -> Decision | None:
         """The decision of another process in the head that was read last; None also if it shows no life."""
@@ -359,7 +376,8 @@ class Carrier:
             found = self._store.look(key)
             self._store.delete(key)
             # not by this machine's clock, which may be set meanwhile
-            self._skew = -time.monotonic() if found is None else found.modified - time.monotonic()
+            now = time.time() if found is None else found.modified
+            self._skew = now - time.monotonic()
         found = self._store.look(self._url.key(HEAD_FILE))
         return 0.0 if found is None else time.monotonic() + self._skew - found.modified
 
@@ -369,7 +387,15 @@ class Carrier:
         PositionMoved if another machine has replaced it.
         """
         with self._replacing:
-            self._put_head(self.head if head is None else head)
+            self._put_head(self._alive() if head is None else head)
+
+    def _alive(self) -> Head:
+        """The head without a decision of others that has shown no life: our beats would keep it for ever."""
+        deciding, (owner, lived) = self.head.deciding, self._decider
+        if deciding is None or deciding.owner == self._owner or deciding.owner != owner:
+            return self.head
+        is_over = time.monotonic() - lived >= LEASE_SECONDS
+        return replace(self.head, deciding=None) if is_over else self.head
 
     def _put_head(self, head: Head) -> None:
         head = replace(head, owner=self._owner, beat=self.head.beat + 1)

@@ -241,7 +241,7 @@ class RemoteModel:
         head, found = self._carrier.head, list[str]()
         files = head.hold_files or {}
         if head.deciding is not None:
-            found.append(f"{head.deciding.text}: it would be waited for, {DECISION_SECONDS:g} s at the most")
+            found.append(f"{head.deciding.text}: it would be waited for, {WAIT_SECONDS:g} s at the most")
         if head.uploading is not None:
             then = (
                 "that would go on" if self._deciding == "tag" else "that would be abandoned, and made again"

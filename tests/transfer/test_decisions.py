@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from exporter.errors import PositionMoved
 from exporter.publish.delta_log import read_log
 from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectWriter
@@ -81,6 +84,56 @@ def test_a_decision_that_shows_no_life_binds_nobody(
     monkeypatch.setattr(carrier, "LEASE_SECONDS", -10.0)
     assert incr(trainer, url).code == 0
     assert head(bucket).deciding is None
+
+
+def another(url: str) -> Carrier:
+    """The process of another publisher, which has read the head."""
+    found = Carrier(ObjectWriter(parse(url)))
+    found.look()
+    return found
+
+
+def test_beats_of_an_upload_do_not_end_a_long_decision(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merger may take as long as the upload beside it: both show life in one head."""
+    monkeypatch.setattr(carrier, "BEAT_SECONDS", 0.1)
+    person, publisher = decider(url), another(url)
+    with person.beating():
+        for _ in range(8):
+            time.sleep(0.12)
+            publisher.look()
+            with suppress(PositionMoved):  # a beat of the decision came first
+                publisher._replace()
+    person.end_decision()
+    assert head(bucket).deciding is None
+
+
+def test_beats_of_an_upload_do_not_keep_a_killed_decision_alive(
+    trainer: Trainer, url: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no other person could decide until the upload ends."""
+    monkeypatch.setattr(carrier, "BEAT_SECONDS", 0.05)
+    decider(url)
+    publisher = another(url)
+    monkeypatch.setattr(carrier, "LEASE_SECONDS", 0.5)
+    with publisher._beating(lambda: True):
+        time.sleep(1.5)
+    assert head(bucket).deciding is None
+
+
+def test_a_decision_that_was_taken_for_abandoned_publishes_nothing(trainer: Trainer, url: str) -> None:
+    person, publisher = decider(url), another(url)
+    with pytest.raises(PositionMoved, match="taken for abandoned"), person.beating():
+        publisher.end_decision()
+
+
+def test_a_store_that_lost_its_probe_tells_how_long_a_head_is_silent(
+    trainer: Trainer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = ObjectWriter.look
+    monkeypatch.setattr(ObjectWriter, "look", lambda self, key: None if ".probe" in key else look(self, key))
+    assert abs(another(url)._silence()) < 60
 
 
 def test_a_second_person_waits_for_the_first(
