@@ -472,12 +472,25 @@ def _keys_of(place: str) -> _Keys:
 
 
 def pinned_identity(model: Path) -> str | None:
-    """The identity of the only model that a copy takes publications of; None if it has pinned none."""
+    """The identity of the only model that a copy takes publications of; None if it has pinned none.
+
+    Raises:
+        NotTrusted: it has pinned one, and nobody can read which.
+    """
+    path, cause = model / IDENTITY_FILE, "it is no identity"
     try:
-        found = read_regular(model / IDENTITY_FILE, _LONGEST_IDENTITY).decode("ascii", "replace").strip()
-    except OSError:
+        found = read_regular(path, _LONGEST_IDENTITY).decode("ascii", "replace").strip()
+        if re.fullmatch(r"[0-9a-f]{16,64}", found):
+            return found
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return found if re.fullmatch(r"[0-9a-f]{16,64}", found) else None
+    except OSError as error:
+        cause = str(error.strerror)
+    raise NotTrusted(
+        f"{path} does not say of which model this copy takes publications",
+        cause=cause,
+        hint=f"find out who changed it; the next pull pins what is here once it is gone: rm {quoted(path)}",
+    )
 
 
 def signer_of(model: Path) -> Signer | None:

@@ -108,6 +108,19 @@ def test_what_is_signed_for_staging_is_not_taken_at_prod(world: World) -> None:
     assert (verified.code, world.identity("prod") in verified.out) == (0, True)
 
 
+def test_a_pin_that_cannot_be_read_is_not_made_anew(world: World) -> None:
+    world.pull()
+    pin, content = world.copy / ".identity", (world.copy / ".identity").read_bytes()
+    for damage in (b"", b"ranker", b"0" * 4096):
+        pin.write_bytes(damage)
+        refused = world.pull("--json")
+        assert (refused.code, refused.error["error"]) == (6, "NotTrusted"), refused.err
+        assert refused.error["hint"].endswith(f"rm {shlex.quote(str(pin))}")
+    pin.unlink()
+    assert world.pull().code == 0
+    assert pin.read_bytes() == content
+
+
 def test_a_delta_of_another_model_is_not_taken(world: World) -> None:
     world.pull()
     world.machines["staging"].go_on(60)
