@@ -301,9 +301,9 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
         yield labelled("hold", f"at {found.hold}{who}; {waiting or 'nothing'} published beyond it")
         if by is not None and by.why:
             yield labelled("why", by.why)
-        more = " --lift-canary" if is_canary else ""
-        place = found.path if by is None else by.place(found.path)
-        yield labelled("next", f"to lift it: export-model resume {quoted(place)}{more}")
+        words = ["export-model", "resume", str(found.path), *(["--lift-canary"] if is_canary else [])]
+        words = words if by is None else by.lifting(found.path)
+        yield labelled("next", f"to lift it: {' '.join(map(quoted, words))}")
     if found.listed_tags:
         yield labelled("tags", ", ".join(map(_tag, found.listed_tags)))
     if shown < len(found.publications):

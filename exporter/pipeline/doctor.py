@@ -458,7 +458,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
                 f"held at {held.position}, {since}: servers follow no delta beyond it, and new versions "
                 "are refused",
                 "" if by is None else by.why,
-                command=command("export-model", "resume", model if by is None else by.place(model)),
+                command=command(*(["export-model", "resume", model] if by is None else by.lifting(model))),
             )
     if found.log is not None and found.log.hold.is_canary:
         yield from _unapproved(model, found.log, now)

@@ -394,7 +394,8 @@ def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> 
     for hold in holds.values():
         by = hold.by
         if by is not None and by.url:
-            words = " ".join(filter(None, ("export-model", command, quoted(by.url), option)))
+            typed = by.lifting(model) if command == "resume" else ["export-model", command, by.url]
+            words = " ".join(filter(None, (*map(quoted, typed), option)))
             raise ModelHeld(
                 f"{model} is held at {by.position} by its store, for all copies",
                 cause=by.text,

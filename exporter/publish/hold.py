@@ -39,6 +39,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from exporter.errors import ManifestError, PublishError
+from exporter.storage import mirror
 from exporter.storage.files import make_directories, read_regular, sync, write_durably, writing
 from exporter.storage.layout import HOLD_DOCUMENT_FILE, HOLD_FILE
 from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode, in_utc
@@ -106,6 +107,10 @@ class HeldBy(Struct, frozen=True):
     def place(self, model: Path) -> str | Path:
         """Where to lift or change it: the URL where it was set, or `model`, the directory that has it."""
         return self.url or model
+
+    def lifting(self, model: Path) -> list[str]:
+        """The words of the command that lifts it, where it was set."""
+        return ["export-model", "resume", str(self.place(model)), *(["--lift-canary"] if self.canary else [])]
 
     @property
     def text(self) -> str:
@@ -257,11 +262,19 @@ class Hold(Struct, frozen=True):
         return Decided(own, stored)
 
     def _said(self) -> HoldDocument | None:
-        """The document; None if there is none, or if it cannot be read."""
+        """The document; None if there is none, or if it cannot be read.
+
+        That of a store is believed in nothing but its own hold: anybody may have written it.
+        """
         try:
-            return _document_in(read_regular(self._document, LONGEST_DOCUMENT))
+            found = _document_in(read_regular(self._document, LONGEST_DOCUMENT))
         except (OSError, DocumentError):
             return None
+        if not mirror.is_remote(self.directory):
+            return found
+        before = found.instead_of
+        before = None if before is None else replace(before, url="")
+        return replace(found, url="", beside=None, instead_of=before)
 
     @property
     def _document(self) -> Path:
@@ -440,7 +453,7 @@ def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
     by = next((by for by in told if by is not None and by.position == position), None)
     if _CANARY.fullmatch(number) and (by is None or not by.canary):
         return HeldAt(position, True)
-    if said is None or by is None or not by.canary:
+    if said is None or by is None or not by.canary or by.url:  # no canary here moves that of the store
         return HeldAt(position, False, by)
     others = (one for one in (_of(said), said.beside) if one is not None and bool(one.url) != bool(by.url))
     return HeldAt(position, True, by, next((one.position for one in others), None))

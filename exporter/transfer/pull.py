@@ -770,14 +770,17 @@ class _Pull:
         return None
 
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
-        """The copy's own hold, unless it came from the store: what is not known of there, and a canary's."""
+        """The copy's own hold, unless it came from the store: what is not known of there, and a canary's.
+
+        Of a canary's hold that says who set it, the document says where, too: the store's may say the same.
+        """
         own = decided.own
         if own is None or name.rpartition("/")[0] == self._kept_log:
             return own
         had = hold_in(self._had(name), self._had(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE))))
         is_stores = had is not None and had.position == own.position
         if own.canary:
-            return None if is_stores and had is not None and had.is_canary else own
+            return None if not own.who and is_stores and had is not None and had.is_canary else own
         if not self.has_own:
             return None
         return own if recall(self._model, self._url) is None or not is_stores else None

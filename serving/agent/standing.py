@@ -229,6 +229,12 @@ def _where_held(model: ModelView) -> str:
     return model.path if model.held_by is None else str(model.held_by.place(Path(model.path)))
 
 
+def _lifting(model: ModelView) -> list[str]:
+    """The words of the command that lifts the hold, where it was set."""
+    by, path = model.held_by, Path(model.path)
+    return ["export-model", "resume", model.path] if by is None else by.lifting(path)
+
+
 def _past(model: ModelView) -> str:
     """The command that ends a rollback: what a canary took back would not pass again, and is left behind."""
     words = ["export-model", "resume", _where_held(model)]
@@ -258,7 +264,7 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             code,
             f"held at {model.hold}: {waits}",
             "" if by is None else by.text,
-            command("export-model", "resume", _where_held(model)),
+            command(*_lifting(model)),
         )
     trouble = None if model.store is None else model.store.trouble
     if model.problem and trouble is None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from exporter.pipeline.log_maintenance import rollback
+from exporter.publish.approval import approve as move_on
 from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.publish.staging import Staging
+from exporter.storage.layout import HEAD_FILE
 from exporter.transfer.pull import pull
 from tests.support.commands import export_model
 from tests.support.machines import Machine, files, pushed
@@ -35,6 +38,70 @@ def go_on(machine: Machine, url: str, *steps: int) -> None:
     for step in steps:
         machine.go_on(step)
     pushed(machine.model, url)
+
+
+def write_hold(bucket: Bucket, position: int | None, **fields: object) -> None:
+    """Write a hold into the store, as anybody can who may write there; None removes it."""
+    number, document = f"{LOG}/hold", f"{LOG}/hold.json"
+    key = f"{BASE}/{HEAD_FILE}"
+    head = json.loads(bucket.keys(key)[key]) | {"holds": {}, "hold_documents": {}}
+    if position is None:
+        bucket.delete(f"{BASE}/{number}")
+        bucket.delete(f"{BASE}/{document}")
+    else:
+        said = {"position": position, "who": "ann@mars", "when": "2026-11-01T00:00:00Z", **fields}
+        head |= {"holds": {number: f"{position}\n"}, "hold_documents": {document: json.dumps(said)}}
+        bucket.put(f"{BASE}/{document}", json.dumps(said).encode())
+        bucket.put(f"{BASE}/{number}", f"{position}\n".encode())
+    bucket.put(key, json.dumps(head).encode())
+
+
+@pytest.mark.parametrize("then", [10**17, 30, None])
+def test_a_hold_of_the_store_that_says_what_the_canarys_says_does_not_take_its_place(
+    machine: Machine, bucket: Bucket, url: str, copy: Path, then: int | None
+) -> None:
+    approve(copy, 20)
+    go_on(machine, url, 40)
+    for position in (20, then):
+        write_hold(bucket, position, canary=True)
+        for _ in range(2):
+            pull(url, copy)
+        assert Model.read(copy).hold == 20
+
+
+def test_a_canary_of_the_store_is_not_the_one_of_the_copy(
+    machine: Machine, bucket: Bucket, url: str, copy: Path
+) -> None:
+    """It is waited for: a canary here would approve the same delta again and again."""
+    write_hold(bucket, 20, canary=True)
+    pull(url, copy)
+    log = read_log(copy)
+    assert (log.hold.read(), log.approved) == (20, None)
+    assert move_on(log.path, copy, expected=20, position=30) is None
+    lift = f"export-model resume {url} --lift-canary"
+    assert lift in export_model("history", copy).out
+    diagnosis = export_model("doctor", copy, "--json").document
+    assert lift in [each["command"] for each in diagnosis["findings"]]
+    assert lift in export_model("resume", copy, "--json").error["hint"]
+    assert export_model(*lift.split()[1:]).code == 0
+    pull(url, copy)
+    assert Model.read(copy).hold is None
+
+
+def test_a_store_is_not_believed_that_its_hold_is_of_another_place(
+    machine: Machine, bucket: Bucket, url: str
+) -> None:
+    pushed(machine.model, url)
+    write_hold(
+        bucket,
+        20,
+        url="s3://elsewhere/ranker",
+        beside={"position": 10, "who": "", "when": "2026-11-01T00:00:00Z"},
+    )
+    assert "elsewhere" not in export_model("history", url).out
+    for words in (("rollback", url, "--to", 10), ("resume", url)):
+        ran = export_model(*words, "--json")
+        assert ran.code == 0, ran.err
 
 
 @pytest.mark.parametrize("position", [10**17, 40, 35])
