@@ -467,7 +467,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
     """Deltas that wait for a canary for so long that it cannot be at work."""
     with suppress(ManifestError, OSError):
-        approved = log.approved
+        approved, by = log.approved, log.hold.by
         waiting = [delta for delta in log.deltas if approved is not None and delta.end > approved]
         since = min((delta.manifest.created for delta in waiting), default=None)
         if since is not None and now - since.timestamp() > CANARY_SECONDS:
@@ -476,7 +476,7 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
                 f"the agent's canary approved position {approved}, and {count(len(waiting), 'delta')} wait "
                 f"for it since {_told(since.timestamp())}: see the agent's status page",
                 "no agent with a canary runs any more, or no replica can go first",
-                command("export-model", "resume", model, "--lift-canary"),
+                command("export-model", "resume", by.place(model) if by else model, "--lift-canary"),
             )
 
 

@@ -23,7 +23,8 @@ from exporter.publish.staging import Staging
 def approve(log: Path, model: Path, *, expected: int | None, position: int) -> int | None:
     """Move the canary's hold of a log from `expected` to a position, and return where it is now.
 
-    None if something else is there: nothing is changed then. `expected` is None where there is no hold, and
+    None if something else is there, or the hold of a canary in the store of this copy, which no canary here
+    moves: nothing is changed then. `expected` is None where there is no hold, and
     what servers serve by then is to be approved; the hold goes no further than a canary's last rollback.
 
     Raises:
@@ -32,7 +33,8 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
     """
     hold = Hold(log)
     with Staging(model) as staging, model_lock(model):
-        if hold.approved() != expected or hold.binds:
+        by = hold.by
+        if hold.approved() != expected or hold.binds or (by is not None and by.url):
             return None
         if expected is None:
             found = read_log(model)

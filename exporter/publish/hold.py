@@ -453,7 +453,7 @@ def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
     by = next((by for by in told if by is not None and by.position == position), None)
     if _CANARY.fullmatch(number) and (by is None or not by.canary):
         return HeldAt(position, True)
-    if said is None or by is None or not by.canary or by.url:  # no canary here moves that of the store
+    if said is None or by is None or not by.canary:
         return HeldAt(position, False, by)
     others = (one for one in (_of(said), said.beside) if one is not None and bool(one.url) != bool(by.url))
     return HeldAt(position, True, by, next((one.position for one in others), None))

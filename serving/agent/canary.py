@@ -12,6 +12,7 @@ A base that servers load by themselves is also asked the golden requests, but no
     | none               | some serve the log, not on trial        | `Approve` what they serve already |
     | none               | none does, or only the one on trial     | `Approve` where the trial began   |
     | none               | none does, all respond                  | `Approve` the base's position     |
+    | of the store's     | -                                       | `Idle`: a canary there decides    |
     | the canary's, at G | one is beyond G                         | `Judge` it there; it stays there  |
     | the canary's, at G | one is at G, its responses are unknown  | `Learn` them                      |
     | the canary's, at G | nothing is published beyond             | `Idle`                            |
@@ -125,6 +126,8 @@ def decide(
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
         return Idle(f"an operator decides: the hold {where}"), None
+    if log.held_by is not None and log.held_by.url:  # else it would approve the same again and again
+        return Idle(f"a canary in {log.held_by.url} decides: the hold is at {log.limit}"), None
     approved, beyond = log.limit, replace(log, limit=log.bound)
     if trial is not None and trial.approved != approved:
         trial = None
