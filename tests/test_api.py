@@ -266,7 +266,7 @@ def test_bases_deltas_and_maintenance_by_strings(here: Path) -> None:
         assert done.published.path == planned.path
     assert exporter.history("models/m").hold is None
     assert exporter.verify_model("models/m").problems == ()
-    with pytest.raises(UsageError, match="goes with --bytes"):
+    with pytest.raises(UsageError, match="--engine goes with bytes"):
         exporter.verify_model("models/m", jobs=Jobs(engine="ray"))
     assert exporter.open_checkpoint("train").step == 20
     assert len(repr(exporter.open_checkpoint("train"))) < 200

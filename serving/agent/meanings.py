@@ -243,7 +243,7 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.OVERWRITTEN: Meaning(
         "A version holds a hard link to a trainer's file, and the trainer has written into that file: it "
-        "copied another checkpoint over it (`cp`, `shutil.copyfile`, `rsync --inplace`). Servers that load "
+        "copied another checkpoint over it (`cp`, `shutil.copyfile`, `rsync` in place). Servers that load "
         "the version fail, or answer wrongly. The file's times say so; `verify` reads its bytes.",
         "Publish a new version with `--data compact`, which holds no file of the trainer.",
     ),

@@ -278,11 +278,11 @@ def in_a_store(runs: EngineRuns, bucket: Bucket) -> Iterator[tuple[str, bytes]]:
         bucket.put(f"{fault}/shard", runs.shard.read_bytes())
         tag = bucket.client.head_object(Bucket=bucket.name, Key=f"{fault}/shard")["ETag"]
         source = Input(bucket.url(f"{fault}/shard"), runs.shard.stat().st_size, tag)
-        yield "ok" if fault in SURVIVED else "CheckpointError", reading(runs, source)
+        yield "ok" if fault in SURVIVED else "StoreUnavailable", reading(runs, source)
         if fault != "500":
             good = Input.of(runs.shard)
             work = writing(runs, good, bucket.url(f"{fault}/out"))  # which looks for a receipt first
-            yield "ok" if fault in SURVIVED else "CheckpointError", work
+            yield "ok" if fault in SURVIVED else "StoreUnavailable", work
     replaced = structs.replace(source, place=bucket.url("good/shard"), tag='"1"')
     yield "CheckpointChanged", reading(runs, replaced)
 

@@ -135,10 +135,9 @@ def test_a_delta_under_another_name_leads_nowhere(world: World) -> None:
     start, end = map(int, path.name.split("-"))
     path.rename(path.with_name(span_name(start, end + 5)))
     log = read_log(world.model)
-    with pytest.raises(CorruptFile, match=f"leads from {start} to {end}"):
-        log.tensors(log.deltas[-1])
-    with pytest.raises(ManifestError, match=f"names {start} to {end}"):
-        log.state()
+    for read in (lambda: log.tensors(log.deltas[-1]), log.state):
+        with pytest.raises(ManifestError, match=f"names {start} to {end}"):
+            read()
 
 
 @pytest.mark.parametrize("asked", [Verify.BYTES, Verify.NONE])
