@@ -53,6 +53,7 @@ from exporter.publish.permission import binding, judged, require_on_way
 from exporter.publish.retention import RetiredDeltas, retire_deltas, retire_logs
 from exporter.publish.tags import Standing, resolve_position
 from exporter.publish.versions import (
+    VersionDir,
     is_taken,
     is_trusting,
     log_directories,
@@ -536,16 +537,16 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
     with Staging(model) as staging, writing(staging.path), model_lock(model):
         restorer = restorer_of(model)
         restorer.hold.sweep()
-        _lift_unborn(model)
+        _lift_unborn(model, restorer.versions)
         yield restorer, staging
 
 
-def _lift_unborn(model: Path) -> None:
+def _lift_unborn(model: Path, versions: Sequence[VersionDir]) -> None:
     """Lift the hold of a log without base and deltas: of a rollback that was killed before its base came.
 
     A copy's puller and canary hold a log before its base, too: those holds stay.
     """
-    newest = max(child.version for child in version_dirs(model))
+    newest = max(version.version for version in versions)
     for path in log_directories(model):
         hold = Hold(path)
         if path.name.isdecimal() and int(path.name) > newest and hold.is_set and not list_deltas(path):

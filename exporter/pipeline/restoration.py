@@ -157,7 +157,7 @@ class Restorer:
     def __init__(self, model: Path, versions: Sequence[VersionDir], published: DeltaLog | None) -> None:
         newest = newest_of(versions)
         assert newest is not None
-        self.model, self.published, self._versions = model, published, versions
+        self.model, self.published, self.versions = model, published, versions
         if published is not None:
             self.at, self.hold = published.at, published.hold
             self._manifest = published.newest.manifest
@@ -253,9 +253,9 @@ class Restorer:
         """Return how the values of a position come back; PositionUnknown if they cannot."""
         if self.published is not None and self.published.has(of):
             return _ByDelta(self.published)
-        there = Standing(self.model, self.published, self._versions)
+        there = Standing(self.model, self.published, self.versions)
         if why := there.loss(of):
-            for child in self._versions:
+            for child in self.versions:
                 if child.version == of and child.has_manifest:
                     read_manifest(child.path)  # says what is wrong with one that is damaged
             known = ", ".join(map(str, sorted(there.paths)[-20:]))
@@ -271,7 +271,7 @@ class Restorer:
                 hint=hint,
             )
         log = there.log_at(of)
-        return _ByVersion(self.model, self._versions, self.published) if log is None else _ByBase(log)
+        return _ByVersion(self.model, self.versions, self.published) if log is None else _ByBase(log)
 
     def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
         """Hold the model before a version replaces what it serves: servers stop where they are, or before."""
@@ -504,7 +504,7 @@ class _ByVersion(_Way):
     made = Restored.VERSION
 
     def __init__(self, model: Path, versions: Sequence[VersionDir], published: DeltaLog | None) -> None:
-        self._model, self._versions, self.hold = model, versions, Hold(model)
+        self._model, self.versions, self.hold = model, versions, Hold(model)
 
     def plan(self, restoration: Restoration) -> Planned:
         """As `Restorer.plan`."""
@@ -540,13 +540,13 @@ class _ByVersion(_Way):
 
     def _next(self, manifest: Manifest) -> int:
         """Return the number that `publish_version` will give this one."""
-        last = last_position(self._model, self._versions)
-        newest = greatest(self._versions[0].version, taken(self._model).version)
+        last = last_position(self._model, self.versions)
+        newest = greatest(self.versions[0].version, taken(self._model).version)
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
     def _whole(self, number: int) -> Manifest:
         """Read a version's manifest, and compare all of the version's bytes with it."""
-        path = next(child.path for child in self._versions if child.version == number)
+        path = next(child.path for child in self.versions if child.version == number)
         manifest = read_manifest(path)
         from exporter.verify.version_files import verify_bytes, verify_published  # late: deltas need neither
 
