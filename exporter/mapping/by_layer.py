@@ -292,10 +292,8 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
         scopes[key.rpartition("/")[0]].append(variable)
     found: dict[str, str] = {}
     taken: dict[str, str] = {}
-    chosen = {scope: _group_of(scope, groups) for scope in scopes}
-    chosen |= _counted_alike(chosen, groups)
     for scope, variables in scopes.items():
-        group = chosen[scope]
+        group = _group_of(scope, groups)
         if group is None:
             continue
         if group in taken:
@@ -304,28 +302,6 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
             )
         taken[group] = scope
         found |= _within(scope, variables, groups[group])
-    return found
-
-
-def _counted_alike(
-    chosen: Mapping[str, str | None], groups: Mapping[str, Sequence[TensorRef]]
-) -> dict[str, str]:
-    """The layers of scopes whose names Keras counted, where another program had counted further.
-
-    Such names (`dense_3`) keep their order. So as many scopes as layers of one class go together in the order
-    of their numbers, if some scope has no layer by its name.
-    """
-    counted: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for group, refs in groups.items():
-        owner = stems(refs[0].owner)
-        if owner[-1:] == stems(_last(group)):  # a name that Keras gave says the layer's class
-            counted[owner].append(group)
-    found: dict[str, str] = {}
-    for owner, its_groups in counted.items():
-        alike = sorted((scope for scope in chosen if stems(scope) == owner), key=numbers)
-        if len(alike) == len(its_groups) and any(chosen[scope] is None for scope in alike):
-            its_groups.sort(key=lambda group: numbers(groups[group][0].owner))
-            found |= dict(zip(alike, its_groups, strict=True))
     return found
 
 
