@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ _WITH_A_TARGET = {
 """Statuses that a call for the newest position gets from another call's target, on bases that do not yet
 report `merged`."""
 _REFUSED = "INVALID_ARGUMENT"
+_UNANSWERED = (Code.UNAVAILABLE.name, Code.DEADLINE_EXCEEDED.name)
 _HINT = "list the positions: export-model history MODEL"
 _MOST_CALLS = 20
 _LONGEST_PAUSE_S = 0.1
@@ -56,6 +57,10 @@ def read_incremental_status(client: ModelClient, version: int) -> Served | None:
     """
     if STATUS_SIGNATURE not in client.metadata(version).signatures:
         return None
+    return _read_position(client, version)
+
+
+def _read_position(client: ModelClient, version: int) -> Served:
     probe = {"probe": np.zeros([1], np.int64)}
     return client.predict_as(
         lambda answer: _served(version, answer.outputs), probe, signature=STATUS_SIGNATURE, version=version
@@ -85,10 +90,12 @@ def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
     return int(found[name][0])
 
 
-def read_served(client: ModelClient, status: VersionStatus) -> Served:
+def read_served(client: ModelClient, status: VersionStatus, before: Collection[Served] = ()) -> Served:
     """A version of a server, with its position if it is available and takes deltas.
 
-    Its state is END, with the reason, if it was unloaded after the server told its status.
+    Its state is END, with the reason, if it was unloaded after the server told its status. Of a version that
+    had a position `before` the signatures are read only if it does not tell its position again: who asks
+    hundreds of servers again and again spends most time on them.
 
     Raises:
         CallFailed (exporter.errors): the server did not respond, or refused.
@@ -96,6 +103,12 @@ def read_served(client: ModelClient, status: VersionStatus) -> Served:
     version = Served(status.version, status.state, message=error_text(status))
     if not version.is_available:
         return version
+    if any(known.number == status.version and known.position is not None for known in before):
+        try:
+            return _read_position(client, status.version)
+        except CallFailed as error:
+            if error.code in _UNANSWERED:
+                raise
     try:
         return read_incremental_status(client, status.version) or version
     except CallFailed as error:

@@ -261,13 +261,14 @@ class Replica:
                 self._audit(client, action)
 
     def _observe(self, client: ModelClient) -> None:
+        before = self.observed
         try:
-            versions = [read_served(client, status) for status in client.status()]
+            versions = [read_served(client, status, before.versions) for status in client.status()]
         except CallFailed as error:
             self._failed(error)
             self.readiness = Readiness()
             return
-        before, now = self.observed, time.monotonic()
+        now = time.monotonic()
         if self._is_gone and before.versions:
             self._restarted.append(now)
         self._is_gone = False

@@ -18,6 +18,7 @@ from serving.agent.canary_keeper import ask_golden
 from serving.agent.rollout import Audit
 from serving.cli import app
 from serving.client import ModelClient
+from serving.updates import read_served
 from tests.support.commands import run_app
 from tests.support.logs import Serving, Trainer, publish_base
 from tests.support.lying_server import MODELS, PREDICTION, LyingServer, lies, lying_server
@@ -109,3 +110,28 @@ def test_an_agent_reads_lies_as_its_client_does(server: LyingServer, tmp_path: P
                 answers = ask_golden(client, requests, 7)
                 gates.failures(answers, before)
                 gates.failures(before, answers)
+
+
+def test_signatures_are_read_again_only_if_a_known_version_does_not_tell_its_position() -> None:
+    """An agent asks each server every few seconds; a version of that number may have become another one."""
+    with lying_server() as lying, ModelClient(lying.address, "m", deadline_s=5) as client:
+        answer, asked = lying.answer, list[str]()
+        takes_deltas = True
+
+        def counted(path: str, content: bytes) -> bytes:
+            asked.append(path)
+            if path == PREDICT and not takes_deltas:
+                raise LookupError("there is no such signature")
+            return answer(path, content)
+
+        lying.answer = counted  # type: ignore[method-assign]
+        (status,) = client.status()
+        first = read_served(client, status)
+        assert (first.position, asked) == (7, [STATUS, METADATA, PREDICT])
+        asked.clear()
+        assert (read_served(client, status, [first]), asked) == (first, [PREDICT])
+        takes_deltas = False
+        asked.clear()
+        with pytest.raises(CallFailed):
+            read_served(client, status, [first])
+        assert asked == [PREDICT, METADATA, PREDICT]
