@@ -35,7 +35,7 @@ def directory(lab: Lab) -> Iterator[Row]:
 
 def store(lab: Lab) -> Iterator[Row]:
     """Deltas in a store, which the agent fetches."""
-    servers, times, idle_s = (10, 3, 1) if lab.quick else (300, 20, 10)
+    servers, times, idle_s = (10, 3, 1) if lab.quick else (300, 15, 20)
     arguments = (lab.fresh("pulled"), servers, times, idle_s, _ONE_WAY_S, _STORE_S)
     found = job("jobs_fleet:pulled", *arguments).result
     what = f"a delta in a store to the last of {servers} servers, polled each second"
@@ -47,7 +47,7 @@ def store(lab: Lab) -> Iterator[Row]:
 
 def thousand(lab: Lab) -> Iterator[Row]:
     """More servers than one agent should have."""
-    servers, times, idle_s = (20, 2, 1) if lab.quick else (1000, 6, 10)
+    servers, times, idle_s = (20, 2, 1) if lab.quick else (1000, 5, 15)
     found = job("jobs_fleet:alone", lab.fresh("thousand"), servers, times, idle_s, _ONE_WAY_S).result
     yield from _to_the_last(f"a delta in a directory to the last of {servers:,} servers", found["delays"])
     yield from _burdens(found, at_most=None)
@@ -55,21 +55,24 @@ def thousand(lab: Lab) -> Iterator[Row]:
 
 def copies(lab: Lab) -> Iterator[Row]:
     """What hundreds of copies of one bucket ask for, and what that costs."""
-    number = 3 if lab.quick else 300
-    found = job("jobs_fleet:copies", lab.fresh("copies"), number).result
-    for what in ("first", "nothing new", "delta"):
+    number, watch_s = (3, 10) if lab.quick else (300, 30)
+    found = job("jobs_fleet:copies", lab.fresh("copies"), number, watch_s).result
+    for what in ("first", "delta"):
         asked = found[what]
         assert asked["writes"] == 0
-        requests = count(number * (asked["listings"] + asked["reads"]))
-        yield Row(f"requests of {number} copies: {what}", requests)
-    idle, delta = found["nothing new"], found["delta"]
-    for every_s, deltas in ((1, 60), (10, 60), (1, 3600)):
-        looks = _HOUR / every_s
-        reads = number * (looks * idle["reads"] + deltas * (delta["reads"] - idle["reads"]))
-        listings = number * (looks * idle["listings"] + deltas * (delta["listings"] - idle["listings"]))
-        cents = count(100 * (reads * _READ + listings * _LISTING))
-        label = f"  an hour, polled every {every_s} s, {deltas:,} deltas; stock: cents at list prices"
-        yield Row(label, count(reads + listings), stock=cents)
+        yield Row(
+            f"requests of {number} copies: {what}", count(number * (asked["listings"] + asked["reads"]))
+        )
+    delta = found["delta"]
+    for every_s, deltas in ((1, 60), (10, 60), (1, _HOUR)):
+        idle, per_hour = found[f"every {every_s} s"], dict[str, float]()
+        for kind in ("reads", "listings"):  # a look that finds a delta reads the head, too, as any other
+            looks = every_s * idle[kind] if kind == "reads" else 0
+            per_hour[kind] = number * (_HOUR * idle[kind] + deltas * (delta[kind] - looks))
+        label = f"  an hour, a look every {every_s} s, {deltas:,} deltas"
+        yield Row(label, count(sum(per_hour.values())))
+        dollars = per_hour["reads"] * _READ + per_hour["listings"] * _LISTING
+        yield Row("    cents at list prices", count(100 * dollars))
 
 
 def _to_the_last(what: str, delays: Sequence[Sequence[float]], at_most: float | None = None) -> Iterator[Row]:

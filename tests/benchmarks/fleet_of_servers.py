@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.fleet_of_servers MODEL COUNT DELAY`: one process that speaks as many model servers.
+"""`python -m tests.benchmarks.fleet_of_servers MODEL COUNT DELAY`: one process as many model servers.
 
-Each has a port of its own, serves the newest base of a model, and moves to the position that an update asks for.
-It reads nothing of what is published, so that hundreds cost little beside the agent that is measured. A call
-takes `DELAY` seconds to arrive, and its answer as long. The process prints its ports; then each line of its input
-is a request, and each line that it prints the answer: see `Fleet`.
+Each has a port of its own, serves the newest base of a model, and moves to the position that an update asks
+for. It reads nothing of what is published, so that hundreds cost little beside the agent that is measured. A
+call takes `DELAY` seconds to arrive, and its answer as long. The process prints its ports; then each line of
+its input is a request, and each line that it prints the answer: see `Fleet`.
 """
 
 from __future__ import annotations

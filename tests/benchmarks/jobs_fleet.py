@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support.setting import FIRST, followed
 
 _PAUSE_S = (0.7, 1.3)
 """Between publications, by chance: in step with nothing that the agent does each second, or each five."""
+_AT_ONCE = 16
 _URL = f"s3://{BUCKET}/model"
 
 
@@ -93,7 +95,7 @@ class World:
 @contextmanager
 def _world(directory: Path, targets: int, one_way_s: float, *pull: object) -> Iterator[World]:
     """An agent with so many servers, all of which are at the newest position."""
-    place, model = (_URL, directory / "copy" / "model") if pull else (str(directory / "model"),) * 2
+    place, model = (_URL, directory.parent / "copy" / "model") if pull else (str(directory / "model"),) * 2
     trainer = followed(directory)
     went_on(trainer, FIRST + 1)
     assert incr(trainer, place).code == 0
@@ -157,7 +159,7 @@ def pulled(
     store_s: str,
 ) -> dict[str, Any]:
     """From a publication in a store to the servers of an agent that fetches it; and the agent's requests."""
-    place = Path(directory)
+    place = Path(directory) / "store"
     with timer, ExitStack() as stack:
         publisher, _ = stack.enter_context(directory_store(place, float(store_s)))
         environment, traffic = stack.enter_context(directory_store(place, float(store_s)))
@@ -190,43 +192,61 @@ def _measured(world: World, times: int, idle_s: float, traffic: Traffic | None =
     }
 
 
-def copies(timer: Timer, directory: str, copies: str) -> dict[str, Any]:
-    """What so many copies of one bucket ask for: at first, when nothing is new, and for a delta.
+def copies(timer: Timer, directory: str, copies: str, watch_s: str) -> dict[str, Any]:
+    """What so many copies of one bucket ask for: at first, for a delta, and while nothing is new.
 
-    Each request is `(method, kind)`, of kinds that stores charge for. Fails if a copy lacks a byte.
+    Each is requests by kinds that stores charge for. `every 1 s` and `every 10 s`: what one copy asks
+    for in a second if it looks so often. Fails if a copy lacks a byte.
     """
-    place, count = Path(directory), int(copies)
-    with timer, directory_store(place) as (environment, traffic):
+    place, beside, count = Path(directory) / "store", Path(directory), int(copies)
+    with timer, ExitStack() as stack:
+        environment, traffic = stack.enter_context(directory_store(place))
+        pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
         os.environ.update(environment)
         trainer = followed(place)
         went_on(trainer, FIRST + 1)
         assert incr(trainer, _URL).code == 0
-        here = [
-            LocalCopy(_URL, place / "copies" / str(number) / "model", prune=True) for number in range(count)
-        ]
+        models = [beside / "copies" / str(number) / "model" for number in range(count)]
+        here = [LocalCopy(_URL, model, prune=True) for model in models]
         found: dict[str, Any] = {}
-        for what in ("first", "settled", "nothing new", "delta"):
+        for what in ("first", "delta"):
             if what == "delta":
                 went_on(trainer, trainer.step + 1)
                 assert incr(trainer, _URL).code == 0
             traffic.requests.clear()
-            for copy in here:
-                assert copy.update().position == trainer.step
+            assert {done.position for done in pool.map(LocalCopy.update, here)} == {trainer.step}
             found[what] = _charged(traffic, count)
         served = _files(place / "model")
-        for number in range(count):
-            assert _files(place / "copies" / str(number) / "model").items() >= served.items()
+        assert all(found.items() >= served.items() for found in pool.map(_files, models))
+        watches = {every: stack.enter_context(directory_store(place)) for every in (1, 10)}
+        watching = []
+        for every, (environment, traffic) in watches.items():
+            os.environ.update(environment)
+            copy = LocalCopy(_URL, beside / "watching" / str(every) / "model", prune=True)
+            copy.update()
+            traffic.requests.clear()
+            watching.append(pool.submit(_watch, copy, every, float(watch_s)))
+        for each in watching:
+            each.result()
+        for every, (_, traffic) in watches.items():
+            found[f"every {every} s"] = _charged(traffic, float(watch_s))
         return found
 
 
-def _charged(traffic: Traffic, count: int) -> dict[str, float]:
-    """Requests a copy, by what stores charge: listings as writes, reads; and the bytes that came."""
+def _watch(copy: LocalCopy, every_s: float, watch_s: float) -> None:
+    for _ in range(round(watch_s / every_s)):
+        time.sleep(every_s)
+        assert copy.update().fetched == ()
+
+
+def _charged(traffic: Traffic, among: float) -> dict[str, float]:
+    """Requests by what stores charge for: listings as writes, reads; and the bytes that came."""
     listings = sum("list-type" in path for _, path, _ in traffic.requests)
     writes = sum(method in ("PUT", "POST") for method, _, _ in traffic.requests)
     reads = sum(method in ("GET", "HEAD") for method, _, _ in traffic.requests) - listings
     kinds = {"listings": listings, "writes": writes, "reads": reads}
     bytes_ = sum(size for _, _, size in traffic.requests)
-    return {name: value / count for name, value in {**kinds, "bytes": bytes_}.items()}
+    return {name: value / among for name, value in {**kinds, "bytes": bytes_}.items()}
 
 
 def _files(model: Path) -> dict[str, bytes]:
