@@ -249,11 +249,19 @@ def _settled(
 def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpoint]) -> Ends:
     """The tensors of a signature in the served graph."""
     inputs = {tensor: InputKind(served_shape(index, tensor), index.dtype(tensor)) for tensor in ends.inputs}
-    sparse = [tuple(moved.get(t, t) for t in group) for group in sparse_inputs(inputs, ends.inputs)]
+    groups = sparse_inputs(inputs, ends.inputs)
+    parts = {tensor for group in groups for tensor in group}
+
+    def is_loose(tensor: Endpoint) -> bool:
+        """True for what a sparse tensor's node gives beside its places, which are not asked."""
+        return tensor not in parts and tensor.output == 1 and index.shape(tensor) == (-1,)
+
+    sparse = [tuple(moved.get(t, t) for t in group) for group in groups]
     return Ends(
         {moved.get(tensor, tensor): given for tensor, given in inputs.items()},
         [moved.get(tensor, tensor) for tensor in ends.outputs],
         [(indices, values, shape) for indices, values, shape in sparse],
+        [moved.get(tensor, tensor) for tensor in inputs if groups and is_loose(tensor)],
     )
 
 

@@ -6,7 +6,7 @@ is repeated to fill a batch. Graphs that mix rows keep their size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +15,10 @@ import pytest
 import tensorflow as tf
 
 from exporter.graph.load import GraphRequest, load_graph
+from tests.support.fixed_batches import BATCH, WORDS, batches, loaded, own_answer, request_of, rows_of, table
 from tests.support.graph_runs import serve, train
 
-BATCH = 8
 v1 = tf.compat.v1
-WORDS = ["red", "green", "blue", "black"]
-
-
-def batches(sparse: bool) -> Any:
-    """A batch of ids, numbers and words; with sparse ones of any length beside them."""
-    dense = {
-        "ids": np.arange(64, dtype=np.int64) % 7,
-        "price": np.linspace(0, 3, 64, dtype=np.float32),
-        "word": np.array(([*WORDS, "other"]) * 13)[:64].astype(object),
-        "vector": np.ones((64, 3), np.float32),
-        "steps": np.ones((64, 5, 2), np.float32),
-    }
-    data = tf.data.Dataset.from_tensor_slices(dense)
-    if sparse:
-
-        def lists(row: Any) -> Any:
-            few = tf.range(row["ids"] % 4, dtype=tf.int64)
-            return row | {"bag": tf.sparse.from_dense(few + 1)}
-
-        data = data.map(lists)
-    iterator = v1.data.make_initializable_iterator(data.repeat().batch(BATCH, drop_remainder=True))
-    v1.add_to_collection(v1.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
-    return iterator.get_next()
-
-
-def table(rows: int, parts: int, name: str = "table", width: int = 4) -> Any:
-    partitioner = v1.fixed_size_partitioner(parts) if parts > 1 else None
-    start = v1.random_uniform_initializer(-1, 1, seed=5)
-    return v1.get_variable(name, [rows, width], initializer=start, partitioner=partitioner)
 
 
 def lookup(strategy: str, parts: int) -> Callable[[Any], Any]:
@@ -157,144 +128,128 @@ def bags_in_parts(row: Any) -> Any:
     return v1.nn.safe_embedding_lookup_sparse(parts, _bag(row), combiner="mean", partition_strategy="mod")
 
 
+def bare_bags(row: Any) -> Any:
+    """The lookup that takes no empty rows: a last one without values gets no answer."""
+    found = v1.nn.embedding_lookup_sparse(table(11, 1), _bag(row), None, combiner="mean")
+    return tf.concat([found, tf.ones([BATCH, 1])], 1)
+
+
+def weighted_bags(row: Any) -> Any:
+    bag, weights = _bag(row), tf.sparse.reshape(row["weight"], [BATCH, -1])
+    return v1.nn.safe_embedding_lookup_sparse([table(11, 1)], bag, weights, combiner="sqrtn")
+
+
+def sparse_columns(row: Any) -> Any:
+    """Columns of many categories a row: weighted, shared, crossed, counted."""
+    import tf_keras
+
+    fc = tf.feature_column
+    ids = fc.categorical_column_with_identity("bag", 8)
+    alone = fc.categorical_column_with_identity("ids", 8)
+    weighted = fc.weighted_categorical_column(ids, "weight")
+    shared = fc.shared_embeddings([ids, alone], 3)
+    crossed = fc.crossed_column([ids, "word"], 16)
+    found = [fc.embedding_column(weighted, 2), fc.indicator_column(weighted), fc.indicator_column(crossed)]
+    return tf_keras.layers.DenseFeatures([*found, *shared])(row)
+
+
+def weighted_dense(row: Any) -> Any:
+    """Ids and weights in dense matrices, of which zeros are left out."""
+    fc = tf.feature_column
+    ids = tf.stack([row["ids"], row["ids"] + 1], 1)
+    weights = tf.stack([row["price"] + 0.5, row["vector"][:, 0]], 1)
+    weighted = fc.weighted_categorical_column(fc.categorical_column_with_identity("pair", 9), "weights")
+    column = fc.embedding_column(weighted, 3, combiner="sum")
+    return v1.feature_column.input_layer({"pair": ids, "weights": weights}, [column])
+
+
+def sequence_columns(row: Any) -> Any:
+    """Sequences of categories and their lengths, through a recurrent layer that masks what is behind them."""
+    import tf_keras
+
+    fc = tf.feature_column
+    ids = fc.sequence_categorical_column_with_identity("bag", 8)
+    columns = [fc.embedding_column(ids, 3), fc.sequence_numeric_column("weight")]
+    layer = tf_keras.experimental.SequenceFeatures(columns)
+    steps, lengths = layer({"bag": row["bag"], "weight": row["weight"]})
+    mask = tf.sequence_mask(lengths, tf.shape(steps)[1])
+    return tf_keras.layers.GRU(4)(tf.reshape(steps, [BATCH, -1, 4]), mask=mask)
+
+
+def both_ways(row: Any) -> Any:
+    """A recurrent layer in both directions, over as many steps as a row has."""
+    import tf_keras
+
+    lengths = row["ids"] % 5 + 1
+    layer = tf_keras.layers.Bidirectional(tf_keras.layers.LSTM(3, return_sequences=True))
+    found = layer(row["steps"], mask=tf.sequence_mask(lengths, 5))
+    return tf.reshape(found, [BATCH, 30])
+
+
+def attended(row: Any) -> Any:
+    """Heads of attention over the steps of a row, with the places behind its length masked."""
+    wide = tf.reshape(
+        tf.matmul(tf.reshape(row["steps"], [BATCH * 5, 2]), table(2, 1, "q", 8)), [BATCH, 5, 2, 4]
+    )
+    heads = tf.transpose(wide, [0, 2, 1, 3])
+    scores = tf.matmul(heads, heads, transpose_b=True)
+    mask = tf.tile(tf.sequence_mask(row["ids"] % 5 + 1, 5)[:, None, None], [1, 2, 5, 1])
+    scores = tf.where(mask, scores, tf.fill([BATCH, 2, 5, 5], -1e9))
+    mixed = tf.transpose(tf.matmul(tf.nn.softmax(scores), heads), [0, 2, 1, 3])
+    return tf.reshape(mixed, [BATCH, 40])
+
+
+def widened(row: Any) -> Any:
+    """Convolutions and their transposes, which name the size of what they give."""
+    images = tf.reshape(row["steps"], [BATCH, 5, 2, 1])
+    kernel = tf.reshape(table(9, 1, "w", 4), [3, 3, 4, 1])
+    found = tf.nn.conv2d_transpose(images, kernel, [BATCH, 10, 4, 4], 2)
+    found = tf.nn.depthwise_conv2d(found, tf.reshape(table(4, 1, "d", 9), [3, 3, 4, 1]), [1, 2, 2, 1], "SAME")
+    found = tf.image.resize(found, [3, 3])
+    return tf.reshape(tf.nn.avg_pool2d(found, 2, 1, "VALID"), [BATCH, 16])
+
+
+def row_by_row(row: Any) -> Any:
+    """A loop over the rows of a batch."""
+    kernel = table(3, 1, "w", 4)
+    return tf.map_fn(lambda one: tf.linalg.matvec(kernel, one, transpose_a=True), row["vector"])
+
+
+def normalised_by_averages(row: Any) -> Any:
+    """Batch normalisation that takes its moving averages, unless a request says that it trains."""
+    training = v1.placeholder_with_default(False, [], name="training")
+    images = tf.reshape(row["vector"], [BATCH, 1, 1, 3])
+    mean, variance = tf.nn.moments(images, [0, 1, 2])
+    scale = v1.get_variable("variance", [3], initializer=v1.ones_initializer())
+    mean = tf.cond(training, lambda: mean, lambda: table(1, 1, "mean", 3)[0])
+    variance = tf.cond(training, lambda: variance, lambda: scale + 0.0)
+    found = tf.nn.batch_normalization(images, mean, variance, None, None, 1e-3)
+    return tf.reshape(tf.nn.dropout(found, tf.where(training, 0.5, 0.0)), [BATCH, 3])
+
+
 DENSE = [
     *(lookup(strategy, parts) for strategy in ("mod", "div") for parts in (2, 5)),
-    in_parts_twice, columns, linear, sequence, in_a_function, while_of_functions, branches,
+    in_parts_twice, columns, linear, sequence, in_a_function, while_of_functions, branches, weighted_dense,
+    both_ways, attended, widened, row_by_row, normalised_by_averages,
 ]  # fmt: skip
-SPARSE = [bags("sum"), bags("mean"), bags("sqrtn"), bags_in_parts]
-OF_TF2 = {while_of_functions, branches}
-
-
-def loaded(tmp_path: Path, build: Callable[[Any], Any], *, sparse: bool = False) -> Any:
-    def graph(_: Any) -> None:
-        row = batches(sparse)
-        graph.names = dict(row)  # type: ignore[attr-defined]
-        tf.identity(build(row), name="scores")
-
-    trained = train(tmp_path, graph, control_flow_v2=build in OF_TF2)
-    inputs: dict[str, str] = {}
-    for name, tensor in graph.names.items():  # type: ignore[attr-defined]
-        if isinstance(tensor, tf.SparseTensor):
-            for at, part in enumerate(("indices", "values", "dense_shape")):
-                inputs[f"{name}_{part}"] = f"{tensor.indices.op.name}:{at}"
-        else:
-            inputs[name] = tensor.name
-    used = inputs_used(trained.graph, inputs)
-    request = GraphRequest(model=trained.meta, inputs=used, outputs={"scores": "scores"})
-    return trained, load_graph(request), used
-
-
-def inputs_used(graph: Any, inputs: Mapping[str, str]) -> dict[str, str]:
-    """The inputs that the scores are computed from."""
-    pending, seen = [graph.get_operation_by_name("scores")], set()
-    tensors = set[str]()
-    while pending:
-        op = pending.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
-        for tensor in op.inputs:
-            tensors.add(tensor.name)
-            if tensor.name not in inputs.values():
-                pending.append(tensor.op)
-    return {name: tensor for name, tensor in inputs.items() if tensor in tensors}
-
-
-def rows_of(count: int, sparse: bool) -> list[dict[str, Any]]:
-    random = np.random.default_rng(count)
-    rows: list[dict[str, Any]] = []
-    for at in range(count):
-        row = {
-            "ids": np.int64(random.integers(0, 7)),
-            "price": np.float32(random.uniform(0, 3)),
-            "word": [*WORDS, "unknown"][at % 5].encode(),
-            "vector": random.normal(size=3).astype(np.float32),
-            "steps": random.normal(size=(5, 2)).astype(np.float32),
-        }
-        if sparse:
-            row["bag"] = random.integers(0, 7, at % 4).astype(np.int64)
-        rows.append(row)
-    return rows
-
-
-def request_of(rows: list[dict[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in names:
-        if not name.startswith("bag_"):
-            values = [row[name] for row in rows]
-            found[name] = np.array(values, object) if name == "word" else np.array(values)
-    if "bag_values" in names:
-        places = [(at, step) for at, row in enumerate(rows) for step in range(len(row["bag"]))]
-        found["bag_indices"] = np.array(places, np.int64).reshape(-1, 2)
-        found["bag_values"] = np.concatenate([row["bag"] for row in rows]).astype(np.int64)
-        found["bag_dense_shape"] = np.array([len(rows), 4], np.int64)
-    return {name: value for name, value in found.items() if name in names}
-
-
-def own_answer(trained: Any, names: Mapping[str, str], row: dict[str, Any]) -> Any:
-    feeds = {names[name]: value for name, value in request_of([row] * BATCH, names).items()}
-    return trained.run("scores:0", feeds)[0]
+SPARSE = [
+    bags("sum"), bags("mean"), bags("sqrtn"), bags_in_parts, bare_bags, weighted_bags, sparse_columns,
+    sequence_columns,
+]  # fmt: skip
+NEVER_EMPTY = {bare_bags}
+OF_TF2 = {while_of_functions, branches, sequence_columns}
 
 
 @pytest.mark.parametrize("build", DENSE + SPARSE, ids=lambda build: build.__name__)
 def test_rows_that_keep_apart_are_opened(build: Any, tmp_path: Path) -> None:
     sparse = build in SPARSE
-    trained, graph, names = loaded(tmp_path, build, sparse=sparse)
+    trained, graph, names = loaded(tmp_path, build, sparse=sparse, of_tf2=build in OF_TF2)
     assert any("as an experiment found" in note for note in graph.notes), graph.notes
     for count in (1, 3, BATCH, 2 * BATCH + 1):
-        rows = rows_of(count, sparse)
+        rows = rows_of(count, sparse, fewest=1 if build in NEVER_EMPTY else 0)
         served = serve(graph, trained.value, request_of(rows, names))["scores"]
         expected = [own_answer(trained, names, row) for row in rows]
         np.testing.assert_allclose(served, expected, atol=1e-5)
-
-
-def normalised(row: Any) -> Any:
-    """Batch normalisation by the statistics of the request."""
-    scale, offset = tf.ones([3]), tf.zeros([3])
-    images = tf.reshape(row["vector"], [BATCH, 1, 1, 3])
-    found, *_ = v1.nn.fused_batch_norm(images, scale, offset, is_training=True)
-    return tf.reshape(found, [BATCH, 3]) * table(1, 1, "w", 3)[0]
-
-
-def in_batch_softmax(row: Any) -> Any:
-    """The items of all rows as candidates of each."""
-    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
-    return tf.reshape(tf.nn.softmax(tf.matmul(users, users, transpose_b=True)), [BATCH, BATCH])
-
-
-def contrastive(row: Any) -> Any:
-    """Scores less those of the row behind, as a loss of pairs has them."""
-    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
-    return users - tf.roll(users, 1, 0)
-
-
-def ranked(row: Any) -> Any:
-    """Each row's place among the others."""
-    scores = tf.reduce_sum(tf.nn.embedding_lookup(table(11, 1), row["ids"]), 1)
-    return tf.argsort(tf.reshape(scores, [BATCH]))
-
-
-def randomised(row: Any) -> Any:
-    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
-    return users * tf.random.uniform([BATCH, 4])
-
-
-def class_of_mixed(row: Any) -> Any:
-    """A class alone is served, and hides that its scores depend on other rows."""
-    users = tf.nn.embedding_lookup(table(11, 1), row["ids"])
-    return tf.argmax(users - tf.reduce_sum(users, 0, keepdims=True) / float(BATCH) * 1e-2, 1)
-
-
-MIXING = [normalised, in_batch_softmax, contrastive, ranked, randomised, class_of_mixed]
-
-
-@pytest.mark.parametrize("build", MIXING, ids=lambda build: build.__name__)
-def test_rows_that_are_mixed_keep_their_size(build: Any, tmp_path: Path) -> None:
-    _, graph, _ = loaded(tmp_path, build)
-    (note,) = (note for note in graph.notes if "rows" in note)
-    assert note.startswith("only requests of 8 rows are answered"), note
-    infos = graph.meta_graph.signature_def["serving_default"].inputs.values()
-    assert {info.tensor_shape.dim[0].size for info in infos} == {BATCH}
 
 
 def test_an_input_that_is_not_by_rows_stays_as_it_is(tmp_path: Path) -> None:
@@ -314,3 +269,53 @@ def test_an_input_that_is_not_by_rows_stays_as_it_is(tmp_path: Path) -> None:
     found = serve(served, trained.value, {"vector": x, "weights": weights})["scores"]
     expected = trained.run("scores:0", {graph.vector: np.ones((BATCH, 3)), "weights:0": weights})  # type: ignore[attr-defined]
     np.testing.assert_allclose(found, expected[:5], atol=1e-6)
+
+
+def fed(x: Any) -> Any:
+    return tf.matmul(x, table(3, 1, "w", 4))
+
+
+UNSAID: dict[str, Callable[[Any], Any]] = {
+    "reshape": lambda x: tf.reshape(fed(x), [BATCH, 2, 2]),
+    "zeros": lambda x: tf.concat([fed(x), tf.zeros([BATCH, 2])], 1),
+    "state": lambda x: tf.tanh(fed(x) + tf.zeros([BATCH, 4])),
+    "constant": lambda x: fed(x) * tf.constant(2.0, shape=[BATCH, 4]),
+    "slice": lambda x: tf.slice(fed(x), [0, 0], [BATCH, 2]),
+    "tile": lambda x: tf.concat([fed(x), tf.tile(tf.constant([[1.0, 2.0]]), [BATCH, 1])], 1),
+    "places": lambda x: tf.gather_nd(fed(x), tf.stack([tf.range(BATCH), tf.fill([BATCH], 1)], 1)),
+}
+
+
+def of_any(tmp_path: Path, build: Callable[[Any], Any]) -> Any:
+    """A graph whose input says that any number of rows may come, though the graph has one."""
+
+    def graph(_: Any) -> None:
+        tf.identity(build(v1.placeholder(tf.float32, [None, 3], name="x")), name="scores")
+
+    trained = train(tmp_path, graph)
+    request = GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"scores": "scores"})
+    return trained, load_graph(request)
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_a_size_that_the_input_does_not_say_is_opened(name: str, tmp_path: Path) -> None:
+    trained, graph = of_any(tmp_path, UNSAID[name])
+    for count in (1, 3, BATCH, 2 * BATCH + 1):
+        x = np.random.default_rng(count).normal(size=(count, 3)).astype(np.float32)
+        served = serve(graph, trained.value, {"x": x})["scores"]
+        expected = [trained.run("scores:0", {"x:0": np.tile(row, (BATCH, 1))}) for row in x]
+        of_row = [answer[0] for answer in expected]
+        np.testing.assert_allclose(served, of_row, atol=1e-5)
+
+
+def test_a_constant_that_is_no_batch_size_changes_nothing(tmp_path: Path) -> None:
+    """Eight equal rows that are summed up, and eight places: the graph takes any number of rows."""
+
+    def build(x: Any) -> Any:
+        wide = tf.matmul(fed(x), tf.fill([4, BATCH], 0.5))
+        return tf.matmul(wide, tf.constant(2.0, shape=[BATCH, 4]))
+
+    _, graph = of_any(tmp_path, build)
+    assert not any("rows" in note for note in graph.notes), graph.notes
+    (info,) = graph.meta_graph.signature_def["serving_default"].inputs.values()
+    assert info.tensor_shape.dim[0].size == -1

@@ -11,18 +11,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
 
-from exporter.graph.batch.laboratory import Ends, Population, laboratory, populations
-from exporter.graph.batch.slots import DECLARED, CannotOpen, Counter, Opened, Slot, opened, slots_of
+from exporter.graph.batch.laboratory import Ends, Population, laboratory, populations, stranger
+from exporter.graph.batch.slots import (
+    DECLARED,
+    CannotOpen,
+    Counter,
+    Opened,
+    Slot,
+    opened,
+    rows_are_equal,
+    slots_of,
+)
 from exporter.graph.functions import reachable
 from exporter.graph.nodes import (
     ENTERS,
     SWITCHES,
     all_before,
+    attr,
     attr_dtype,
     closure,
     const_value,
@@ -30,6 +41,7 @@ from exporter.graph.nodes import (
     endpoint,
     node_of,
     readers_of,
+    shape_of,
 )
 from exporter.graph.servable import called_functions
 from exporter.graph.session import GraphSession, RunFailed
@@ -123,13 +135,18 @@ class Experiment:
             self._open(session, Opened(dict(self._laboratory.nodes), dict(self._library)))
         except RunFailed as error:
             raise Failed(error.node, f"cannot be run: {error}") from None
-        trials = [self._asked(session, one) for one in self._ends]
+        trials = [trial for one in self._ends for trial in self._asked(session, one)]
         # what an attribute declares can be left open at no risk
         declared = {slot for found in self._slots.values() for slot in found if slot.what in DECLARED}
         return self._search(session, trials, frozenset(slot for slot in declared if slot.at == 0))
 
-    def traced_rows(self, session: GraphSession, reshapes: Sequence[str]) -> int | None:
-        """The number of rows for which one of these Reshapes has its numbers; None if none says it."""
+    def traced_rows(
+        self, session: GraphSession, reshapes: Sequence[str], candidates: Sequence[int]
+    ) -> int | None:
+        """The rows for which a Reshape has its numbers, or the one candidate that the graph takes.
+
+        None if neither is found.
+        """
         nodes = self._laboratory.nodes
         self._open(session, Opened(dict(nodes), dict(self._library)))
         (ends,) = self._ends
@@ -147,7 +164,20 @@ class Experiment:
                     continue
             if sizes and sizes[1] == 2 * sizes[0] > 0 and total % sizes[0] == 0:
                 return total // sizes[0]
+        for rows in candidates:
+            if self._takes(session, rows) and not any(self._takes(session, rows + by) for by in (-1, 1)):
+                return rows
         return None
+
+    def _takes(self, session: GraphSession, rows: int) -> bool:
+        """True if the graph gives as many rows as it is asked, of some population."""
+        (ends,) = self._ends
+        files, outputs = [*self._files.values()], [*map(str, ends.outputs)]
+        for population in populations(self._laboratory.nodes, ends, self._laboratory.heights, rows, files):
+            with suppress(RunFailed):
+                found = session.run(outputs, population.feeds(np.arange(rows)))
+                return all(value.shape[:1] == (rows,) for value in found)
+        return False
 
     def _open(self, session: GraphSession, graph: Opened) -> None:
         self._runs += 1
@@ -163,7 +193,7 @@ class Experiment:
 
     # --- the graph as its author left it ---
 
-    def _asked(self, session: GraphSession, ends: Ends) -> _Trial:
+    def _asked(self, session: GraphSession, ends: Ends) -> list[_Trial]:
         """The answers at the graph's own size; Failed if it gives none, or mixes rows."""
         files, heights = [*self._files.values()], self._laboratory.heights
         failure, count = Failed("", "no requests could be made up"), 2 * self._batch + 1
@@ -174,22 +204,47 @@ class Experiment:
                 failure = Failed(error.node, f"does not run at its own size: {error}")
                 continue
             if any(len(each) == count and (each != each[:1]).any() for each in trial.answers.values()):
-                return trial
+                self._draws_nothing(session, ends, trial)
+                return [trial, *self._rarely(session, ends, population)]
             failure = Failed("", "random rows all get the same answer, which shows nothing")
         raise failure
+
+    def _rarely(self, session: GraphSession, ends: Ends, population: Population) -> Iterator[_Trial]:
+        """Yield trials of rows that a graph may treat in another way; none of those that it refuses."""
+        for strange in stranger(population, self._batch):
+            with suppress(RunFailed):
+                yield self._answered(session, ends, strange)
+
+    def _draws_nothing(self, session: GraphSession, ends: Ends, trial: _Trial) -> None:
+        """Failed if answers depend on random numbers, however rarely: these are given their extremes."""
+        nodes, inside, rows = self._laboratory.nodes, self._in_branches(), np.arange(self._batch)
+        before = all_before(nodes, ends.outputs, ends.inputs)
+        drawing = [f"{name}:0" for name in before if nodes[name].op in _DRAWN and name not in inside]
+        if not drawing:
+            return
+        feeds = trial.population.feeds(rows)
+        outputs = [*map(str, ends.outputs)]
+        expected, drawn = session.run(outputs, feeds), session.run(drawing, feeds)
+        for name, values in zip(drawing, drawn, strict=True):
+            for extreme in _DRAWN[nodes[endpoint(name).node].op]:
+                found = session.run(outputs, {**feeds, name: np.full_like(values, extreme)})
+                if not all(map(_close, expected, found)):
+                    raise Failed(endpoint(name).node, "draws random numbers")
 
     def _answered(self, session: GraphSession, ends: Ends, population: Population) -> _Trial:
         tensors = [*dict.fromkeys([*map(str, ends.outputs), *self._behind(ends)])]
         count = 2 * self._batch + 1
-        rows = np.random.default_rng(count).permutation(count)
+        orders = np.random.default_rng(count).permutation(count), np.arange(count)[::-1]  # row 0 may be empty
         straight = self._in_chunks(session, tensors, population, np.arange(count))
-        mixed = self._in_chunks(session, tensors, population, rows)
+        mixed = [(rows, self._in_chunks(session, tensors, population, rows)) for rows in orders]
         answers = {}
         for name in tensors:
-            answers[name], again = (self._by_rows(name, found[name]) for found in (straight, mixed))
-            expected = answers[name][rows] if len(answers[name]) == count else answers[name]
-            if not _close(expected, again):
-                raise self._mixing(session, ends, population, name)
+            answers[name] = self._by_rows(name, straight[name])
+            for rows, found in mixed:
+                again = self._by_rows(name, found[name])
+                expected = answers[name][rows] if len(answers[name]) == count else answers[name]
+                if not _close(expected, again):
+                    raise self._mixing(session, ends, population, name)
             if is_floating(again) and not np.isfinite(again.astype(np.float64)).any():
                 raise Failed(endpoint(name).node, "is not a number with random variables")
         return _Trial(population, answers)
@@ -223,6 +278,9 @@ class Experiment:
     def _by_rows(self, name: str, chunks: Sequence[Array]) -> Array:
         """The rows of an answer in chunks; the first chunk if it does not depend on the request."""
         first = chunks[0]
+        if any(chunk.shape != first.shape for chunk in chunks):  # as where nothing is for an empty last row
+            node = endpoint(name).node
+            raise RunFailed("", f"{node!r} has {first.shape} once, another shape at another time", node)
         if first.ndim and first.shape[0] and first.shape[0] % self._batch == 0:
             each = first.shape[0] // self._batch
             found = np.concatenate(chunks).reshape(-1, each, *first.shape[1:])
@@ -367,9 +425,7 @@ class Experiment:
 
 def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
     """The Reshapes behind a signature's inputs whose constant targets leave no number open, inputs first."""
-    readers = readers_of(nodes.values())
-    asked = closure((t.node for t in ends.inputs), lambda name: (r.name for r in readers.get(name, ())))
-    found = []
+    asked, found = _asked_from(nodes, ends), []
     for name in asked:
         inputs = data_inputs(nodes[name]) if nodes[name].op == "Reshape" else []
         if len(inputs) == 2 and inputs[0].node in asked:
@@ -379,10 +435,45 @@ def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
     return found
 
 
+def fixed_sizes(nodes: Mapping[str, Proto], ends: Ends) -> list[int]:
+    """The numbers of rows that constants make or keep: one may be a batch size that no input says."""
+    asked, found = _asked_from(nodes, ends), dict[int, None]()
+    for name, node in nodes.items():
+        inputs = data_inputs(node)
+        if (at := _SIZED.get(node.op)) is not None and at < len(inputs):
+            value = const_value(nodes.get(inputs[at].node))
+            if value is not None and value.size and value.dtype.kind == "i":
+                found[int(value.ravel()[0])] = None
+        for tensor in inputs if name in asked else ():
+            source = nodes.get(tensor.node)
+            if source is not None and source.op == "Const":
+                shape = shape_of(attr(source, "value").tensor.tensor_shape) or ()
+                if len(shape) > 1 and min(shape) > 0 and rows_are_equal(source, 0):
+                    found[shape[0]] = None
+    return sorted((size for size in found if size > 1), reverse=True)[:_MOST_SIZES]
+
+
+def _asked_from(nodes: Mapping[str, Proto], ends: Ends) -> Mapping[str, None]:
+    """The nodes behind a signature's inputs, inputs first."""
+    readers = readers_of(nodes.values())
+    return closure((t.node for t in ends.inputs), lambda name: (r.name for r in readers.get(name, ())))
+
+
+# Operations that make, or keep, as many rows as the first number of an input says, and which input that is.
+_SIZED = {"Fill": 0, "Tile": 1, "BroadcastTo": 1, "Slice": 2}
+_MOST_SIZES = 8
 # Operations whose floats are scores, or lead to them.
 _SCORES = frozenset(
     {"BiasAdd", "MatMul", "Add", "AddV2", "AddN", "Softmax", "Sigmoid", "Mul", "BatchMatMulV2"}
 )
+
+
+# Operations that draw numbers, and about the least and the greatest of them.
+_DRAWN = {
+    "RandomUniform": (0.0, 1 - 2.0**-7),
+    "RandomStandardNormal": (-9.0, 9.0),
+    "TruncatedNormal": (-1.9, 1.9),
+}
 
 
 def _is_float(node: Proto) -> bool:

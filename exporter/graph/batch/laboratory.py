@@ -37,7 +37,7 @@ from exporter.graph.nodes import (
 )
 from exporter.storage.files import read_regular
 from exporter.wire import protos
-from exporter.wire.dtypes import Array, DType
+from exporter.wire.dtypes import Array, DType, is_floating
 from exporter.wire.protos import Proto
 
 _ROWS = 61  # of a table; a prime, so that ids do not meet by chance
@@ -45,6 +45,7 @@ _MOST_ELEMENTS = 64 << 20  # of all variables that are read whole
 _MOST_WORDS = 1_000
 _MOST_FILE_BYTES = 1 << 20  # of a vocabulary, for its words
 _STEPS = 4  # of an input's dimension of any length, and the longest row of a sparse one
+_SPREADS = (10.0, 1000.0)  # of floats that are not as usual
 _LIMITS = (1_000, 100, 10, 2)  # below which integers are drawn, if the graph accepts no greater ones
 _FAR = 100.0  # times the usual floats: beyond thresholds, so that branches and limits have an effect
 
@@ -56,16 +57,22 @@ class NoLaboratory(Exception):
 class Ends(Struct, frozen=True):
     """The tensors of one signature: inputs with their shapes (-1: any size) and dtypes, and outputs.
 
-    `sparse` has the inputs that are indices, values and dense shape of a sparse tensor.
+    `sparse` has the inputs that are indices, values and dense shape of a sparse tensor, `loose` the values
+    alone of sparse tensors: weights of another one's.
     """
 
     inputs: Mapping[Endpoint, InputKind]
     outputs: Sequence[Endpoint]
     sparse: Sequence[tuple[Endpoint, Endpoint, Endpoint]] = ()
+    loose: Sequence[Endpoint] = ()
+
+    def parts(self) -> set[Endpoint]:
+        """The inputs that are parts of sparse tensors."""
+        return {*self.loose, *(tensor for group in self.sparse for tensor in group)}
 
     def batched(self) -> list[Endpoint]:
         """The dense inputs that may have any number of rows."""
-        parts = {tensor for group in self.sparse for tensor in group}
+        parts = self.parts()
         found = (tensor for tensor, given in self.inputs.items() if given.shape and given.shape[0] < 0)
         return [tensor for tensor in found if tensor not in parts]
 
@@ -200,12 +207,13 @@ def _assign(nodes: dict[str, Proto], name: str, shape: tuple[int, ...], dtype: D
 class Population(Struct, frozen=True):
     """Random rows for one signature: `dense` values by tensor, `ragged` ones of sparse inputs.
 
-    Inputs that are not by rows have one value, in `fixed`.
+    Inputs that are not by rows have one value, in `fixed`; `loose` values of sparse ones without places.
     """
 
     dense: Mapping[str, Array]
     ragged: Mapping[tuple[str, str, str], tuple[Sequence[Array], int]]
     fixed: Mapping[str, Array]
+    loose: Mapping[str, Sequence[Array]]
 
     def feeds(self, rows: Array) -> dict[str, Array]:
         """A request with these rows, in this order."""
@@ -217,6 +225,8 @@ class Population(Struct, frozen=True):
             found[indices][:, :2] = np.array(places, np.int64).reshape(-1, 2)
             found[values] = np.concatenate(chosen)
             found[shape] = np.array([len(rows), _STEPS, *[1] * (rank - 2)], np.int64)
+        for name, lists in self.loose.items():
+            found[name] = np.concatenate([lists[row] for row in rows])
         return {**found, **self.fixed}
 
 
@@ -226,17 +236,19 @@ def populations(
     """Yield `rows` random rows for a signature, of the greatest integers first, which a graph may refuse.
 
     Some rows have values far out, or zeros and ones alone, as long as a graph accepts them: rows may be mixed
-    only where a limit is exceeded or something is missing. `heights` are the numbers of its tables' rows,
-    `files` those that fill its lookup tables.
+    only where a limit is exceeded or something is missing. Sparse rows and texts may be empty first, then
+    none is. `heights` are the numbers of its tables' rows, `files` those that fill its lookup tables.
     """
     limits = {height for height in (*heights, sum(heights)) if height > 1}
     words = _words(nodes, files)
-    for limit in sorted(limits | {*_LIMITS}, reverse=True):
-        random = np.random.default_rng(limit)
-        usual, far = (_Drawing(nodes, words, limit, random, scale) for scale in (1.0, _FAR))
-        drawn = [_population(each, ends, rows) for each in (usual, far, replace(usual, limit=2, scale=0.0))]
-        yield _in_turn(drawn, random.choice(len(drawn), rows, p=(0.6, 0.2, 0.2)))
-        yield drawn[0]
+    for fewest in (0, 1):
+        known = words[words != b""] if fewest else words
+        for limit in sorted(limits | {*_LIMITS}, reverse=True):
+            usual = _Drawing(nodes, known, limit, fewest, np.random.default_rng(limit), 1.0)
+            kinds = (usual, replace(usual, scale=_FAR), replace(usual, limit=2, scale=0.0))
+            drawn = [_population(each, ends, rows) for each in kinds]
+            yield _in_turn(drawn, usual.random.choice(len(drawn), rows, p=(0.6, 0.2, 0.2)))
+            yield drawn[0]
 
 
 def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
@@ -247,12 +259,37 @@ def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
         names: ([drawn[kind].ragged[names][0][row] for row, kind in enumerate(kinds)], rank)
         for names, (_, rank) in first.ragged.items()
     }
-    return replace(first, dense=dense, ragged=ragged)
+    loose = {name: [drawn[kind].loose[name][row] for row, kind in enumerate(kinds)] for name in first.loose}
+    return replace(first, dense=dense, ragged=ragged, loose=loose)
+
+
+def stranger(population: Population, batch: int) -> Iterator[Population]:
+    """Yield the same rows with other numbers, for which a graph may do what it does rarely.
+
+    Floats are large, of one sign in the first half of the rows, of the other in the second; integers meet
+    often among `batch` rows. A graph may refuse them.
+    """
+    for seed, spread in enumerate(_SPREADS):
+        random = np.random.default_rng(seed)
+
+        def drawn(values: Array, random: np.random.Generator = random, spread: float = spread) -> Array:
+            if is_floating(values):
+                signs = np.where(np.arange(len(values)) < len(values) // 2, spread, -spread)
+                moved = values.astype(np.float64) * spread + signs.reshape(-1, *[1] * (values.ndim - 1))
+                return moved.astype(values.dtype)
+            if values.dtype.kind in "iu" and values.size:
+                most = min(int(values.max()), max(2, batch))
+                found: Array = random.integers(0, most + 1, values.shape).astype(values.dtype)
+                return found
+            return random.permutation(values)
+
+        dense = {name: drawn(values) for name, values in population.dense.items()}
+        yield Population(dense, population.ragged, population.fixed, population.loose)
 
 
 def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
     dense, fixed = dict[str, Array](), dict[str, Array]()
-    parts = {tensor for group in ends.sparse for tensor in group}
+    parts = ends.parts()
     for tensor, given in ends.inputs.items():
         if tensor not in parts:
             shape = tuple(_STEPS if size < 0 else size for size in given.shape or ())
@@ -260,24 +297,30 @@ def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
             shape = (rows, *shape[1:]) if is_by_rows else shape
             (dense if is_by_rows else fixed)[str(tensor)] = drawing.values(tensor, given.dtype, shape)
     ragged = {}
+    # one sparse input may weigh the values of another: a row has as many of each
+    lengths = drawing.random.integers(drawing.fewest, _STEPS + 1, rows)
+    lengths[:2] = (drawing.fewest, _STEPS)[: len(lengths[:2])]
+
+    def lists(values: Endpoint) -> list[Array]:
+        return [drawing.values(values, ends.inputs[values].dtype, (int(length),)) for length in lengths]
+
     for indices, values, dense_shape in ends.sparse:
-        lengths = drawing.random.integers(0, _STEPS + 1, rows)
-        lengths[:2] = (0, _STEPS)[: len(lengths[:2])]
-        dtype, rank = ends.inputs[values].dtype, max(2, (ends.inputs[indices].shape or (2,))[-1])
-        lists = [drawing.values(values, dtype, (int(length),)) for length in lengths]
-        ragged[str(indices), str(values), str(dense_shape)] = (lists, rank)
-    return Population(dense, ragged, fixed)
+        rank = max(2, (ends.inputs[indices].shape or (2,))[-1])
+        ragged[str(indices), str(values), str(dense_shape)] = (lists(values), rank)
+    return Population(dense, ragged, fixed, {str(values): lists(values) for values in ends.loose})
 
 
 class _Drawing(Struct, frozen=True):
     """Draws values for the inputs of a graph: integers below `limit`, strings among `words`.
 
-    Floats are normal ones times `scale`, whole numbers near 0 if that is 0.
+    Floats are normal ones times `scale`, whole numbers near 0 if that is 0. Rows of sparse inputs have
+    `fewest` values or more.
     """
 
     nodes: Mapping[str, Proto]
     words: Array
     limit: int
+    fewest: int
     random: np.random.Generator
     scale: float
 
@@ -300,7 +343,7 @@ class _Drawing(Struct, frozen=True):
         example = protos.message_class("Example")()
         for parser in parsers:
             for key, dtype, shape in _features(self.nodes, parser):
-                steps = int(self.random.integers(0, _STEPS + 1))
+                steps = int(self.random.integers(self.fewest, _STEPS + 1))
                 count = math.prod(steps if size < 0 else size for size in shape)
                 drawn = self.values(Endpoint("", 0), dtype, (count,)).tolist()
                 feature = example.features.feature[key]

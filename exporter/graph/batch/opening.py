@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from exporter.graph.batch.experiment import Experiment, Failed, fixed_reshapes
+from exporter.graph.batch.experiment import Experiment, Failed, fixed_reshapes, fixed_sizes
 from exporter.graph.batch.laboratory import Ends, NoLaboratory
 from exporter.graph.functions import reachable
 from exporter.graph.inference_graph import Effect
@@ -59,11 +59,15 @@ def settle_batch(
     """Make the numbers that fix the batch size follow the request, in place, if an experiment shows them.
 
     `batch` is the batch size of the graph's input pipeline. Without one, requests may be of any size already
-    and nothing is run, unless a Reshape of the only input by rows leaves no number open.
+    and nothing is run, unless a Reshape of the only input by rows leaves no number open, or a constant may
+    say how many rows there are.
     """
-    reshapes = fixed_reshapes(nodes, ends[0]) if batch is None and len(ends) == 1 else []
-    if batch is None and (not reshapes or len(ends[0].batched()) != 1):
-        return BatchSize()
+    reshapes, sizes = list[str](), list[int]()
+    if batch is None:
+        if len(ends) == 1 and len(ends[0].batched()) == 1:
+            reshapes, sizes = fixed_reshapes(nodes, ends[0]), fixed_sizes(nodes, ends[0])
+        if not reshapes and not sizes:
+            return BatchSize()
     if find_spec("tensorflow") is None:
         how = "where TensorFlow is installed, the same command finds out whether it may have any"
         return _only(batch, "there is no TensorFlow here to try others", how)
@@ -77,7 +81,7 @@ def settle_batch(
     try:
         with graph_session(**limits) as session:
             if batch is None:
-                batch = experiment(1).traced_rows(session, reshapes)
+                batch = experiment(1).traced_rows(session, reshapes, sizes)
             if batch is None:
                 return BatchSize()
             tried = experiment(batch)
