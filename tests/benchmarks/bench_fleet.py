@@ -1,7 +1,7 @@
 """A fleet: one agent with hundreds of servers, each 100 ms away; and hundreds of copies of one bucket.
 
-The servers are one process that speaks their protocol. It shares the processors with the agent, so that a burst
-of calls takes longer here than it does for an agent alone.
+The servers are one process that speaks their protocol. It shares the processors with the agent, so that a
+burst of calls takes longer here than it does for an agent alone.
 """
 
 from __future__ import annotations
