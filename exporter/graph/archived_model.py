@@ -198,8 +198,6 @@ def archive_builder(
         trust.require_file(Path(file), path.parent)
     _serve_tables(config)
     _forget_training(config)
-    if path.is_file() and not described.is_legacy:  # others name values after the layers that have them
-        _count_anew(config)
     if allow_code:
         known |= dict(_public_objects(_named_modules(config)))
     else:

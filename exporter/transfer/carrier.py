@@ -194,14 +194,14 @@ class Carrier:
             raise PositionMoved(f"{self._url}/{item.path} was published while the store was listed")
         upload = Upload(item.path, item.digest, files_digest(item.manifest))
         key = self._url.key(_pending(item.path, item.digest))
+        if (other := before.uploading) is not None:
+            before = replace(before, given_up={**before.given_up, other.path: other.files})
         if before.given_up.get(item.path, upload.files) != upload.files:
             raise PositionMoved(
                 f"{self._url}/{item.path} was begun by another machine and abandoned",
                 cause="it may still be written to, so that nothing else can be published there",
                 hint="publish again when the model has gone on, or to a URL of its own",
             )
-        if (other := before.uploading) is not None:
-            before = replace(before, given_up={**before.given_up, other.path: other.files})
         self._replace(replace(before, uploading=upload))
         try:
             with self._beating(lambda: self._goes_on(upload, before)) as check:
@@ -344,6 +344,11 @@ class Carrier:
         if not self._is_probed:
             require_conditions(self._store, self._url.path)
             self._is_probed = True
+
+    def taken(self, *, decides: bool) -> list[str]:
+        """The paths at which nothing new may be published; who `decides` abandons an upload that goes on, too."""
+        upload = self.head.uploading if decides else None
+        return sorted({*self.head.given_up, *([] if upload is None else [upload.path])})
 
     def forget(self, paths: Iterable[str]) -> None:
         """Record abandoned paths, so that no publisher ever uses them."""

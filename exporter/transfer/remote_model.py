@@ -288,8 +288,8 @@ class RemoteModel:
         self._mirror.show({n: each for n, each in stored.objects.items() if self._is_shown(n, stored, ours)})
         self._show_holds(self._carrier.holds_beside(stored))
         with writing(self.path):
-            given_up = sorted(self._carrier.head.given_up)
-            (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in given_up))
+            taken = self._carrier.taken(decides=bool(self._deciding))
+            (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in taken))
 
     def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
         """True for the files of what is published, and for caches.

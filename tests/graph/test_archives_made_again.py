@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tf_keras
 
-from exporter import export, export_incremental
+from exporter import export_incremental
 from exporter.errors import SchemaChanged
 from exporter.graph.archived_model import model_digest
 from tests.support.updatable import loaded_quickly
@@ -155,16 +155,6 @@ def test_a_model_made_again_becomes_a_delta(tmp_path: Path, kind: ModuleType, na
         np.testing.assert_allclose(answered(server), models[3](X), atol=1e-6)
         assert server.update()["deltas"] == 1
         np.testing.assert_allclose(answered(server), models[11](X), atol=1e-6)
-
-
-def test_names_of_inputs_and_outputs_do_not_count_on(tmp_path: Path) -> None:
-    names = []
-    for number in range(2):
-        plain(keras).save(tmp_path / "m.keras")
-        done = export(tmp_path / "m.keras", tmp_path / f"out{number}")
-        signature = done.plan.graph.meta_graph.signature_def["serving_default"]
-        names.append([*signature.inputs, *signature.outputs])
-    assert names[0] == names[1]
 
 
 def test_a_model_of_another_structure_is_refused(tmp_path: Path) -> None:

@@ -813,6 +813,8 @@ class World:
                 expected = self.at[delta.entry.back_to]
             elif made is DeltaOrigin.RESUME:
                 expected = self.trained
+            elif delta is None and (taken := log.base.manifest.taken_back) is not None:
+                expected = self.at[taken.back_to]
             elif delta is None:
                 expected = self.trained = now if alone else self.of_base(log.base.at.step)
             elif near or not delta.entry.trained.is_exact:
@@ -836,7 +838,7 @@ class World:
             assert (now.position, now.who, now.when) == (was.position, was.who, was.when)
             assert was.gone or not now.gone or log.number != self.log_of_tags, now
         for tag in found.values():
-            if not tag.gone:
+            if not tag.gone and tag.position >= log.number:
                 assert_same_bits(values_at(log, tag.position), self.at[tag.position])
         self.tags, self.log_of_tags = found, log.number
         self.asked.clear()

@@ -13,7 +13,6 @@ from exporter.errors import (
     CodeRefused,
     ExportError,
     LinkRefused,
-    MissingTensors,
     NoCertainMatch,
     ShapeMismatch,
     UnsafeArchive,
@@ -184,15 +183,11 @@ def test_no_wrong_guess(
 def test_permuted_layers_of_a_graph_without_objects_are_found_by_name(trained: Path, tmp_path: Path) -> None:
     """Names decide where there are names: the values follow them, whatever the order."""
     graph = export(ask(trained / "keras3/model.keras", tmp_path / "graph", verify=Verify.FILES))
-    expected = {source.key: source.tensor.name for source in graph.plan.mapping.sources}
-    # In the graph the layer that Keras named is `dense`, as in a program that made no other model.
-    counted = {key: name for key, name in expected.items() if key.startswith("dense/")}
-    ours = trained / "keras3/model.weights.h5", tmp_path / "out", str(graph.published.path)
-    with pytest.raises(MissingTensors, match=f"{len(counted)} of {len(expected)} graph variables"):
-        plan(ask(*ours))
-    rules = [f"{key}={name}" for key, name in counted.items()]
-    mapping = plan(ask(*ours, renames=rules)).mapping
-    assert {source.key: source.tensor.name for source in mapping.sources} == expected
+    mapping = plan(
+        ask(trained / "keras3/model.weights.h5", tmp_path / "out", str(graph.published.path))
+    ).mapping
+    owners = {source.key: source.tensor.owner for source in mapping.sources}
+    assert all(key.rpartition("/")[0] in (owner, owner.rpartition("/")[2]) for key, owner in owners.items())
 
 
 def test_a_pinned_table_of_names_settles_it(trained: Path, tmp_path: Path, server: FamilyServer) -> None:
