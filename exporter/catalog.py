@@ -1,6 +1,6 @@
-"""Values that describe a checkpoint: which tensors it holds and where their bytes lie.
+"""Values that describe a checkpoint: its tensors, and the files and offsets of their bytes.
 
-A `Catalog` is what every checkpoint family becomes and all that the later stages know of a source.
+Every checkpoint family is read into a `Catalog`; later stages know nothing else of a source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from exporter.wire.dtypes import DType
 
 
 class Extent(Struct, frozen=True):
-    """A run of bytes in one shard: `size` bytes from `offset`, with TensorFlow's masked crc32c of them."""
+    """`size` consecutive bytes at `offset` of one shard, and their crc32c, masked as TensorFlow does it."""
 
     shard: int
     offset: int
@@ -26,7 +26,7 @@ class Extent(Struct, frozen=True):
 
 
 class SliceSpec(Struct, frozen=True):
-    """A box inside a tensor of shape `full_shape`: per dimension where it starts and how long it is."""
+    """A box in a tensor of shape `full_shape`: its start and length in each dimension."""
 
     full_shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -49,7 +49,7 @@ class SliceSpec(Struct, frozen=True):
 
     @property
     def restore_spec(self) -> str:
-        """The box as RestoreV2's `shape_and_slices` wants it: `"6 4 0,3:0,4"`."""
+        """The box in the form of RestoreV2's `shape_and_slices`: `"6 4 0,3:0,4"`."""
         # Source: tensorflow/core/framework/tensor_slice.h. A dimension taken whole could be written `-`, but
         # Savers store numbers, and only a spec equal to the stored one is read without joining and cutting
         # (which float16, the larger unsigned types and float8 do not have).
@@ -58,14 +58,16 @@ class SliceSpec(Struct, frozen=True):
 
 
 class Content(Protocol):
-    """Values in a file of another kind than a tensor bundle: without a checksum, perhaps compressed."""
+    """Values in a file that is not a tensor bundle: without a checksum, perhaps compressed."""
 
     def blocks(self) -> Iterator[Any]:
         """Yield the values in C order and little endian, as flat numpy arrays of bounded size."""
 
 
 class SliceRef(Struct, frozen=True):
-    """One slice of a partitioned tensor, in a bundle (`extent`), in a file (`content`), or absent."""
+    """One slice of a partitioned tensor, stored in a bundle (`extent`) or another file (`content`); else
+    missing.
+    """
 
     spec: SliceSpec
     extent: Extent | None
@@ -73,10 +75,10 @@ class SliceRef(Struct, frozen=True):
 
 
 class Naming(Enum):
-    """How a checkpoint's tensor names lead to variables.
+    """The kind of a checkpoint's tensor names, by which variables are found.
 
-    `NAMES`: they are variables' names. `LAYERS`: the class and number of a layer and the number of its value,
-    as in Keras 3's `layers/dense_1/vars/0`. `ORDER`: nothing but a position in a list.
+    `NAMES`: names of variables. `LAYERS`: the class and number of a layer and the number of its value, as in
+    Keras 3's `layers/dense_1/vars/0`. `ORDER`: only a position in a list.
     """
 
     NAMES = "names"
@@ -85,7 +87,9 @@ class Naming(Enum):
 
 
 class TensorRef(Struct, frozen=True):
-    """A named tensor: whole (`extent`), in `slices`, or in a file (`content`); `owner` is its layer."""
+    """A named tensor, stored whole (`extent`), in `slices` or in another file (`content`); `owner` is its
+    layer.
+    """
 
     name: str
     dtype: DType
@@ -104,13 +108,13 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def is_complete(self) -> bool:
-        """False if slices that are declared, or needed to cover the shape, are not stored."""
+        """True if the tensor is stored whole, or its stored slices have as many elements as its shape."""
         stored = sum(math.prod(part.spec.lengths) for part in self.slices if part.extent is not None)
         return self.extent is not None or self.content is not None or stored == self.elements
 
     @property
     def bytes_(self) -> int:
-        """Bytes on disk; of a tensor that is in no bundle, those of its numbers once it is."""
+        """Bytes on disk; for a tensor outside a bundle, the bytes it would take in one (0 for texts)."""
         if self.content is not None:
             return self.elements * (self.dtype.itemsize or 0)
         return sum(extent.size for extent in self.extents)
@@ -124,9 +128,9 @@ class TensorRef(Struct, frozen=True):
 class Catalog(Struct, frozen=True):
     """A checkpoint: its tensors by name, and the shard files that their extents point into.
 
-    `prefix` is what TensorFlow calls the checkpoint path; `step` is the global step if the checkpoint tells
-    it; `family` is the trainer family in the words of the report; `index_digest` is the lower-case SHA-256 of
-    the index that was read, None where there is none.
+    `prefix` is TensorFlow's checkpoint path; `step` is the global step, None if the checkpoint has none;
+    `family` is the trainer family in the words of the report; `index_digest` is the lower-case SHA-256 of the
+    index that was read, None without an index.
     """
 
     family: str
@@ -145,7 +149,7 @@ class Catalog(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The checkpoint's name for people, with its directory if that alone has a number."""
+        """The checkpoint's name for people, with its directory's if only the directory has a number."""
         directory, name = self.prefix.parent.name, self.prefix.name
         return f"{directory}/{name}" if directory[-1:].isdigit() and not any(map(str.isdigit, name)) else name
 
@@ -160,7 +164,7 @@ class Catalog(Struct, frozen=True):
         return sum(ref.bytes_ for ref in self.tensors.values())
 
     def path_of(self, extent: Extent) -> Path:
-        """The path of the shard that an extent lies in."""
+        """The path of the shard that holds an extent."""
         return self.shards[extent.shard]
 
 
@@ -177,7 +181,7 @@ class ExtraKind(Enum):
 
 
 class Extra(Struct, frozen=True):
-    """A tensor of the checkpoint that inference does not need."""
+    """A tensor of the checkpoint that inference does not need, and its purpose."""
 
     tensor: TensorRef
     kind: ExtraKind

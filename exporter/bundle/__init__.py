@@ -1,1 +1,1 @@
-"""Write the files of a SavedModel into a staging directory, from an InferenceGraph and a Mapping."""
+"""Write the files of a SavedModel into a staging directory, given an InferenceGraph and a VariableMapping."""

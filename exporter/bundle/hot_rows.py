@@ -1,21 +1,22 @@
-"""Lay the most read rows of a mapped table once more behind it, side by side.
+"""Copy the most read rows of a mapped table to the end of its file, side by side.
 
-Memory that is smaller than a table holds pages of it. A popular row among cold ones keeps its whole page
-there; popular rows side by side share pages. Of a table that was laid out so, the bundle holds
+When memory is smaller than a table, the kernel keeps some of its pages. A popular row among unpopular ones
+occupies a whole page; popular rows side by side share pages. For a table with this layout, the bundle holds
 
     the table             [rows, ...]            at offset 0 of its file, by row number, as without the layout
-    hot_rows/<table>      [rows + hot, ...]      the same bytes, and behind them the hot rows by popularity
-    hot_places/<table>    int32 or int64 [rows]  in a file of its own: where a lookup of a row reads
+    hot_rows/<table>      [rows + hot, ...]      the same bytes, followed by the hot rows by popularity
+    hot_places/<table>    int32 or int64 [rows]  in a file of its own: the row number that a lookup reads
 
 Servers map the second and the third (`exporter.graph.placed_reads`). Deltas, merges and verification read the
-first, by row number. So they need not know of the layout, which can be made behind whatever wrote the table.
+first, by row number, so they need not know of the layout, and it can be added to any table after writing.
 
-Two other ways were considered. A table that is stored in the order of popularity is no larger, but all who
-read rows of a version have to know that order, and the kernel cannot copy the table as one range. Hot rows
-that begin in an overlay take the process's own memory, are read at each load, and plain versions have no
+Two other ways were considered. A table stored in the order of popularity is no larger, but every reader of a
+version's rows would have to know that order, and the kernel could not copy the table as one range. Hot rows
+put into an overlay at load take memory of the process, must be read at each load, and plain versions have no
 overlay.
 
-Memory is bounded: a block of row numbers and one of rows. Places are written, then mapped and changed.
+Memory is bounded: one block of row numbers and one of rows. Places are written to a file, then mapped and
+changed.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ BLOCK_ROWS = 1 << 20  # row numbers in memory at a time
 _BLOCK_BYTES = 64 << 20
 
 Blocks = Callable[[], Iterator[Array]]
-"""Yields row numbers, int64, the most read first; it is called twice."""
+"""Yields blocks of row numbers, int64, the most read rows first. It is called twice and must yield the
+same.
+"""
 
 
 class HotRows(Struct, frozen=True):
-    """A mapped table to lay out: its name as served, where its `rows` lie, and which are `hot`.
+    """A mapped table to lay out: its name as served, its type and shape, the extent of its rows, and its
+    `hot` rows.
 
-    `hot` counts rows of the whole variable, of which the table's are those from `first` on. `said` names who
-    chose them.
+    `hot` yields row numbers of the whole variable; the table holds the rows from `first` on. `said` names who
+    chose the rows, for error messages.
     """
 
     name: str
@@ -62,7 +66,9 @@ class HotRows(Struct, frozen=True):
 
     @property
     def blocks(self) -> Iterator[Array]:
-        """Yield the row numbers that are the table's, counted from its first row."""
+        """Yield the hot row numbers that are in this table, counted from its first row; empty blocks are left
+        out.
+        """
         rows = self.shape[0]
         for block in self.hot():
             own = block - self.first
@@ -72,8 +78,8 @@ class HotRows(Struct, frozen=True):
 
 
 class HotTable(Struct, frozen=True):
-    """A table that was laid out: how many rows lie behind it, the tensors of both and of places, and the
-    file of the places.
+    """A table with hot rows: their number, the tensors of the table with them and of its places, and the name
+    of the file that holds the places.
     """
 
     rows: int
@@ -83,19 +89,21 @@ class HotTable(Struct, frozen=True):
 
 
 def names_of(table: str) -> tuple[str, str]:
-    """The names of a table with its hot rows, and of its places, in a bundle."""
+    """Return the names of two tensors in a bundle: a table with its hot rows, and the table's places."""
     return f"hot_rows/{table}", f"hot_places/{table}"
 
 
 def without_layout(catalog: Catalog) -> Catalog:
-    """The catalog without the tensors that repeat rows of others, or lead to them."""
+    """The catalog without the tensors of hot rows and of places; the same catalog if it has none."""
     again = {name for table in _tables_of(catalog) for name in names_of(table)}
     left = {name: ref for name, ref in catalog.tensors.items() if name not in again}
     return replace(catalog, tensors=left) if again else catalog
 
 
 def _tables_of(catalog: Catalog) -> Iterator[str]:
-    """Yield the tables that were laid out; hot rows of a part are named by its slice, too."""
+    """Yield the names of the tables with hot rows; a part of a partitioned table has its slice in its
+    name.
+    """
     prefix, _ = names_of("")
     for name in catalog.tensors:
         table = name.removeprefix(prefix)
@@ -106,9 +114,11 @@ def _tables_of(catalog: Catalog) -> Iterator[str]:
 def lay_hot_rows(
     prefix: Path, catalog: Catalog, tables: Iterable[HotRows]
 ) -> tuple[Catalog, dict[str, HotTable]]:
-    """Lay hot rows behind the tables of a bundle that is being staged; its catalog, and tables by name.
+    """Append hot rows to the tables of a bundle that is being staged; return its new catalog, and the tables
+    changed.
 
-    Tables without hot rows are left as they are. Shards get other names, as there are more of them.
+    The tables are by name; those without hot rows are left as they are. All shards are renamed, as their
+    total number is part of their names.
 
     Raises:
         NotServable: a variable of the model has the name that hot rows would have.
@@ -157,9 +167,11 @@ def lay_hot_rows(
 
 
 def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
-    """The `hot` rows that places of all rows lead to, in the order in which they lie, by way of a new file.
+    """Return the row numbers of the `hot` rows, in the order of their copies, computed from the `places` of
+    all rows.
 
-    CorruptFile if they lead elsewhere.
+    The numbers are collected in the new file `scratch`. CorruptFile if a place is neither the row itself nor
+    a hot row, or if the places name another number of hot rows than `hot`.
     """
     rows, led = len(places), 0
     with writing(scratch), scratch.open("xb") as file:  # before it is mapped: see `_write_places`
@@ -180,14 +192,16 @@ def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
 
 
 def _places_dtype(rows: int) -> DType:
-    """The type that can number `rows` rows, and a second copy of each."""
+    """The type that can number a table's `rows` rows and a second copy of each."""
     return DType.INT32 if 2 * rows <= np.iinfo(np.int32).max else DType.INT64
 
 
 def _write_places(path: Path, table: HotRows) -> int:
-    """Write the places of a table's rows; the number of hot rows. UsageError for one that is there twice."""
+    """Write the places of a table's rows into a new file and return the number of hot rows. UsageError for a
+    row that is named twice.
+    """
     rows, dtype = table.shape[0], _places_dtype(table.shape[0]).numpy
-    with path.open("xb") as file:  # before it is mapped: of a full disk a mapping would say by a signal
+    with path.open("xb") as file:  # before it is mapped: on a full disk, a write to a mapping raises SIGBUS
         for start in range(0, rows, BLOCK_ROWS):
             file.write(np.arange(start, min(start + BLOCK_ROWS, rows), dtype=dtype).data)
     places, count = np.memmap(path, dtype, "r+"), 0
@@ -211,7 +225,7 @@ def named_twice(said: str, row: int) -> UsageError:
 
 
 def _append(path: Path, table: HotRows) -> tuple[int, int]:
-    """Write a table's hot rows behind it; their plain crc32c and size."""
+    """Append a table's hot rows to its file; return their plain crc32c and their size in bytes."""
     _make_own(path)
     rows, at, crc = table.shape[0], table.extent.size, 0
     step = max(1, _BLOCK_BYTES // (at // rows))
@@ -229,7 +243,9 @@ def _append(path: Path, table: HotRows) -> tuple[int, int]:
 
 
 def _make_own(path: Path) -> None:
-    """Replace a shard by a copy if it is a link: then its bytes are the trainer's, or those of a job."""
+    """Replace a shard by a copy if it has other hard links or is read-only: its bytes may be the trainer's or
+    a job's.
+    """
     if path.stat().st_nlink > 1 or not os.access(path, os.W_OK):
         copy = path.with_name(f"{path.name}.own")
         shutil.copyfile(path, copy)

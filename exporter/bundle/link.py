@@ -1,8 +1,7 @@
-"""Share a trainer's shard with a bundle, or copy byte ranges of it where that is impossible.
+"""Share a trainer's shard with a bundle, or copy byte ranges of it where sharing is impossible.
 
-A clone (a reflink) shares the blocks and is a file of its own; a hard link is the trainer's file itself.
-
-Ranges are copied inside the kernel, in bounded pieces and in parallel; those of an object store are fetched.
+A clone (a reflink) is a new file that shares the blocks; a hard link is the trainer's file itself. Ranges are
+copied inside the kernel, in bounded pieces and in parallel; ranges of an object in a store are fetched.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _BUFFER_BYTES = 256 << 10  # stays in a core's cache between the read and the wr
 
 
 class ByteRange(Struct, frozen=True):
-    """`size` bytes from `source` (an offset) that go to offset `target`."""
+    """`size` bytes at offset `source` of one file that are copied to offset `target` of another."""
 
     source: int
     target: int
@@ -46,9 +45,10 @@ class ByteRange(Struct, frozen=True):
 def copy_ranges(
     source: Path, target: Path, ranges: Sequence[ByteRange], *, size: int, pool: Executor, progress: Progress
 ) -> None:
-    """Copy `ranges` of `source`, which has `size` bytes in its catalog, into the new file `target`.
+    """Copy `ranges` of the shard `source` into the new file `target` and wait for all copies.
 
-    CheckpointChanged if the source has another size, or is written to meanwhile.
+    `size` is the source's size by its catalog. CheckpointChanged if it has another size, or is written to
+    meanwhile.
     """
     if mirror.is_remote(source):
         pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
@@ -74,7 +74,10 @@ def copy_ranges(
 
 
 def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
-    """Ranges for (offset, size) pairs, in order of offset, packed without gaps; neighbours become one."""
+    """Return the ranges of (offset, size) pairs, ordered by offset and packed without gaps.
+
+    Adjacent pairs become one range; equal pairs count once.
+    """
     packed: list[ByteRange] = []
     end = 0
     for offset, size in sorted(set(extents)):
@@ -100,7 +103,7 @@ def _target(path: Path) -> Iterator[int]:
 
 
 def _batches(ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Yield the ranges in groups of about BATCH_BYTES, long ones in pieces."""
+    """Yield the ranges in groups of at most BATCH_BYTES; longer ranges are divided."""
     batch: list[ByteRange] = []
     room = BATCH_BYTES
     for whole in ranges:
@@ -129,7 +132,9 @@ def _copy_batch(reader: int, writer: int, batch: Iterable[ByteRange]) -> int:
 
 
 def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
-    """Copy once inside the kernel; returns the bytes copied, 0 if it cannot, or at the end of the source."""
+    """Copy once inside the kernel and return the bytes copied; 0 at the end of the source or if the kernel
+    cannot.
+    """
     try:
         return os.copy_file_range(reader, writer, piece.size, piece.source, piece.target)
     except OSError as exc:
@@ -139,7 +144,7 @@ def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
-    """Copy a whole piece; returns its bytes, EOFError at the end of the source."""
+    """Copy a whole piece through a buffer and return its bytes; EOFError at the end of the source."""
     done = 0
     while done < piece.size:
         data = os.pread(reader, min(_BUFFER_BYTES, piece.size - done), piece.source + done)
@@ -151,18 +156,18 @@ def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def drain(tasks: Iterable[Future[Any]]) -> None:
-    """Cancel the tasks that have not started, and wait for those that run."""
+    """Cancel the tasks that have not started, and wait for the others to end; their errors are ignored."""
     running = [task for task in tasks if not task.cancel()]
     for task in running:
         task.exception()
 
 
-# Other file system or mount; not ours under `protected_hardlinks`; too many links; no links at all.
+# Other file system or mount; another owner under `protected_hardlinks`; too many links; no links at all.
 _IMPOSSIBLE = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class NewFile(Struct, frozen=True):
-    """Users who may read a new file of ours in a directory: umask, set-gid bits and ACLs applied."""
+    """The mode and owners that a new file in a directory gets, with umask, set-gid bits and ACLs applied."""
 
     mode: int
     uid: int
@@ -170,7 +175,7 @@ class NewFile(Struct, frozen=True):
 
     @classmethod
     def in_directory(cls, directory: Path) -> NewFile:
-        """The mode and owners of a new file in a directory; one is made there and removed again."""
+        """Return the mode and owners of a new file in a directory; a probe is created there and removed."""
         # the umask cannot be read without changing it for other threads
         probe = directory / f".probe-{os.getpid()}"
         descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -182,7 +187,9 @@ class NewFile(Struct, frozen=True):
         return cls(found.st_mode, found.st_uid, found.st_gid)
 
     def readers_lost_by(self, other: os.stat_result) -> str:
-        """Users who can read this file but not `other`: "owner", "group", "others"; "" if there are none."""
+        """Return who can read this file but not `other`: "owner", "group" or "others", the widest of them; ""
+        if nobody.
+        """
         everyone = bool(other.st_mode & stat.S_IROTH)
         group = everyone or (other.st_gid == self.gid and bool(other.st_mode & stat.S_IRGRP))
         owner = bool(other.st_mode & stat.S_IRUSR) if other.st_uid == self.uid else group
@@ -198,7 +205,10 @@ _FICLONE = 0x40049409
 
 
 def clone_shard(source: Path, target: Path, *, size: int) -> bool:
-    """Make `target` a new file that shares the blocks of `source`; False where the file system cannot.
+    """Create `target` as a clone of `source` that shares its blocks; return False if the file system
+    cannot.
+
+    After False there is no file `target`. `size` is the size of `source` by its catalog.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
@@ -221,7 +231,10 @@ def clone_shard(source: Path, target: Path, *, size: int) -> bool:
 
 
 def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:
-    """Hard-link `source`, of `size` bytes by its catalog; returns "" if done, else why it cannot be.
+    """Hard-link `source` to `target`; return "" if done, else the reason why it cannot be linked.
+
+    `size` is the size of `source` by its catalog. A link is refused if its mode would keep out users who
+    could read `new_file`.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
@@ -252,8 +265,8 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link a published file, or copy it where that is impossible; an object is fetched first."""
-    mirror.fetch(source)  # a link to a file that stands for an object would be empty
+    """Link a published file, or copy it where that is impossible; an object in a store is fetched first."""
+    mirror.fetch(source)  # a file that stands for an object is empty until then
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a file system without links, or too many of them

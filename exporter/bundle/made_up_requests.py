@@ -1,16 +1,18 @@
-"""Warm-up requests that nobody gave: one row of zeros, empty strings or an empty example for a signature.
+"""Make warm-up requests where none are given: one row of zeros, empty strings or an empty example per
+signature.
 
-A record that fails keeps a version from serving, so a signature gets a request only if that is certain not to
+A record that fails keeps a version from serving, so a signature gets a request only if it is certain not to
 fail, now and after every delta:
 
-- what depends on the request alone is run once, here, over the very request: it will give the same again;
-- what depends on a variable's value must consist of operations that fail on no values (`_ANY_VALUE`,
-  `_FIRST_VALUE`), so that trying them over zeros tells whether their shapes fit;
-- every row that a table is asked for must be a row of the table: a number that depends on the request alone
-  is compared in the trial; one that depends on values must be bounded by how it is made (`_Certainty`).
+- nodes that depend on the request alone are run once, here, with this very request: they give the same again;
+- nodes that depend on a variable's value must be operations that fail on no values (`_ANY_VALUE`,
+  `_FIRST_VALUE`), so that a trial with zeros shows whether their shapes fit;
+- every row number that a table is asked for must be a row of the table: a number that depends on the request
+  alone is compared in the trial; one that depends on values must be bounded by its computation
+  (`_Certainty`).
 
-Tables are not needed for that: the trial reads row 0 of tables that have one row. Signatures for which this
-is not certain (vocabularies, loops, unknown operations) get no request.
+The tables themselves are not needed: the trial reads row 0 of tables that have one row. Signatures for which
+this is not certain (vocabularies, loops, unknown operations) get no request.
 """
 
 from __future__ import annotations
@@ -82,13 +84,14 @@ _SAME_NUMBERS = frozenset({"ExpandDims", "Identity", "Reshape", "Squeeze"}) | _U
 
 
 class _Uncertain(Exception):
-    """No certainty that a request would not fail."""
+    """It is not certain that a request would succeed."""
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """One request for each signature that certainly answers it; TensorFlow runs each once.
+    """Return one request for each signature that is certain to answer it; TensorFlow runs each of them
+    once.
 
-    Empty if the graph's calls cannot be written out.
+    Empty if grappler cannot inline the functions that the graph calls.
     """
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
@@ -112,7 +115,7 @@ def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
 
 
 def _request(name: str, signature: Proto) -> WarmupRequest | None:
-    """A request of zeros or empty texts; None if the signature's inputs are no plain tensors."""
+    """A request of zeros and empty texts; None if an input is not a plain tensor, or there are no inputs."""
     if takes_examples(signature):
         return examples_request(name, signature, {"examples": [{}]})
     inputs: dict[str, NDArray[Any]] = {}
@@ -131,7 +134,7 @@ def _request(name: str, signature: Proto) -> WarmupRequest | None:
 
 
 def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
-    """The graph with the functions that it calls written out by grappler."""
+    """The graph with the functions that it calls inlined by grappler."""
     if not graph_def.library.function:
         return graph_def
     from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
@@ -149,7 +152,7 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
 
 
 def _keep_reads(graph_def: Proto) -> None:
-    """Make reads of variables control outputs of the functions that they are in."""
+    """Make reads of variables control outputs of the functions that contain them."""
     for function in graph_def.library.function:
         # Grappler writes a function out only if every stateful node is a control output, or leads to one; a
         # gather that the graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee
@@ -179,7 +182,7 @@ def _is_certain(
 
 
 def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str]) -> list[Proto]:
-    """The nodes that compute `fetches`, inputs first; _Uncertain for a loop or an absent node."""
+    """Return the nodes that compute `fetches`, inputs first. _Uncertain for a loop or a missing node."""
     done: dict[str, Proto] = {}
     under_way: set[str] = set()
     pending = [fetch.partition(":")[0] for fetch in fetches]
@@ -203,22 +206,24 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 
 
 class _Needs(Struct):
-    """The numbers that a trial has to show: tensors with row numbers below limits, and single ones."""
+    """The tensors that a trial has to check: `rows` must be below the limits given, `single` have at most one
+    element.
+    """
 
     rows: dict[str, int] = {}
     single: set[str] = set()
 
     def limit(self, tensor: str, rows: int) -> None:
-        """Note a limit of a tensor; the lowest of several counts."""
+        """Note that a tensor's row numbers must be below `rows`; the lowest of several limits counts."""
         self.rows[tensor] = min(rows, self.rows.get(tensor, rows))
 
 
 class _Certainty:
-    """Finds out whether values of variables could make nodes fail, which are given inputs first.
+    """Decides whether values of variables could make a node fail; the nodes come inputs first.
 
-    Row numbers that depend on values are bounded as those of lookups by keys are (`exporter.tables.lookup`):
-    by a mask, by a choice between numbers that are, or because a table's own index holds them, in which there
-    are rows of the table alone.
+    Row numbers that depend on values count as bounded if they are computed as lookups by keys do it
+    (`exporter.tables.lookup`): by a mask, by a choice between bounded numbers, or because they are read from
+    a table's own index, which holds only rows of that table.
     """
 
     def __init__(self, order: Iterable[Proto], fed: set[str], graph: InferenceGraph) -> None:
@@ -231,7 +236,7 @@ class _Certainty:
         self._needs = _Needs()
 
     def needs(self) -> _Needs:
-        """The numbers that are left for a trial to show; _Uncertain if a value could make a node fail."""
+        """Return the checks that are left for a trial; _Uncertain if a value could make a node fail."""
         for node in self._order:
             if node.name not in self._fed and node.op != "VarHandleOp":
                 self._meet(node)
@@ -260,9 +265,9 @@ class _Certainty:
         return endpoint(reference).node in self._valued and canonical(reference) not in self._steady
 
     def _bound_rows(self, gather: Proto) -> None:
-        """Note the limits from which follows that a gather's row numbers are rows of its table.
+        """Note the limits that prove a gather's row numbers to be rows of its table.
 
-        _Uncertain if it is no plain gather, the table's shape is unknown, or there are no such limits.
+        _Uncertain if it is not a plain gather, the table's shape is unknown, or no limits prove it.
         """
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
         is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i
@@ -283,7 +288,9 @@ class _Certainty:
         return self._variables[handle].shape if handle in self._variables else ()
 
     def _is_of_index(self, reference: str, handle: str) -> bool:
-        """True for numbers that a table's index holds: rows of its own variables."""
+        """True if the tensor is read from the index of the table that `handle` is part of: such numbers are
+        its rows.
+        """
         node, table = self._nodes[endpoint(reference).node], self._tables.get(handle)
         if node.op != "ResourceGather" or table is None:
             return False
@@ -292,9 +299,9 @@ class _Certainty:
         return source == parts[INDEX_ROWS] and handle in table.nodes[PARTS.index(INDEX_ROWS) + 1 :]
 
     def _parts(self, reference: str, rows: int) -> list[tuple[str, int]]:
-        """Tensors and their limits, from which follows that a tensor's numbers are below `rows`.
+        """The inputs, each with a limit, that prove a tensor's numbers to be below `rows`.
 
-        _Uncertain unless an operation forwards, selects or adds to them.
+        _Uncertain unless the tensor forwards, selects or adds up its inputs.
         """
         node = self._nodes[endpoint(reference).node]
         inputs = input_names(node)
@@ -321,7 +328,7 @@ class _Certainty:
 
 
 def _free_inputs(node: Proto, count: int) -> range:
-    """The numbers of the inputs that may have any value."""
+    """The positions of a node's inputs (`count` of them) for which it accepts any value."""
     if node.op in _CERTAIN_ANY:
         return range(count)
     if node.op in _CERTAIN_FIRST:
@@ -336,16 +343,16 @@ def _free_inputs(node: Proto, count: int) -> range:
 
 
 class _Trial(Struct, frozen=True):
-    """A graph whose tables have one row each, which is what all their lookups read."""
+    """A graph whose tables have one row each, which all its lookups read."""
 
     graph_def: Proto
     shapes: Mapping[str, tuple[DType, list[int]]]
 
     @classmethod
     def of(cls, order: Iterable[Proto], variables: Iterable[GraphVariable]) -> _Trial:
-        """The trial of some nodes, with variables for the handles that one of them takes.
+        """Make the trial of some nodes, with the variables whose handles they use.
 
-        _Uncertain if such a handle is of none of `variables`.
+        _Uncertain if a handle belongs to none of `variables`.
         """
         graph_def = message_class("GraphDef")()
         graph_def.node.extend(order)
@@ -378,7 +385,9 @@ class _Trial(Struct, frozen=True):
         return cls(graph_def, shapes)
 
     def run(self, fetches: list[str], feeds: Mapping[str, NDArray[Any]], needs: _Needs) -> None:
-        """Run it over variables that are zero; _Uncertain if it fails or leaves the limits."""
+        """Run the trial with variables of zeros; _Uncertain if it fails, a row number exceeds its limit, or
+        it is too large.
+        """
         import tensorflow as tf
 
         if sum(math.prod(s) * (d.itemsize or 1) for d, s in self.shapes.values()) > _MAX_TRIAL_BYTES:

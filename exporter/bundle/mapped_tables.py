@@ -1,21 +1,21 @@
-"""Tables that a server maps instead of reading: which they are, and the nodes that do it at load.
+"""Tables that a server maps instead of reading: how they are chosen, and the nodes that map them at load.
 
 `AssignVariableOp(handle, ImmutableConst(memory_region_name=FILE))` makes the mapping of FILE the buffer of a
 variable: nothing is read or copied, and all versions and servers of a host share the pages. Both are stock
 kernels (tensorflow/core/kernels/immutable_constant_op.cc). A mapped table is a shard of the SavedModel's
 bundle that holds nothing else, from offset 0, so that it can be restored, too.
 
-- *The memory is read-only*: a scatter into it kills the process. So only variables are mapped that the graph
-  provably gathers from and does nothing else with (`variable_uses.readings`). A variable that is read whole
-  would be copied at once, so it is restored, too. Rows that a delta changes go into an overlay beside the
-  table (`exporter.graph.overlaid_reads`).
-- *The path is an attribute*, fixed when the model is exported: where servers see the version. It is used if
-  the file `variables/mapped.id` beside the tables holds the id that is baked into the graph. The nodes *try*
-  it: a dataset of that file, filtered by the id, mapped to the table, its errors ignored, and behind it the
-  table restored; the first element is taken. So a directory that was moved or copied is restored, and one in
-  which a file is missing, too short or may not be read.
-- *A published file never changes.* One that is unlinked is served on; one that was truncated in place would
-  kill its readers (SIGBUS).
+- *The memory is read-only*: a scatter into it kills the process. So a variable is mapped only if the graph
+  provably does nothing but gather from it (`variable_uses.readings`). A variable that is read whole would be
+  copied at once, so it is restored, too. Rows that a delta changes go into an overlay beside the table
+  (`exporter.graph.overlaid_reads`).
+- *The path is an attribute*, fixed when the model is exported: the path at which servers see the version. It
+  is used if the file `variables/mapped.id` beside the tables holds the id that is in the graph. The nodes
+  *try* it: a dataset of that file, filtered by the id, is mapped to the table, with errors ignored; the
+  restored table follows; the first element is taken. So a table is restored if its directory was moved or
+  copied, or if a file is missing, too short or not readable.
+- *A published file never changes.* If it is unlinked, servers keep their mapping; if it were truncated in
+  place, its readers would be killed (SIGBUS).
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from exporter.storage.layout import MAPPED_ID_FILE, VARIABLES_DIRECTORY
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
-LEAST_BYTES = 1 << 20  # a smaller variable is read in less time than a file of its own is opened in
+LEAST_BYTES = 1 << 20  # to read a smaller variable takes less time than to open a file of its own
 
 _FLAG = (DType.BOOL, ())
 _NAME = ((DType.STRING, ()),)
-_IN_NAMES = 16  # so much of an id is part of the names of functions
+_IN_NAMES = 16  # characters of an id in the names of functions
 _GLOB = re.compile(rb"[*?\[\\]")
 
 
 class Unmapped(Struct, frozen=True):
-    """A large variable that is restored, and why."""
+    """A large variable that is restored instead of mapped, and the reason."""
 
     key: str
     bytes_: int
@@ -63,7 +63,9 @@ class Unmapped(Struct, frozen=True):
 
 
 class MappedChoice(Struct, frozen=True):
-    """A graph that reads tables by rows, a mapping that marks those mapped, and large ones that are not."""
+    """A graph rewritten to read tables by rows, a mapping that marks the mapped ones, and the large ones not
+    mapped.
+    """
 
     graph: InferenceGraph
     mapping: VariableMapping
@@ -77,11 +79,11 @@ def choose_mapped(
     takes_deltas: bool = False,
     indexes: Collection[str] = (),
 ) -> MappedChoice:
-    """Choose the variables of at least `LEAST_BYTES` that the graph does nothing with but gather rows.
+    """Choose for mapping the variables of at least `LEAST_BYTES` that the graph only gathers rows from.
 
-    Returns the graph, rewritten to read these by rows alone, the mapping, and why others are not mapped.
-    If the graph is to take deltas, it must read them in a way that an overlay can change, and `indexes`, the
-    variables that lead to the rows of dynamic tables, stay in memory: any update may change much of them.
+    Returns the graph, rewritten to read these by rows alone, the mapping with their sources marked, and why
+    others are not mapped. If the graph is to take deltas, its reads must be such that an overlay can change
+    them, and the variables `indexes` of dynamic tables stay in memory: any update may change much of them.
     """
     meta_graph = deepcopy(graph.meta_graph)
     # a gather after a cast, or a read of the shape, is no reason to read a table whole
@@ -108,16 +110,18 @@ def choose_mapped(
 
 SEVERAL_HANDLES = "several nodes of the graph are its handle"
 _INDEX = "it is the index of a table by keys"
-_MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one page of them is of no rows
+_MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one page of slots has no rows
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """The node that reads a variable of the source whole, or might change it, in words; "" if none does."""
+    """Describe the node that reads a variable of the source whole, or might change it; "" if there is
+    none.
+    """
     return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
 
 
 def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[str, str]:
-    """The sources, by key, with a variable whose reads cannot be changed, and why."""
+    """Return the sources, by key, with a variable whose reads an overlay cannot change, and the reasons."""
     if not sources or _why_no_overlay(graph_def, sources) == "":  # all at once: a graph may be large
         return {}
     found = ((source.key, _why_no_overlay(graph_def, [source])) for source in sources)
@@ -125,7 +129,9 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 
 
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
-    """The reason why the reads of some variable cannot be changed; "" if all can be."""
+    """The reason why an overlay cannot change the reads of some variable of the sources; "" if it can change
+    all.
+    """
     variables = [variable for source in sources for variable in source.variables]
     tried = {
         v.node: OverlaidReads(
@@ -160,10 +166,11 @@ NO_HOT_ROWS: Mapping[str, HotTable] = {}
 
 
 class MappedTables(Struct, frozen=True):
-    """The tables of a version: its `directory` as servers see it, `files` by the variables' nodes.
+    """The mapped tables of a version: its `directory` as servers see it, and `files`, by the variables'
+    nodes.
 
-    `counter` is the node of the variable that gets how many tables are mapped, int64 []; "" if there is none.
-    `hot` are the tables with hot rows behind them, by their nodes.
+    `counter` is the node of the variable that gets the number of mapped tables, int64 []; "" if there is
+    none. `hot` are the tables with hot rows behind them, by their nodes.
     """
 
     directory: Path
@@ -180,11 +187,11 @@ class MappedTables(Struct, frozen=True):
         counter: str = "",
         hot: Mapping[str, HotTable] = NO_HOT_ROWS,
     ) -> MappedTables:
-        """The tables of a version, with an id that no other version has."""
+        """Describe the mapped tables of a version, with a new random id."""
         return cls(directory, secrets.token_hex(16), files, counter, hot)
 
     def write_id(self, version: Path) -> None:
-        """Write the file beside the tables that says that they are those that the graph means."""
+        """Write the id into the file beside the tables, which the graph compares before it maps them."""
         (version / MAPPED_ID_FILE).write_text(self.id)
 
     def path(self, node: str) -> bytes:
@@ -198,7 +205,7 @@ NOTHING_MAPPED = MappedTables(Path(), "", {})
 class TriedTable(Struct, frozen=True):
     """A variable whose file is tried, and the tensor that RestoreV2 reads if that fails.
 
-    It `counts` if it is a table, and no list of a table's places.
+    `counts` is False for a list of a table's places, which is not counted as a mapped table.
     """
 
     variable: GraphVariable
@@ -209,7 +216,9 @@ class TriedTable(Struct, frozen=True):
 
 
 class Tries(Struct, frozen=True):
-    """The tensor of each variable's values, by its node, and the node that counts the mapped ones."""
+    """The tensor of each variable's values, by its node, and the node that counts the mapped variables, if
+    any.
+    """
 
     values: Mapping[str, str]
     counts: tuple[str, ...] = ()
@@ -218,7 +227,9 @@ class Tries(Struct, frozen=True):
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
 ) -> Tries:
-    """Add nodes that map each variable's file, or restore it from the bundle at `prefix`; their tensors."""
+    """Add nodes that map each variable's file, or else restore it from the bundle at `prefix`; return their
+    tensors.
+    """
     tried = [*tried]
     if not tried:
         return Tries({})
@@ -239,12 +250,12 @@ def add_tries(
         place, kind = f"{scope}/mapped_{number}", ((table.dtype, table.variable.shape), _FLAG)
         library.append(_mapping(free_name(names, f"{wish}_{number}"), table, tables))
         maps = _dataset(body, f"{place}/map", "MapDataset", kind, same, does=library[-1])
-        # No id file, or another id: no element. What is left are files that cannot be read or are too short.
+        # No id file, or another id: no element. Errors left: files unreadable or too short.
         tries = _dataset(body, f"{place}/try", "IgnoreErrorsDataset", kind, maps)
         body.by_name[tries].attr["log_warning"].b = True
         library.append(_restoring(free_name(names, f"{wish}_{number}_restored"), table))
         restores = _dataset(body, f"{place}/restore", "MapDataset", kind, here, does=library[-1])
-        # Else the end of a shard that was cut short is taken for the end of the dataset.
+        # Without this, the end of a truncated shard counts as the end of the dataset.
         body.by_name[restores].attr["preserve_cardinality"].b = True
         either = _dataset(body, f"{place}/either", "ConcatenateDataset", kind, tries, restores)
         count = body.put(constant(f"{place}/one", np.array(1, np.int64), DType.INT64))
@@ -270,7 +281,10 @@ def _add_count(body: Body, place: str, is_mapped: Sequence[str], counter: str) -
 
 
 def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
-    """Change a graph of `add_tries`, in place, to try the files of another version; `ids`: before and now."""
+    """Change a graph of `add_tries`, in place, to try the files of another version.
+
+    `ids` are the id in the graph and the new one; `files` are the new file names, by old ones.
+    """
     before, now = ids
     renamed = {
         function.signature.name: function.signature.name.replace(before[:_IN_NAMES], now[:_IN_NAMES])
@@ -307,7 +321,10 @@ def _dataset(
     does: Proto | None = None,
     is_first: bool = False,
 ) -> str:
-    """Add a dataset's node that `does` a function; returns its name. `is_first`: its input is no dataset."""
+    """Add the node of a dataset, which applies the function `does` if there is one, and return its name.
+
+    With `is_first`, its input is a tensor instead of a dataset.
+    """
     node = body.put(new_node(name, op, inputs))
     for dtype, shape in kind:
         node.attr["Toutput_types" if is_first else "output_types"].list.type.append(int(dtype))
@@ -319,7 +336,7 @@ def _dataset(
 
 
 def _same_id(name: str, tables: MappedTables) -> Proto:
-    """A function that is true if the file of the name given holds the id of the tables."""
+    """A function that is true if the file whose name it is given holds the id of the tables."""
     function = _function(name, DType.BOOL)
     body = Body.of(function)
     there = body.put(new_node("there", "ReadFile", ["given"]))
@@ -331,7 +348,7 @@ def _same_id(name: str, tables: MappedTables) -> Proto:
 
 
 def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
-    """A function that gives the table as its file is mapped, and true."""
+    """A function that returns the table as mapped from its file, and true."""
     function = _function(name, table.dtype)
     body = Body.of(function)
     path = tables.path(table.variable.node)
@@ -346,7 +363,9 @@ def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
 
 
 def _restoring(name: str, table: TriedTable) -> Proto:
-    """A function that gives the table as RestoreV2 reads it from the bundle of a prefix, and false."""
+    """A function that returns the table as RestoreV2 reads it from the bundle whose prefix it is given, and
+    false.
+    """
     function = _function(name, table.dtype)
     body = Body.of(function)
     names = body.put(_text("names", table.key.encode(), shape=(1,)))
@@ -358,7 +377,7 @@ def _restoring(name: str, table: TriedTable) -> Proto:
 
 
 def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
-    """The function with a second result: whether the table is mapped."""
+    """Add a second result to a function: whether the table is mapped."""
     flag = body.put(constant("flag", np.array(is_mapped), DType.BOOL))
     function.signature.output_arg.add(name="is_mapped", type=int(DType.BOOL))
     function.ret["is_mapped"] = body.single(flag, "output")
@@ -366,7 +385,7 @@ def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
 
 
 def _function(name: str, dtype: DType) -> Proto:
-    """A function that takes one text and has no nodes yet."""
+    """A function that takes one text, `given`, and has no nodes yet."""
     function = message_class("FunctionDef")()
     function.signature.name = name
     function.signature.is_stateful = True  # it reads files
@@ -376,7 +395,7 @@ def _function(name: str, dtype: DType) -> Proto:
 
 
 def _text(name: str, text: bytes, shape: tuple[int, ...] = ()) -> Proto:
-    """A Const of one text, of any bytes: a path need not be UTF-8."""
+    """A Const of one text of any bytes: a path need not be UTF-8."""
     tensor = message_class("TensorProto")(dtype=int(DType.STRING), string_val=[text])
     tensor.tensor_shape.CopyFrom(shape_proto(shape))
     return new_node(name, "Const", dtype=DType.STRING, value=tensor)

@@ -81,7 +81,8 @@ def place_assets(
     """Copy each asset's file into `directory/assets` and name it in `meta_graph`.
 
     Two files of one name are told apart by a number; one file that two nodes read is stored once. Files that
-    are placed are added to `names`, and those in it are not placed again.
+    are copied are added to `names`; files that are in it already are not copied again. NotServable if a file
+    cannot be read; PublishError if it cannot be written.
     """
     names = {} if names is None else names
     nodes = {node.name: node for node in meta_graph.graph_def.node}
@@ -93,7 +94,7 @@ def place_assets(
             target = below(directory / ASSETS_DIRECTORY, names[source], said, NotServable, writes=True)
             _place(asset, source, target)
         _declare(meta_graph, asset.node, names[source])
-        # The loader feeds the path; the trainer's own path says nothing to a server and tells too much.
+        # The loader feeds the path; the trainer's own path is of no use to a server and discloses too much.
         _set_constant(nodes[asset.node], names[source])
 
 
@@ -135,30 +136,32 @@ def _set_constant(node: Proto, value: str) -> None:
     tensor.CopyFrom(replacement)
 
 
-# Global variables: what makes `tf.saved_model.load` own them as Python objects.
+# Global variables: by this collection `tf.saved_model.load` owns them as Python objects.
 VARIABLES_COLLECTION = "variables"
 
 _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
 class RestoredVariable(Struct, frozen=True):
-    """A variable of the served graph, the bundle key it is restored from, and its dtype in the bundle."""
+    """A variable of the served graph, the bundle key that it is restored from, and its dtype in the
+    bundle.
+    """
 
     variable: GraphVariable
     key: str
     dtype: DType
     is_table: bool = True
-    """False of the places of a table's rows, which are mapped with it."""
+    """False for the places of a table's rows, which are mapped with it."""
 
     @property
     def slice_spec(self) -> str:
-        """RestoreV2's slice: "" for a whole tensor, which also joins stored slices."""
+        """The slice for RestoreV2: "" for a whole tensor, which RestoreV2 also joins from stored slices."""
         part = self.variable.part
         return part.restore_spec if part and not part.is_full else ""
 
 
 def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
-    """Every variable of every source as it is stored, in the order of the sources."""
+    """Return every variable of every source, in its stored form, in the order of the sources."""
     return tuple(
         RestoredVariable(source.as_stored(variable), source.key, source.dtype)
         for source in sources
@@ -167,7 +170,7 @@ def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable,
 
 
 class _Held(Struct, frozen=True):
-    """A VarHandleOp of the graph, and the variables that it holds: more than one, by rows, if joined."""
+    """A VarHandleOp of the graph and the variables that it holds: several, joined by rows, or one."""
 
     node: str
     entries: list[RestoredVariable]
@@ -179,8 +182,8 @@ class _Held(Struct, frozen=True):
 
 
 def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) -> list[_Held]:
-    """The VarHandleOps of the graph, in the order of the variables."""
-    # Joined variables lie in the order in which the graph has them, which need not be that of the sources.
+    """Group the variables by the VarHandleOps that hold them, in the order of the variables."""
+    # The rows of joined variables follow the graph's order, which may differ from that of the sources.
     found: dict[str, list[RestoredVariable]] = {}
     for entry in served:
         node = entry.variable.node
@@ -199,7 +202,11 @@ def add_restore(
     mapped: MappedTables,
     joined: Mapping[str, JoinedPart],
 ) -> None:
-    """Add restore and save nodes, `SaverDef` and variables' collection to a graph, unless it has no state."""
+    """Add the nodes that restore and save, a `SaverDef` and the collection of variables to a graph in
+    place.
+
+    A graph without variables, tables and imports stays as it is.
+    """
     if not served and not tables and not state.importing:  # as with the stock builder
         return
     graph_def = meta_graph.graph_def
@@ -246,7 +253,7 @@ def _add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), 
 
 
 def _free_scope(graph_def: Proto) -> str:
-    """`save`, or the first `save_<n>` under which the graph has no node, as stock graphs name theirs."""
+    """Return `save`, or the first `save_<n>`, under which the graph has no node yet."""
     taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
     return next(name for n in range(len(taken) + 1) if (name := f"save_{n}" if n else "save") not in taken)
 
@@ -262,7 +269,11 @@ def _add_file_name(graph_def: Proto, scope: str) -> None:
 def _add_names(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> list[str]:
-    """Add the inputs of RestoreV2 and SaveV2, names in the bundle and slices; returns the nodes' names."""
+    """Add the inputs of RestoreV2 and SaveV2, names in the bundle and slices; return the names of these
+    nodes.
+
+    Empty if there is nothing to restore.
+    """
     contents = [name for table in tables for name in (table.keys, table.values)]
     if not served and not contents:
         return []
@@ -306,7 +317,7 @@ def _add_save(
 
 
 def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
-    """Add the split of what was read from joined variables; the tensor of each."""
+    """Add nodes that split the value of joined variables into their own; return the tensor of each."""
     lengths = np.array([entry.variable.shape[0] for entry in held.entries], np.int64)
     sizes, axis = f"{read}/sizes", f"{read}/axis"
     graph_def.node.append(constant(sizes, lengths, DType.INT64))
@@ -317,7 +328,10 @@ def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
 
 
 def _joined(graph_def: Proto, name: str, held: _Held, values: Mapping[str, str]) -> str:
-    """Add the value of a variable that holds several, of their `values` by node; its tensor."""
+    """Add nodes that join the `values` of the variables that `held` holds; return the tensor of the whole.
+
+    A single variable needs no node: its own tensor is returned.
+    """
     tensors = [values[entry.variable.node] for entry in held.entries]
     if len(tensors) == 1:
         return tensors[0]
@@ -337,7 +351,9 @@ def _add_assignments(
     contents: Sequence[str],
     importing: Iterable[str],
 ) -> None:
-    """Assign `values`, by the variables' nodes, and import `contents`: keys and values of each table."""
+    """Add nodes that assign `values`, by the variables' nodes, and import `contents`: keys and values of each
+    table.
+    """
     for index, each in enumerate(held):
         name = _assign_name(scope, index)
         inputs = [each.node, _joined(graph_def, name, each, values)]
@@ -399,17 +415,16 @@ def write_saved_model(
     mapped: MappedTables = NOTHING_MAPPED,
     server: Version | None = None,
 ) -> Version:
-    """Write `saved_model.pb` and the assets of `graph`; returns the oldest server that loads it.
+    """Write `saved_model.pb` and the assets of `graph`; return the oldest server version that loads them.
 
-    The directory is made if it is not there. With `server` the graph is made for servers of that TensorFlow.
-
-    `training` is published beside it as it is, but for the machines that it was placed on. The same graph and
+    The directory is created if it does not exist. With `server`, the graph is made for that TensorFlow
+    version. `training` is published beside it unchanged except that devices are cleared. The same graph and
     mapping give the same bytes. The tables of `mapped` are mapped where servers see their files.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
         NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, or
-            `server` lacks what it needs.
+            `server` lacks something that the graph needs.
         PublishError: the directory cannot be written.
     """
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)
@@ -439,9 +454,10 @@ def restorable_graph(
     mapped: MappedTables = NOTHING_MAPPED,
     server: Version | None = None,
 ) -> Proto:
-    """The MetaGraphDef of a graph with the nodes that restore its variables as they are stored.
+    """Return the MetaGraphDef of a graph with the nodes that restore its variables from a bundle.
 
-    NotServable if `server` lacks what it needs.
+    MappingError if a variable that is to be cast is used in a way that forbids it; NotServable if `server`
+    lacks something that the graph needs.
     """
     meta_graph = message_class("MetaGraphDef")()
     meta_graph.CopyFrom(graph.meta_graph)
@@ -458,9 +474,9 @@ def restorable_graph(
 def _place_hot_rows(
     graph_def: Proto, served: tuple[RestoredVariable, ...], mapped: MappedTables
 ) -> tuple[tuple[RestoredVariable, ...], MappedTables]:
-    """Let lookups read hot rows behind their tables; what is restored then, and mapped.
+    """Change a graph so that lookups read hot rows; return the variables to restore and the tables to map.
 
-    NotServable if a table is read in another way.
+    NotServable if a table with hot rows is read other than by rows.
     """
     nodes = {node.name: node for node in graph_def.node}
     entries, places, reads, files = list[RestoredVariable](), list[RestoredVariable](), {}, {}
@@ -484,7 +500,9 @@ def _place_hot_rows(
 
 
 def _named_in_bundle(node: str, stored: TensorRef) -> GraphVariable:
-    """A variable that is all of a stored tensor, whose name loaders learn from its box."""
+    """A variable that is all of a stored tensor, with a slice, so that loaders learn its name in the
+    bundle.
+    """
     return GraphVariable(node, stored.name, stored.dtype, stored.shape, SliceSpec.whole(stored.shape))
 
 
@@ -502,7 +520,9 @@ def _add_training(
 
 
 def _make_readable(info: Proto) -> None:
-    """Give `info` a version that Python's loaders parse; the whole of a fork's is kept as the Git version."""
+    """Give `info` a version that Python's loaders can parse; a fork's full version is kept as the Git
+    version.
+    """
     known = readable_version(info.tensorflow_version)
     if known != info.tensorflow_version:
         info.tensorflow_git_version = info.tensorflow_git_version or info.tensorflow_version
@@ -540,10 +560,13 @@ _INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/consta
 def write_pair(
     graph: InferenceGraph, mapping: VariableMapping, directory: Path, server: Version | None = None
 ) -> None:
-    """Write Cloud ML's pair into `directory` beside `variables/`, whose shards it shares by links.
+    """Write Cloud ML's pair of files into `directory`, beside `variables/`, whose files it shares by hard
+    links.
 
     Raises:
-        NotServable: the graph has no default signature, or one of sparse tensors, or reads files.
+        MappingError: a variable that is to be cast is used in a way that forbids it.
+        NotServable: the graph reads files, has no default signature or one of sparse tensors, or `server`
+            lacks something that it needs.
         PublishError: the directory cannot be written.
     """
     meta_graph = restorable_graph(graph, mapping, server=server)
@@ -565,10 +588,10 @@ def write_pair(
 
 
 def keep_pair_alone(directory: Path) -> None:
-    """Remove the SavedModel beside a pair.
+    """Remove `saved_model.pb` and `variables/` beside a pair.
 
     Raises:
-        PublishError: it cannot be removed.
+        PublishError: they cannot be removed.
     """
     try:
         (directory / SAVED_MODEL_FILE).unlink()

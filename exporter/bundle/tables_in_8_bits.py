@@ -1,4 +1,4 @@
-"""Choose the tables that are stored in 8 bits: those that the graph does nothing with but gather rows."""
+"""Choose the tables that are stored in 8 bits: tables of which the graph does nothing but gather rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ _SHOWN = 5
 
 
 class ChosenFor8Bits(Struct, frozen=True):
-    """The graph that reads tables by rows, and the mapping without the casts that cannot be."""
+    """A graph that reads tables by rows, and the mapping without the casts to int8 that are impossible."""
 
     graph: InferenceGraph
     mapping: VariableMapping
 
 
 def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
-    """Drop casts to int8 of variables that are read whole, or no tables; a note names them."""
+    """Drop the casts to int8 of variables that are not tables or are not only read by rows; a note names
+    them.
+
+    Returns the graph, rewritten to read tables by rows, and the mapping; both unchanged without such casts.
+    """
     if not any(source.is_in_8_bits for source in mapping.sources):
         return ChosenFor8Bits(graph, mapping)
     meta_graph = deepcopy(graph.meta_graph)

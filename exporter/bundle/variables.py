@@ -1,11 +1,12 @@
-"""Write `variables/`: a new index under the served names, over shards that are not copied where possible.
+"""Write `variables/`: a new index with the served names, over shards that are shared with the source if
+possible.
 
-Each shard that holds a served tensor becomes one shard of the bundle: cloned where the file system can, else
-linked, copied or compacted; where less than an eighth of it is kept, compacted. Checksums come from the
+Each source shard that holds a served tensor becomes one shard of the bundle: cloned where the file system
+can, else linked, copied or compacted; compacted if less than an eighth of it is kept. Checksums come from the
 source's index. Tensors whose bytes change (casts, and rows that move between layouts of partitions) are
 written by the tasks of a `ShardJob`; so is everything in an object store. A large table is divided into
 ranges of rows, which become slices that RestoreV2 joins. A table that servers are to map has a shard of its
-own for each of its variables: what one file cannot be is a range of another.
+own for each of its variables; if the source has it as a range of a larger file, the range is copied.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from exporter.storage.layout import VARIABLES_DIRECTORY, VARIABLES_NAME
 from exporter.terminal.progress import NoProgress, Progress, human_bytes
 from exporter.wire.dtypes import JOINABLE, DType
 
-_COPIES = 4  # at a time: they wait for disks more than for processors
+_COPIES = 4  # at the same time: they wait for disks more than for processors
 _WHY = "cast, or rows in another layout"
 _OWN_FILE = "tables to be mapped have files of their own"
 _IN_STORE = "the model is in an object store"
@@ -58,7 +59,7 @@ LITTLE_KEPT = f"less than 1/{_LEAST_SHARE} is kept"
 
 
 class ShardOrigin(Enum):
-    """How a shard of the bundle came to be."""
+    """The way in which a shard of the bundle was made."""
 
     CLONED = "cloned"
     LINKED = "linked"
@@ -68,9 +69,10 @@ class ShardOrigin(Enum):
 
 
 class ShardPlan(Struct, frozen=True):
-    """How a shard of the bundle is made: its source, the way, why not a link, its bytes and the source's.
+    """How a shard of the bundle is made: from which source and how, why it is not linked, its bytes and the
+    source's.
 
-    A shard that is made of several, by tasks, has no source.
+    `source` is None for a shard that tasks write from several sources; `why` is "" for a link.
     """
 
     source: Path | None
@@ -81,34 +83,38 @@ class ShardPlan(Struct, frozen=True):
 
 
 class ShardReport(ShardPlan, frozen=True, kw_only=True):
-    """A shard of the bundle."""
+    """A written shard of the bundle: how it was made, and its path."""
 
     path: Path
 
 
 class Rounding(Struct, frozen=True):
-    """The differences between the values of a table that was stored in 8 bits and the checkpoint's."""
+    """The differences between a table's values as stored in 8 bits and as in the checkpoint."""
 
     largest: float
     """The largest difference of a value."""
     mean: float
-    """The mean difference of all values but those of rows of zeros, of which nothing is lost."""
+    """The mean difference, over all values except those of rows of zeros, which are stored exactly."""
 
 
 class VariablesReport(Struct, frozen=True):
-    """The contents of a written `variables/`, and how each shard got there. `catalog` is the bundle's own."""
+    """The contents of a written `variables/`, and how each shard was made. `catalog` describes the new
+    bundle.
+    """
 
     catalog: Catalog
     shards: tuple[ShardReport, ...]
     work: tuple[int, int] = (0, 0)
-    """How many tasks wrote some of them, and how many bytes these read."""
+    """The number of tasks that wrote shards, and of the bytes that these read."""
     job: Job | None = None
-    """What wrote some of them, to be left (it is a context manager) once they are published."""
+    """The job that wrote shards; a context manager, to be left once the version is published. None without
+    tasks.
+    """
     rounded: Mapping[str, Rounding] = field(default_factory=dict)
     """The tables that were stored in 8 bits, by key."""
 
     def bytes_of(self, *how: ShardOrigin) -> int:
-        """Bytes of the shards that were made in one of these ways."""
+        """The bytes of the shards that were made in one of these ways."""
         return sum(shard.bytes_ for shard in self.shards if shard.how in how)
 
     @property
@@ -133,7 +139,7 @@ class VariablesReport(Struct, frozen=True):
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
-    """The report with all shards as rewritten from `source`, by way of a bundle of our own."""
+    """The report with all shards reported as rewritten from `source`, because of `why`."""
     shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
@@ -147,7 +153,7 @@ def write_variables(
     made: Path | None = None,
     progress: Progress | None = None,
 ) -> VariablesReport:
-    """Write `directory/variables`, which must not be there; nothing is written for a model without variables.
+    """Write `directory/variables`, which must not exist yet; a model without variables gets no directory.
 
     Shards below `made` are the command's own: see `exporter.jobs.shard_job`. `progress` advances by bytes,
     from several threads.
@@ -170,7 +176,8 @@ def write_variables(
 
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
-    """The number of tasks in which the mapping is exported to a model, and the bytes that they read.
+    """Return the number of tasks that write values when the mapping is exported to `model`, and the bytes
+    they read.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
@@ -189,7 +196,7 @@ def _job(catalog: Catalog, moved: Iterable[TensorSource], task_bytes: int) -> Sh
 
 
 def _require_few(shards: int, task_bytes: int) -> None:
-    """Refuse, by a UsageError before the work, more shards than a bundle may have."""
+    """Raise UsageError, before any work, if there would be more shards than a bundle may have."""
     if shards > MAX_SHARDS:
         raise UsageError(
             f"the values would lie in {shards:,} shards, and a bundle has at most {MAX_SHARDS:,}",
@@ -198,7 +205,9 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Sources whose shards are linked or copied, and those that tasks write: in a store, all."""
+    """Return the sources whose shards are linked or copied, and the sources that tasks write: in a store,
+    all.
+    """
     is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
     moved: list[TensorSource] = []
@@ -212,7 +221,7 @@ _FAMILY = "TensorFlow V2, name-based"
 
 
 class _Origin(NamedTuple):
-    """The source of a bundle's shard: a source shard, or of a mapped table one run of its bytes."""
+    """The source of a bundle's shard: a source shard or, for a mapped table, one extent of it."""
 
     shard: int
     run: Extent | None = None
@@ -223,7 +232,9 @@ class _Origin(NamedTuple):
 
 
 class _Placed(Struct, frozen=True):
-    """A source shard in the bundle: its report, and the function from an extent to its new place."""
+    """A source shard that is now in the bundle: its report, and the function from an old extent to the new
+    one.
+    """
 
     report: ShardReport
     moved: Callable[[Extent], Extent]
@@ -301,9 +312,10 @@ class _Writer:
         return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards: their tensors and reports. An error ends the job.
+        """Run the tasks that write the last shards; return their tensors and reports. An error ends the
+        job.
 
-        Notes in `_rounded` how these tables were rounded.
+        Records in `_rounded` how tables in 8 bits were rounded.
         """
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
@@ -322,9 +334,10 @@ class _Writer:
 
 
 def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
-    """The source shards that an export to `target` links or copies, in the order of the bundle's shards.
+    """Plan the shards that an export to `target` links or copies, in the order of the bundle's shards.
 
-    A link that the file system turns out not to allow becomes a compacted copy; with `data` LINK, an error.
+    A planned link that the file system does not allow becomes a compacted copy later; with `data` LINK, an
+    error.
     """
     verbatim, _ = _divided(mapping, target)
     return list(_plans(mapping, _extents_by_origin(verbatim), data))
@@ -384,14 +397,14 @@ def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Ext
 
 
 def needs_rewrite(source: TensorSource) -> bool:
-    """True if the source's bytes cannot be served as they are stored."""
+    """True if the stored bytes of a source must be rewritten to be served."""
     if source.is_verbatim:
         return source.tensor.dtype not in JOINABLE and not _is_stored_as_served(source)
     return True
 
 
 class Move(WriteShard, frozen=True, kw_only=True):
-    """Writes a shard of rows that move, are cast or are copied."""
+    """A task that writes a shard of rows that move, are cast or are copied."""
 
     operation: ClassVar[str] = "move"
 
@@ -399,17 +412,18 @@ class Move(WriteShard, frozen=True, kw_only=True):
 
 
 class Moved(Struct, frozen=True):
-    """The boxes of a source that the runs of a section are."""
+    """A source, and the boxes of it that a section of a written shard holds."""
 
     source: TensorSource
     boxes: tuple[SliceSpec, ...]
 
 
 def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: int) -> Iterator[Place[Moved]]:
-    """Yield the places that are written of a source: one, or of a large table several.
+    """Yield the places to be written for a source: one, or several for a large table.
 
-    Moved rows are written in the boxes that the graph restores; a cast alone keeps those that are stored.
-    Each box of a mapped table is one place, however large: a variable is mapped from one file.
+    Moved rows are written in the boxes that the graph restores; values that are only cast keep the stored
+    boxes. Each box of a mapped table is one place, however large: a variable is mapped from one file.
+    MappingError if values would have to move into or out of boxes that are not ranges of whole rows.
     """
     tensor = source.tensor
     is_served_so = source.is_mapped or source.is_in_8_bits or _moves_rows(source)
@@ -427,7 +441,7 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
     most = piece_bytes(tensor.bytes_, task_bytes)
     # pieces become slices, which RestoreV2 joins of these types alone
     if source.dtype in JOINABLE and tensor.shape and most is not None:
-        # each piece begins a turn, on both sides: see `_Boxes.shares`
+        # each piece begins at a multiple of the turns of both sides: see `_Boxes.shares`
         turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
         row_bytes = max(1, tensor.bytes_ // max(1, count))
         step = max(1, most // row_bytes // turn) * turn
@@ -441,7 +455,9 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """Yield key, dtype and box of each run written; boxes without rows only of tensors without any."""
+    """Yield key, dtype and slice of each box that was written; empty boxes only if the whole tensor is
+    empty.
+    """
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
     for box, count, extent in zip(moved.boxes, section.counts, written.extents, strict=True):
@@ -450,7 +466,7 @@ def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef
 
 
 def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
-    """The rounding of each table in 8 bits, by key, from the counts of its tasks."""
+    """Return the rounding of each table in 8 bits, by key, summed over the counts of its tasks."""
     errors: dict[str, RowErrors] = defaultdict(RowErrors)
     for each in written:
         if isinstance(each.place.section, QuantisedRows):
@@ -459,7 +475,7 @@ def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:
-    """The place of a stored run as it is, or cast."""
+    """The place of one stored box, copied or cast without a change of layout."""
     what = Moved(source, (box,))
     if source.tensor.dtype.itemsize is None:
         return Place(MovedRows.copied(source.key, whole), what, run)
@@ -471,7 +487,9 @@ def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) 
 def _rows(
     source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
 ) -> Place[Moved]:
-    """The place of rows `start` to `stop` of a tensor; `ranges` are those of the boxes that are read."""
+    """The place of rows `start` to `stop` of a tensor; `ranges` are the byte ranges of the boxes of
+    `reads`.
+    """
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
     row_bytes = width * (tensor.dtype.itemsize or 0)
@@ -498,16 +516,21 @@ def _rows(
 
 
 class _Boxes:
-    """The boxes of a tensor in the order of their rows; with `turns` each row is in the next one, in turn."""
+    """The boxes of a tensor in the order of their rows.
+
+    With `turns` (mod partitions), row n is in box n modulo `turns`; 0 means consecutive rows (div).
+    """
 
     def __init__(self, boxes: Iterable[SliceSpec], turns: int) -> None:
         self.boxes, self._turns = sorted(boxes, key=lambda box: box.starts), turns
         self._stops = [_rows_of(box).stop for box in self.boxes]
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each box with some of the rows `start` to `stop`, its first and its last.
+        """Yield the number of each box with some of the rows `start` to `stop`, and its own first and last
+        row (exclusive).
 
-        Boxes that take turns all have some, and `start` begins a turn; so does a table without rows.
+        With turns every box has a share, and `start` must be a multiple of `turns`; a table without rows has
+        one share.
         """
         if self._turns:
             for number in range(len(self.boxes)):
@@ -531,7 +554,7 @@ def _rows_of(box: SliceSpec) -> range:
 
 
 def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
-    """The box of rows `first` to `last` of a box."""
+    """The part of a box with its rows `first` to `last`; a scalar stays whole."""
     if not box.full_shape:
         return box
     starts = (box.starts[0] + first, *box.starts[1:])
@@ -539,7 +562,7 @@ def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
 
 
 def _moves_rows(source: TensorSource) -> bool:
-    """False if every stored box is served as it is, or may be left for RestoreV2 to join and cut.
+    """False if every stored box is served as it is, or RestoreV2 can join and cut the boxes.
 
     MappingError if values have to be laid out anew and a part is not a range of whole rows.
     """
@@ -562,7 +585,9 @@ def _is_stored_as_served(source: TensorSource) -> bool:
 
 
 def _has_whole_rows(source: TensorSource) -> bool:
-    """True if numbers lie in boxes that are ranges of whole rows, in the checkpoint and in the graph."""
+    """True if values are numbers, complete, and in boxes of whole rows, both in the checkpoint and in the
+    graph.
+    """
     boxes = [*_boxes_stored(source.tensor), *_boxes_served(source)]
     whole = all(box.lengths[1:] == box.full_shape[1:] for box in boxes)
     return whole and source.tensor.is_complete and source.tensor.dtype.itemsize is not None
@@ -577,7 +602,7 @@ def _boxes_served(source: TensorSource) -> list[SliceSpec]:
 
 
 def why_not_by_rows(source: TensorSource) -> str:
-    """The reason why a source's values are no rows that can be written one by one; "" if they are."""
+    """The reason why a source's values cannot be written row by row; "" if they can."""
     if source.tensor.dtype.itemsize is None or not source.tensor.shape:
         return "it is not an array of rows"
     return "" if _has_whole_rows(source) else "its parts are not ranges of whole rows"
@@ -593,7 +618,9 @@ def why_not_mapped(source: TensorSource) -> str:
 
 
 class ServedRun(Struct, frozen=True):
-    """A variable in a bundle: its box as it is stored, and where that lies; None if it is of several runs."""
+    """A variable in a bundle: its box as stored, and the box's extent; None if it is stored in several
+    extents.
+    """
 
     variable: GraphVariable
     box: SliceSpec
@@ -601,7 +628,7 @@ class ServedRun(Struct, frozen=True):
 
 
 def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
-    """Yield the variables of a source as they lie in a bundle that was written."""
+    """Yield the variables of a source with their places in a written bundle."""
     runs = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
     for variable in source.variables:
         box = source.as_stored(variable).box
@@ -609,7 +636,9 @@ def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
 
 
 def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
-    """The name and size of the file that holds a mapped variable, and behind it its hot rows, alone."""
+    """Return the name and size in bytes of the file that holds only a mapped variable, and its hot rows if it
+    has some.
+    """
     name, extent = run.variable.served_name, run.extent
     whole = written.tensors.get(names_of(name)[0])
     end = whole.bytes_ if whole is not None else 0 if extent is None else extent.size

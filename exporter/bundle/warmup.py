@@ -33,7 +33,9 @@ _EXAMPLE_METHODS = {"tensorflow/serving/classify", "tensorflow/serving/regress"}
 
 
 class WarmupRequest(Struct, frozen=True):
-    """One line of a request file: its signature, the inputs by name, the record for the server."""
+    """One line of a request file: its number, its signature, the inputs by name, and the record for the
+    server.
+    """
 
     line: int
     signature: str
@@ -42,11 +44,12 @@ class WarmupRequest(Struct, frozen=True):
 
 
 def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
-    """The requests in a file, one a line, for the signatures of `meta_graph`; blank lines are skipped.
+    """Read the requests in a file, one a line, for the signatures of `meta_graph`; blank lines are
+    skipped.
 
     Raises:
         UsageError: the file cannot be read, holds no requests or too many; or a line is not a request that
-            its signature takes: line number, input, what was expected.
+            its signature takes (the message has line number, input and what was expected).
     """
     requests = []
     for line, text in _lines(path):
@@ -69,7 +72,7 @@ def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
 
 
 def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> WarmupRequest:
-    """One request as TF Serving's REST takes it, checked against its signature.
+    """Parse one request in the form of TF Serving's REST, and check it against its signature.
 
     Raises:
         ValueError: it is not JSON, not a request, or not one that its signature takes.
@@ -97,7 +100,7 @@ def takes_examples(signature: Proto) -> bool:
 
 
 def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1) -> WarmupRequest:
-    """A Predict request of arrays for the signature `name`."""
+    """Make a Predict request of arrays for the signature `name`."""
     log = message_class("serving.PredictionLog")()
     request = log.predict_log.request
     request.model_spec.signature_name = name
@@ -109,7 +112,9 @@ def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1
 def examples_request(
     name: str, signature: Proto, document: Mapping[str, Any], line: int = 1
 ) -> WarmupRequest:
-    """A Classify or Regress request of the examples in a document; ValueError if it has none."""
+    """Make a Classify or Regress request of the examples in a document. ValueError if it has none, or bad
+    ones.
+    """
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:
         raise ValueError(f"signature {name!r} is for {method}: expected the key 'examples'")
@@ -123,7 +128,7 @@ def examples_request(
 
 
 def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
-    """Write the requests' records under the SavedModel `directory`; returns the file's path.
+    """Write the requests' records into the SavedModel `directory` and return the file's path.
 
     Raises:
         PublishError: it cannot be written.
