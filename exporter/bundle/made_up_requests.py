@@ -115,7 +115,9 @@ def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
 
 
 def _request(name: str, signature: Proto) -> WarmupRequest | None:
-    """A request of zeros and empty texts; None if an input is not a plain tensor, or there are no inputs."""
+    """A request of zeros and empty texts; None if the signature takes no inputs, or inputs that are not plain
+    tensors.
+    """
     if takes_examples(signature):
         return examples_request(name, signature, {"examples": [{}]})
     inputs: dict[str, NDArray[Any]] = {}

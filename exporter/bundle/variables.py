@@ -69,7 +69,7 @@ class ShardOrigin(Enum):
 
 
 class ShardPlan(Struct, frozen=True):
-    """How a shard of the bundle is made: from which source and how, why it is not linked, its bytes and the
+    """The way in which a shard of the bundle is made: its source, why it is not linked, its bytes and the
     source's.
 
     `source` is None for a shard that tasks write from several sources; `why` is "" for a link.
@@ -129,12 +129,12 @@ class VariablesReport(Struct, frozen=True):
 
     @property
     def bytes_copied(self) -> int:
-        """Bytes copied as they are."""
+        """Bytes of the shards that were copied, whole or compacted."""
         return self.bytes_of(ShardOrigin.COPIED, ShardOrigin.COMPACTED)
 
     @property
     def bytes_rewritten(self) -> int:
-        """Bytes that were cast, or laid out again."""
+        """Bytes of the shards that tasks wrote, of values cast or laid out anew."""
         return self.bytes_of(ShardOrigin.REWRITTEN)
 
 
@@ -562,7 +562,7 @@ def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
 
 
 def _moves_rows(source: TensorSource) -> bool:
-    """False if every stored box is served as it is, or RestoreV2 can join and cut the boxes.
+    """False if every stored box is served unchanged, or RestoreV2 can join and cut the boxes.
 
     MappingError if values have to be laid out anew and a part is not a range of whole rows.
     """

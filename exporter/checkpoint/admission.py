@@ -1,7 +1,7 @@
-"""Admission of keys: an embedding variable serves those seen often enough, and not too long ago.
+"""Choose the keys of embedding variables that are served: seen often enough, and updated recently enough.
 
-The trainer's records decide: `-freqs` how often a key was seen, `-versions` the step of its last update. A
-table without such records is not filtered.
+The trainer's records decide: `-freqs` has how often a key was seen, `-versions` the step of its last update.
+A table without such records is not filtered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Admission(Struct, frozen=True):
-    """Keys that are served: seen `min_freq` times, updated within `max_age_steps`; None: of any age."""
+    """A filter of keys: seen at least `min_freq` times, updated within `max_age_steps`; None means at any
+    time.
+    """
 
     min_freq: int = 0
     max_age_steps: int | None = None
@@ -33,17 +35,21 @@ class Admission(Struct, frozen=True):
         return self.min_freq <= 0 and self.max_age_steps is None
 
     def enough(self, freqs: Array | None) -> Array | bool:
-        """A mask of the keys seen `min_freq` times; True, for all, without recorded counts."""
+        """A mask of the keys seen at least `min_freq` times; True, meaning all, if no counts are recorded."""
         return True if freqs is None else freqs >= self.min_freq
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
-        """A mask of the keys updated within `max_age_steps` before `step`; True, for all, if unknown."""
+        """A mask of the keys updated at most `max_age_steps` before `step`; True, meaning all, if nothing is
+        recorded.
+        """
         if versions is None or step is None or self.max_age_steps is None:
             return True
         return versions >= step - self.max_age_steps
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
-        """Refuse, by a UsageError, a filter whose numbers no table of the checkpoint has."""
+        """Raise UsageError if a filter needs numbers that no table with rows has, or a step that the
+        checkpoint lacks.
+        """
         if self.max_age_steps is not None and catalog.step is None:
             raise UsageError(
                 f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",
@@ -69,7 +75,7 @@ EVERYONE = Admission()
 def admitted(
     catalog: Catalog, variable: EmbeddingVariable, admission: Admission, step: int | None
 ) -> Array | None:
-    """A mask, in stored order, of the rows of a table that are served; None if all are.
+    """Return a mask, in stored order, of the rows of a table that are served; None if all are.
 
     Raises:
         CorruptFile: a checksum is wrong.

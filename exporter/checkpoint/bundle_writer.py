@@ -1,6 +1,6 @@
 """Write tensor bundles: an index over shards that exist already, or a new shard with its index.
 
-TensorFlow reads these files, and an index has the very bytes that TensorFlow would have written. The key of a
+TensorFlow reads these files, and an index has exactly the bytes that TensorFlow would write. The key of a
 slice of a partitioned tensor is TensorFlow's ordered code of its name and box:
 
     key = number(0) string(name) number(rank) (signed(start) signed(length))*
@@ -52,7 +52,9 @@ def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
 
 
 def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
-    """The bytes of an index over `num_shards` shards; of a tensor name, dtype, shape and extents count."""
+    """Return the bytes of an index over `num_shards` shards; only name, dtype, shape and extents of a tensor
+    matter.
+    """
     header = protos.BundleHeaderProto(num_shards=num_shards)
     header.version.producer = _VERSION
     encoder = _EntryEncoder()
@@ -103,10 +105,10 @@ def _message(dtype: DType, shape: tuple[int, ...]) -> protos.Proto:
 
 
 class BundleWriter:
-    """A bundle of one shard, written as tensors are added; it appears under its name when it is finished.
+    """Writes a bundle of one shard while tensors are added; its files get their names when it is finished.
 
-    As a context manager it finishes at the end of the block, and removes what it wrote if the block raises.
-    Nothing is synced: `files` says what there is to sync. Memory is bounded by a chunk, or a string tensor.
+    As a context manager it finishes at the end of the block, and removes its files if the block raises.
+    Nothing is synced: `files` names the files to sync. Memory is bounded by a chunk, or a string tensor.
 
         with BundleWriter(Path("variables/variables")) as writer:
             writer.add("dense/bias", np.zeros(4, np.float32))
@@ -122,7 +124,7 @@ class BundleWriter:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The paths of shard and index, which are there once the bundle is finished."""
+        """The final paths of shard and index, which exist once the bundle is finished."""
         return (self._shard, index_path(self._prefix))
 
     @property
@@ -131,7 +133,12 @@ class BundleWriter:
         return tuple(self._tensors.values())
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
-        """Write an array, or slice `part` of a tensor; returns where. Strings are `bytes` objects."""
+        """Write an array, or slice `part` of a tensor, and return its extent. Strings are `str` or `bytes`
+        objects.
+
+        ValueError if the tensor was added before, the shape is not that of `part`, or an object is not a
+        string.
+        """
         import numpy as np  # late, as below: an index is read and written without it
 
         from exporter.checkpoint.tensor_values import encode_strings
@@ -153,9 +160,10 @@ class BundleWriter:
         chunks: Iterable[Buffer],
         part: SliceSpec | None = None,
     ) -> Extent:
-        """Write a numeric tensor of `shape`, or such a slice, from pieces of its bytes; returns the extent.
+        """Write a numeric tensor, or slice `part` of one, from chunks of its bytes, and return its extent.
 
-        ValueError if the dtype has no fixed size, or the pieces' size is not that of the shape.
+        `shape` is that of the values written. ValueError if the dtype has no fixed size, the tensor was added
+        before, or the chunks have another size than the shape.
         """
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
@@ -166,17 +174,17 @@ class BundleWriter:
         return self._record(ref, replace(extent, crc32c=mask(crc)), part)
 
     def finish(self) -> tuple[TensorRef, ...]:
-        """Write the index and give both files their names; returns the bundle's tensors."""
+        """Write the index, give both files their final names and return the bundle's tensors."""
         index = self._temporary.with_name(f"{self._temporary.name}.index")
         index.write_bytes(encode_index(self.tensors, 1))
         self._file.close()
         self._temporary.rename(self._shard)
-        # Last: readers take an index for a checkpoint that is complete.
+        # Last: to readers an index means that the checkpoint is complete.
         index.rename(index_path(self._prefix))
         return self.tensors
 
     def abandon(self) -> None:
-        """Remove the files that were not finished."""
+        """Remove the temporary files; a finished bundle stays."""
         with suppress(OSError):  # a full disk fails once more as the buffer is flushed
             self._file.close()
         for path in (self._temporary, self._temporary.with_name(f"{self._temporary.name}.index")):
@@ -196,7 +204,10 @@ class BundleWriter:
             self.abandon()
 
     def _announce(self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None) -> TensorRef:
-        """The tensor, new or known with other slices, before values; ValueError if it is complete."""
+        """Return the tensor, new or known with other slices, before its values are written.
+
+        ValueError if it was added before, or `shape` is not that of `part`.
+        """
         if part is not None and shape != part.lengths:
             raise ValueError(f"{name!r}: shape {shape} for a slice of {part.lengths}")
         known = self._tensors.get(name)
@@ -214,7 +225,7 @@ class BundleWriter:
         return extent
 
     def _write(self, chunks: Iterable[Buffer]) -> tuple[Extent, int]:
-        """Append bytes; returns their extent, without a checksum, and their plain crc."""
+        """Append bytes to the shard; return their extent, without a checksum, and their plain crc32c."""
         start, crc = self._offset, 0
         for chunk in chunks:
             flat = _flat_bytes(chunk)
@@ -243,7 +254,7 @@ def _flat_bytes(chunk: Buffer) -> Array:
 
 
 def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
-    """Yield the array's bytes in C order and little endian, whatever its layout, in blocks."""
+    """Yield the array's bytes in C order and little endian, whatever its memory layout, in blocks."""
     import numpy as np
 
     if array.flags.c_contiguous and array.dtype == dtype.numpy:
@@ -257,7 +268,7 @@ def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
 
 
 def slice_key(name: bytes, boxes: Iterable[tuple[int, int]]) -> bytes:
-    """The table key of the slice with these (start, length), one for each dimension."""
+    """Return the table key of a slice, given its (start, length) in each dimension."""
     boxes = tuple(boxes)
     numbers = (_signed(number) for box in boxes for number in box)
     return b"".join([_number(0), _string(name), _number(len(boxes)), *numbers])
@@ -269,21 +280,25 @@ def _number(value: int) -> bytes:
 
 
 def _string(value: bytes) -> bytes:
-    """The ordered code of a text. 0x00 and 0xff are escaped, so that 0x00 0x01 can only be the end."""
+    """The ordered code of a text: 0x00 and 0xff are escaped, so that 0x00 0x01 can only be the end."""
     return re.sub(b"[\x00\xff]", lambda byte: byte[0] + bytes([byte[0][0] ^ 0xFF]), value) + b"\x00\x01"
 
 
 def _signed(value: int) -> bytes:
-    """The ordered code of a number: in its first `length` bits, ones or zeros say how many bytes it has."""
+    """The ordered code of a number: the leading ones or zeros of its first bits encode its number of
+    bytes.
+    """
     length = (value if value >= 0 else ~value).bit_length() // 7 + 1
     header = ((1 << length) - 1) << 7 * length
     return ((value & (1 << 8 * length) - 1) ^ header).to_bytes(length, "big")
 
 
 def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
-    """Two boxes that overlap, as text for an error; "" if none do."""
-    # Every partitioner makes grids of grids, which one cut after another along the dimensions separates; that
-    # there are few cuts keeps a hostile index from making this slow.
+    """Describe two boxes that overlap, for an error; "" if none do. Grids that need more than `cuts` cuts
+    count too.
+    """
+    # Every partitioner makes grids of grids, which successive cuts along the dimensions separate. The small
+    # number of cuts keeps a hostile index from making this slow.
     if len(specs) < 2:
         return ""
     for axis in range(len(specs[0].full_shape)):
@@ -294,7 +309,7 @@ def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
 
 
 def _separate(specs: Sequence[SliceSpec], axis: int) -> list[list[SliceSpec]]:
-    """Groups of boxes; along `axis` the boxes of one group overlap none of another's."""
+    """Divide boxes into groups; along `axis` no box of one group overlaps a box of another."""
     groups: list[list[SliceSpec]] = []
     end = -1
     for spec in sorted(specs, key=lambda spec: (spec.starts[axis], spec.lengths[axis])):

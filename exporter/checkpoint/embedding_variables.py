@@ -1,22 +1,23 @@
-"""Read embedding variables, as DeepRec writes them: tables whose rows have arbitrary integers as keys.
+"""Read embedding variables as DeepRec writes them: tables whose rows have arbitrary integers as keys.
 
-An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, is a handful of tensors:
+An embedding variable `<ev>`, or each part `<ev>/part_<p>` of it, consists of these tensors:
 
     <ev>-keys                     int64|int32 [N]      admitted keys
     <ev>-values                   float [N, dim]       their rows
     <ev>-versions                 int64 [N] or [0]     step of each key's last update
     <ev>-freqs                    int64 [N] or [0]     how often each key was seen; may be absent
     <ev>-partition_offset         int32 [1001]         keys are grouped by key % 1000; old files lack it
-    <ev>-rows                     int64 [N]            of `exporter.tables`: where slots have the rows
+    <ev>-rows                     int64 [N]            of `exporter.tables`: the rows as slots number them
     <ev>-{keys,versions,freqs}_filtered, -partition_filter_offset     keys that were seen too seldom: no rows
 
-`-versions` is always there; the tables of stock TensorFlow, which are `-keys` and `-values`, have none.
-Tables of TensorFlow Recommenders-Addons are read as embedding variables, too: see `recommenders_addons`.
-Rows are taken as they are, NaN included, like those of any other variable.
+`-versions` always exists; the tables of stock TensorFlow, which are `-keys` and `-values`, have none. Tables
+of TensorFlow Recommenders-Addons are read as embedding variables, too: see `recommenders_addons`. Rows are
+read unchanged, NaN included, like those of any other variable.
+
 An optimizer's slot is an embedding variable of its own, `<ev>/Adagrad` or `<ev>/part_<p>/Adagrad`, and its
-keys need not be the variable's. A key counts wherever it lies: DeepRec, too, finds it in any part when it
-restores. No key may lie in two places. Rows that DeepRec moved to a disk (`<prefix>-<ev>-ssd_record`) are
-in no tensor: such a checkpoint is refused.
+keys need not be the variable's. A key may be in any part: DeepRec, too, finds it in any part when it
+restores. No key may be in two places. Rows that DeepRec moved to a disk (`<prefix>-<ev>-ssd_record`) are in
+no tensor: such a checkpoint is refused.
 
 Source: DeepRec, tensorflow/core/framework/embedding/embedding_var_ckpt_data.cc (EmbeddingVarCkptData) and
 embedding_var_restore.cc (CheckpointLoader).
@@ -72,7 +73,9 @@ class FilteredKeys(Struct, frozen=True):
 
 
 class EmbeddingPart(Struct, frozen=True):
-    """One part: row i of `values` is that of key i of `keys`; None for tensors that were not recorded."""
+    """One part of an embedding variable: row i of `values` belongs to key i of `keys`. None means not
+    recorded.
+    """
 
     number: int
     keys: TensorRef
@@ -84,18 +87,20 @@ class EmbeddingPart(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """The number of its keys."""
+        """The number of admitted keys in this part."""
         return self.keys.shape[0]
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Every name that a tensor of the part may have, whether the checkpoint has it or not."""
+        """Every name that a tensor of the part may have, whether or not the checkpoint has it."""
         stem = self.keys.name.removesuffix(KEYS)
         return tuple(stem + suffix for suffix in _SUFFIXES)
 
 
 class EmbeddingVariable(Struct, frozen=True):
-    """A table by keys; `slot_of` names its owner if it is a slot, `also` are other names of it."""
+    """A table by keys; `slot_of` names the owner if it is an optimizer's slot, `also` are further names for
+    it.
+    """
 
     name: str
     key_dtype: DType
@@ -122,11 +127,11 @@ class EmbeddingVariable(Struct, frozen=True):
 
 
 def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
-    """A checkpoint's embedding variables, optimizer slots among them, by name; only the index is read.
+    """Return a checkpoint's embedding variables by name, optimizer slots included; only the index is read.
 
     Raises:
-        CorruptFile: tensors of one have other lengths, ranks or types than they should, or a part is missing.
-        UnsupportedFormat: rows lie outside the checkpoint's tensors.
+        CorruptFile: a tensor has another length, rank or type than it should, or a part is missing.
+        UnsupportedFormat: rows are stored outside the checkpoint's tensors.
     """
     parts: dict[str, dict[int | None, EmbeddingPart]] = {}
     for stem in _stems(catalog):
@@ -141,7 +146,9 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
 
 
 def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
-    """The variable with this name, or the only one that a person may mean by it; None if there is none."""
+    """Return the variable with this name, or the only one that also has this name; None if there is none or
+    several.
+    """
     if name in known:
         return known[name]
     spelt = {name, name.replace("/", "_")}
@@ -158,7 +165,9 @@ def _of_addons(catalog: Catalog, table: AddonsTable) -> EmbeddingVariable:
 
 
 def _stems(catalog: Catalog) -> Iterator[str]:
-    """Yield the name of each part before its tensors' suffixes; CorruptFile if one lacks keys or values."""
+    """Yield the common prefix of the tensor names of each part; CorruptFile if a part lacks keys or
+    values.
+    """
     for tensor in catalog.tensors:
         stem = tensor.removesuffix(VERSIONS)
         if stem == tensor:
@@ -166,13 +175,13 @@ def _stems(catalog: Catalog) -> Iterator[str]:
         missing = [stem + suffix for suffix in (KEYS, VALUES) if stem + suffix not in catalog.tensors]
         if not missing:
             yield stem
-        # else it is another variable whose name ends so
+        # else it is another variable whose name has this ending
         elif len(missing) == 1 and stem + OFFSETS in catalog.tensors:
             raise CorruptFile(f"{catalog.prefix}: {tensor!r} has no {missing[0]!r} beside it")
 
 
 def part_of(stem: str) -> tuple[str, int | None]:
-    """An embedding variable's name and the number of its part, None if it is stored as a whole."""
+    """Return an embedding variable's name and the number of its part, None if it is stored as a whole."""
     _, attributes, name = stem.rpartition(OBJECT_ATTRIBUTES)
     if attributes:
         return unquote(name), None
@@ -181,12 +190,14 @@ def part_of(stem: str) -> tuple[str, int | None]:
 
 
 def name_in_object(name: str) -> str:
-    """The name of a table within the keys of an object-based checkpoint, where slashes and dots mean more."""
+    """Quote the name of a table for the keys of an object-based checkpoint, where slashes and dots have a
+    meaning.
+    """
     return quote(name, safe="").replace(".", "%2E")
 
 
 def table_tensor(stored: str) -> str | None:
-    """The tensor name of a table for the key under which an object stored it; None for other tensors."""
+    """Return a table's tensor name, given the key under which an object stored it; None for other tensors."""
     for suffix in (KEYS, VALUES, VERSIONS, ROWS):
         if stored.endswith(suffix):
             return unquote(stored.removesuffix(suffix)) + suffix
@@ -194,10 +205,11 @@ def table_tensor(stored: str) -> str | None:
 
 
 def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """The admitted keys, int64 [rows], part by part in stored order: row i of all values is that of key i.
+    """Return the admitted keys, int64 [rows], part by part in stored order: row i of all values belongs to
+    key i.
 
     Raises:
-        CorruptFile: a checksum is wrong, the offsets do not fit the keys, or a key is there twice.
+        CorruptFile: a checksum is wrong, the offsets do not fit the keys, or a key occurs twice.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     keys = np.empty(variable.rows, np.int64)
@@ -211,9 +223,10 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 
 
 def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
-    """Yield the row of each block's first key and the admitted keys, int64, unchecked for doubles.
+    """Yield blocks of admitted keys, int64, each with the row of its first key; duplicates are not
+    checked.
 
-    CorruptFile if keys lie in another bucket than theirs, or a checksum differs.
+    CorruptFile if a key is in the wrong bucket, or a checksum differs.
     """
     begin = 0
     for part in variable.parts:
@@ -229,7 +242,7 @@ def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[
 
 
 def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> CorruptFile:
-    """The error for a key that is there twice; the keys are read again to say in which tensors."""
+    """Return the error for a key that occurs twice; the keys are read again to name the tensors."""
     rows = [first + np.flatnonzero(keys == key) for first, keys in key_blocks(catalog, variable)]
     bounds = np.cumsum([part.rows for part in variable.parts])
     places = np.searchsorted(bounds, np.concatenate(rows)[:2], side="right")
@@ -239,7 +252,8 @@ def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> Corrup
 
 
 def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """int64 [1000]: how many admitted keys have each remainder; reads the keys of parts without offsets.
+    """Count the admitted keys of each remainder, int64 [1000]; for parts without offsets the keys are
+    read.
 
     Raises:
         CorruptFile: a checksum is wrong.
@@ -258,7 +272,7 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 def count_blocks(
     catalog: Catalog, variable: EmbeddingVariable, what: str
 ) -> Iterator[tuple[int, Array]] | None:
-    """Blocks of `versions` or `freqs`, with each one's first row; None if some part recorded none."""
+    """Blocks of `versions` or `freqs`, each with its first row; None if a part has not recorded them."""
     refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
     known = [ref for ref in refs if ref is not None]
     return _joined_blocks(catalog, known) if len(known) == len(refs) else None
@@ -309,9 +323,9 @@ class _Part:
         return FilteredKeys(keys, versions, freqs, self._offsets(FILTERED_OFFSETS))
 
     def _counts(self, suffix: str, rows: int) -> TensorRef | None:
-        """The tensor of numbers beside the keys; None if it is absent, or none were recorded.
+        """The tensor of numbers for the keys; None if it is missing, or empty because none were recorded.
 
-        CorruptFile if it is not one int64 for each key.
+        CorruptFile if it has not one int64 for each key.
         """
         ref = self._find(suffix)
         if ref is None or (ref.shape == (0,) and rows):
@@ -342,7 +356,9 @@ class _Part:
 def _joined(
     catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int = 0
 ) -> EmbeddingVariable:
-    """The variable of these parts; CorruptFile unless numbers 0 to `count` - 1 or more are all there."""
+    """Join parts to one variable; CorruptFile if the parts differ, or one of at least `count` numbers is
+    missing.
+    """
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:
         raise CorruptFile(f"{catalog.prefix}: {name!r} is stored as a whole and in parts")
@@ -359,7 +375,7 @@ def _joined(
 
 
 def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariable]) -> EmbeddingVariable:
-    """The variable, marked as a slot if its name lies below another variable's."""
+    """Mark the variable as a slot if its name begins with another variable's name and a slash."""
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
         owner = owner.rpartition("/")[0]
@@ -367,16 +383,16 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
 
 
 def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
-    """Require that the keys of each bucket, read from `ref`, lie where the offsets say.
+    """Require that the keys of each bucket, read from `ref`, are where the offsets place them.
 
     Raises:
-        CorruptFile: they do not, or the checksum of the offsets is wrong.
+        CorruptFile: they are not, or the checksum of the offsets is wrong.
     """
     check_buckets(catalog, offsets_ref, read_offsets(catalog, ref, offsets_ref), keys)
 
 
 def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
-    """Require that each key of a run is in its bucket; `offsets` count from the run's first key.
+    """Require that each of some consecutive keys is in its bucket; `offsets` count from the first of them.
 
     Raises:
         CorruptFile: one is not.
@@ -390,7 +406,8 @@ def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys
 
 
 def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Array:
-    """int64 [1001]: where each bucket begins among the keys of `ref`, and where the last one ends.
+    """Return the position of each bucket's first key among the keys of `ref`, and the end of the last: int64
+    [1001].
 
     Raises:
         CorruptFile: they do not fit the keys, or their checksum is wrong.
@@ -407,7 +424,7 @@ def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Ar
 
 def _buckets_of(keys: Array) -> Array:
     """The bucket of each key, int16: its remainder by `BUCKETS`."""
-    # as unsigned numbers in half the time; negative keys follow
+    # unsigned remainders take half the time; negative keys are corrected below
     found = (keys.view(np.uint64) % np.uint64(BUCKETS)).astype(np.int16)
     negative = np.flatnonzero(keys < 0)
     found[negative] = keys[negative] % BUCKETS

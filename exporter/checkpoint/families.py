@@ -1,6 +1,6 @@
-"""The families of checkpoints: how files identify each, which files belong together, which module reads it.
+"""The families of checkpoints: how to recognise each, which files belong together, which module reads it.
 
-A family's reader is imported when a checkpoint of it is met: a small delta takes as long as its imports.
+A family's reader is imported only when a checkpoint of it is met: imports dominate the time of a small delta.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from exporter.storage.layout import (
     is_saved_model,
 )
 
-# Behind a prefix: which shard of how many, or, in a pattern, each of them.
+# The end of a name behind the prefix: the shard's number and their count; in a pattern, any number.
 V1_SHARD = re.compile(r"-([0-9]{5}|\?{5})-of-[0-9]{5}$")
 
 
 class Family(Protocol):
-    """One family of checkpoints. A path is that of a file, or what the names of several begin with."""
+    """One family of checkpoints. A path is a file's, or the common prefix of several files."""
 
     def matches(self, path: Path) -> bool:
         """True if `path` is a checkpoint of this family, by its name and by the files there."""
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """The checkpoints of this family among a directory's names, in no order."""
+        """Return the checkpoints of this family among a directory's names, in no particular order."""
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """Those of the names beside a checkpoint that are its files."""
+        """Return the names, of those in its directory, that are files of the checkpoint."""
 
     def read(self, path: Path) -> Catalog:
-        """The checkpoint's catalog."""
+        """Read the checkpoint's catalog."""
 
 
 class _TensorBundle:
@@ -92,7 +92,7 @@ class _FormatV1:
 
 
 class _SavedModelAlone:
-    """The place of a SavedModel's variables, if it has none."""
+    """A SavedModel without variables; its path is the prefix that they would have."""
 
     def matches(self, path: Path) -> bool:
         return saved_model_without_variables(path) is not None
@@ -111,7 +111,7 @@ class _SavedModelAlone:
 
 
 class _Orbax:
-    """Directories that Orbax writes: that of a step, or of one tree."""
+    """Directories that Orbax writes: for a step, or for one tree."""
 
     def matches(self, path: Path) -> bool:
         with suppress(OSError, ValueError):
@@ -122,7 +122,7 @@ class _Orbax:
         return False
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        # Steps end in their number; what is being written, or was left half-written, does not.
+        # Finished steps end in their number; names of unfinished ones do not.
         return [directory / name for name in names if name[-1:].isdigit() and self.matches(directory / name)]
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
@@ -135,10 +135,10 @@ class _Orbax:
 
 
 class _Archives(Struct, frozen=True):
-    """Files that hold a whole checkpoint each, recognised by how their names end.
+    """Files that each hold a whole checkpoint, recognised by the endings of their names.
 
-    `shards` matches one file of several, from which `listed_by` makes their list's name; `latest` names the
-    newest.
+    `shards` matches one file of a sharded checkpoint, from which `listed_by` makes the name of the list of
+    shards; `latest` is the name of the newest checkpoint, "" without such a name.
     """
 
     suffixes: tuple[str, ...]
@@ -153,7 +153,7 @@ class _Archives(Struct, frozen=True):
         return False
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        # Of a sharded checkpoint only its list counts.
+        # A sharded checkpoint is named by its list alone.
         found = [name for name in names if name.endswith(self.suffixes) and not name.startswith(".")]
         return [directory / name for name in found if self._list(name) not in names]
 
@@ -210,12 +210,12 @@ FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE, ORBAX)
 
 
 def family_of(path: Path) -> Family:
-    """The first family that matches a path; the tensor bundle's if none does."""
+    """Return the first family that matches a path; the tensor bundle's if none does."""
     return next((family for family in FAMILIES if family.matches(path)), BUNDLE)
 
 
 def read_family(path: Path) -> Catalog:
-    """The catalog of the checkpoint that a prefix or an archive's path names."""
+    """Read the catalog of the checkpoint with this prefix, or in this archive."""
     return family_of(path).read(path)
 
 
@@ -225,18 +225,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def archives(directory: Path, names: Collection[str]) -> list[Path]:
-    """The archives among a directory's names; if a framework keeps one as its latest, that one alone."""
+    """Return the archives among a directory's names; only a framework's latest one if it keeps that."""
     latest = [directory / family.latest for family in ARCHIVES if family.latest in names]
     return latest or [path for family in ARCHIVES for path in family.candidates(directory, names)]
 
 
 def is_archive(path: Path) -> bool:
-    """True for a file that is an archive by its name, and for a directory that Orbax wrote."""
+    """True for a file with the name of an archive, and for a directory that Orbax wrote."""
     return any(family.matches(path) for family in ARCHIVES) or ORBAX.matches(path)
 
 
 def describes_model(path: Path) -> bool:
-    """True for an archive that holds a model's config beside the weights; it is opened to see.
+    """True for an archive that holds a model's config beside the weights; the archive is opened.
 
     Raises:
         CheckpointError: it is damaged or hostile.
@@ -249,7 +249,9 @@ def describes_model(path: Path) -> bool:
 
 
 def model_beside(checkpoint: Path) -> str | None:
-    """The path of a graph beside a checkpoint: `.meta`, SavedModel, or the archive itself; or None."""
+    """Return the path of a graph beside a checkpoint: `.meta`, SavedModel or the archive itself; None without
+    one.
+    """
     for path in (meta_beside(checkpoint), saved_model_around(checkpoint)):
         if path is not None and path.exists():
             return str(path)
@@ -262,20 +264,21 @@ def meta_beside(checkpoint: Path) -> Path:
 
 
 def saved_model_around(checkpoint: Path) -> Path | None:
-    """The SavedModel whose `variables/` holds the checkpoint; None for a checkpoint elsewhere."""
+    """Return the SavedModel whose `variables/` holds the checkpoint; None for a checkpoint elsewhere."""
     directory = checkpoint.parent.parent
     return directory if checkpoint.parent.name == VARIABLES_DIRECTORY and is_saved_model(directory) else None
 
 
 def is_series(names: Collection[str]) -> bool:
-    """True if names differ in numbers alone, so that one of them is the newest."""
+    """True if the names differ only in numbers, so that one of them is the newest; False without names."""
     return len({re.sub(r"[0-9]+", "0", name) for name in names}) == 1
 
 
 def saved_model_without_variables(prefix: Path) -> Path | None:
-    """The file of the SavedModel whose variables `prefix` names, if none of their files is there.
+    """Return the graph file of the SavedModel whose variables would have this `prefix`, if it has no
+    variables.
 
-    None if some are, or there is no such SavedModel.
+    None if files of variables exist, or there is no such SavedModel.
     """
     directory = prefix.parent
     if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (
@@ -287,12 +290,15 @@ def saved_model_without_variables(prefix: Path) -> Path | None:
 
 
 def v1_pattern(name: str) -> str:
-    """The checkpoint of format V1 that a file is of: its name, or a pattern of all shards' names."""
+    """Return the name of the V1 checkpoint that a file belongs to: the file's own, or a pattern of all
+    shards' names.
+    """
     return V1_SHARD.sub(lambda shard: f"-?????{shard.group()[6:]}", name)
 
 
 def v1_files(prefix: Path) -> list[Path]:
-    """The files, sorted, of a checkpoint of format V1; `prefix` is a file's name or a glob pattern of shards.
+    """Return the files, sorted, of a checkpoint of format V1; `prefix` is a file's name or a glob pattern of
+    shards.
 
     Empty if there are none, or the directory cannot be listed.
     """

@@ -1,6 +1,6 @@
 """A byte range of a file that may be replaced at any moment; reading notices if it was.
 
-Archives that store a tensor as one run of bytes, little endian, are read in place: see `PlainValues`.
+Archives that store a tensor as consecutive bytes, little endian, are read in place: see `PlainValues`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from exporter.wire.dtypes import DType
 
 
 class FileRange(Struct, frozen=True):
-    """`size` bytes from `offset` of the file with this `identity`; `crc32` is zip's checksum, or None."""
+    """`size` bytes at `offset` of the file with this `identity`; `crc32` is the zip's checksum of them, or
+    None.
+    """
 
     path: Path
     offset: int
@@ -43,9 +45,9 @@ class FileRange(Struct, frozen=True):
 
     @classmethod
     def whole(cls, path: Path) -> FileRange:
-        """The range of all bytes of a regular file; CorruptFile for another kind.
+        """Return the range of all bytes of a regular file; CorruptFile if it is not a regular file.
 
-        CheckpointNotFound if it is not there, CheckpointError if it cannot be looked at.
+        CheckpointNotFound if it does not exist, CheckpointError if its status cannot be read.
         """
         try:
             found = path.stat()
@@ -58,7 +60,7 @@ class FileRange(Struct, frozen=True):
         return cls(path, 0, found.st_size, FileIdentity.of(found))
 
     def part(self, offset: int, size: int, crc32: int | None = None) -> FileRange:
-        """The range of `size` bytes from `offset` of this one; TruncatedFile if it is shorter."""
+        """Return the range of `size` bytes at `offset` of this one; TruncatedFile if this one is shorter."""
         if offset < 0 or size < 0 or offset + size > self.size:
             raise TruncatedFile(
                 f"{self.path} is shorter than it says",
@@ -68,7 +70,8 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """A descriptor of the file (not of the range alone), closed after the `with` block.
+        """Open the file (not only the range) and yield its descriptor, which is closed after the `with`
+        block.
 
         CheckpointChanged if the file vanished or was replaced, CheckpointError if it cannot be read.
         """
@@ -87,7 +90,7 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def opened(self) -> Iterator[Window]:
-        """The range as a binary file of its own."""
+        """Open the range as a binary file of its own; errors are those of `open`."""
         with self.open() as descriptor:
             yield Window(descriptor, self.offset, self.size)
 
@@ -102,15 +105,15 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} became shorter after it was read")
 
     def read(self) -> bytes:
-        """All bytes at once: for small ranges."""
+        """Return all bytes at once: for small ranges."""
         return b"".join(self.chunks())
 
 
 @lru_cache(maxsize=64)
 def verify(source: FileRange) -> None:
-    """Read the bytes and raise CorruptFile unless zip's checksum, if there is one, fits.
+    """Read the bytes and raise CorruptFile if they have another checksum than zip's, if there is one.
 
-    Once for each range.
+    The results of the last 64 ranges are remembered.
     """
     if source.crc32 is None:
         return
@@ -125,9 +128,9 @@ def verify(source: FileRange) -> None:
 
 
 def listed_shard(path: Path, name: object) -> Path:
-    """The path of a shard that the list at `path` names.
+    """Return the path of a shard that the list at `path` names.
 
-    UnsafeArchive unless it lies beside the list, MissingShard if it is not there.
+    UnsafeArchive if the name is not that of a file beside the list, MissingShard if the file does not exist.
     """
     shard = below(path.parent, str(name), f"{path}: the shard", UnsafeArchive)
     if not isinstance(name, str) or "/" in name:
@@ -138,7 +141,9 @@ def listed_shard(path: Path, name: object) -> Path:
 
 
 class PlainValues(Struct, frozen=True):
-    """The run of bytes `source` as numbers; `archive`, in which it lies, may have a checksum."""
+    """The bytes of `source` as numbers; the checksum of the containing `archive`, if any, is verified
+    first.
+    """
 
     source: FileRange
     archive: FileRange
@@ -152,7 +157,7 @@ class PlainValues(Struct, frozen=True):
 
 
 def whole_items(chunks: Iterable[bytes], itemsize: int) -> Iterator[bytes]:
-    """Yield the same bytes in chunks that end where an item does."""
+    """Yield the same bytes in chunks that end at the end of an item; an incomplete last item is dropped."""
     rest = b""
     for chunk in chunks:
         data = rest + chunk if rest else chunk

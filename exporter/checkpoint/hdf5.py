@@ -1,10 +1,10 @@
-"""Read an HDF5 file as a list of datasets. The file is not trusted: only plain data inside it is taken.
+"""Read an HDF5 file as a list of datasets. The file is not trusted: only plain data inside it is read.
 
 The HDF5 library runs in a process of its own (`hdf5_process.py`), with limits of memory and time. A dataset
-that is one run of bytes is then streamed from the file itself; a chunked one comes from that process.
+stored as consecutive bytes is then streamed from the file itself; a chunked one comes from that process.
 Links to other places, data kept in other files, virtual datasets, groups that contain themselves and datasets
-that declare far more than they store are refused by name; nothing of another file is ever opened.
-Format: HDF5 File Format Specification 3.0.
+that declare far more than they store are refused by name; no other file is ever opened. Format: HDF5 File
+Format Specification 3.0.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_DEPTH = 64
 _MAX_ATTRIBUTE_BYTES = 64 << 20
 _MAX_CHUNK_BYTES = 256 << 20  # the library unpacks a chunk at once
 _RATIO_FLOOR_BYTES = 64 << 20
-_MAX_RATIO = 1100  # gzip's 1032 to 1, and something for the other filters
+_MAX_RATIO = 1100  # gzip reaches 1032 to 1; a little more for the other filters
 
 # Damaged files kept the library busy beyond SIGTERM, and made it take 1.6 GB.
 _MEMORY_BYTES = 768 << 20  # beyond what the process needs to start: two chunks, and the library's cache
 _STEP_CPU_SECONDS = 5  # for one object, or one block of values
-_STEP_SECONDS = 60.0  # the same, also where it waits and computes nothing
+_STEP_SECONDS = 60.0  # elapsed time for the same, waiting included
 
 
 class Dataset(Struct, frozen=True):
@@ -48,7 +48,9 @@ class Dataset(Struct, frozen=True):
 
 
 class FileContents(Struct, frozen=True):
-    """The datasets of a file, texts by group ("" is the root) and name, and paths of those of texts."""
+    """A file's datasets, its text attributes by group ("" is the root) and name, and the paths of skipped
+    datasets.
+    """
 
     datasets: tuple[Dataset, ...]
     attributes: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -76,9 +78,10 @@ class Packed(Struct, frozen=True):
 
 # Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Every dataset of a file, and every group's texts of these attributes (True: it may be continued).
+    """Return every dataset of a file, and the given text attributes of every group (True: it may be
+    continued).
 
-    CorruptFile if it is no HDF5 file; else the CheckpointError of the process that reads it.
+    CorruptFile if it is not an HDF5 file; else the CheckpointError of the process that reads it.
     """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
@@ -108,7 +111,7 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents
 
 
 def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:
-    """A dataset as the process described it; None for a type that no variable has."""
+    """Return a dataset as described by the process; None for a type that no variable has."""
     try:
         dtype = DType.of(found["dtype"])
     except KeyError:

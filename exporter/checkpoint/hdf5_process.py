@@ -1,6 +1,7 @@
-"""Read one HDF5 file, in a process that `exporter.limited.worker_process` limits; `hdf5.py` asks it.
+"""Read one HDF5 file, in a process that `exporter.limited.worker_process` limits; `hdf5.py` sends the
+requests.
 
-It opens no file, but reads the descriptor that it was given.
+It opens no file; it reads only the descriptor that it was given.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FILTERS = {1: "gzip", 2: "shuffle", 3: "fletcher32", 32000: "lzf"}
 
 
 class Walk:
-    """One pass over a file's groups, by hard links alone, each object once."""
+    """One pass over a file's groups, following hard links only, each object once."""
 
     def __init__(self, request: Mapping[str, Any], deadline: Deadline) -> None:
         self._wanted: Mapping[str, bool] = request["attributes"]
@@ -35,7 +36,7 @@ class Walk:
         self.skipped: list[str] = []
 
     def group(self, group: Any, path: str, depth: int) -> None:
-        """Note a group and everything below it."""
+        """Record a group and everything below it."""
         import h5py
 
         if depth > self._limits["depth"]:
@@ -81,7 +82,7 @@ class Walk:
 
         self._deadline.start()
         attribute = group.attrs.get_id(name)
-        if not attribute.get_space().get_select_npoints():  # the library takes its size for an error
+        if not attribute.get_space().get_select_npoints():  # the library reports its size 0 as an error
             return []
         self._attribute_bytes += attribute.get_storage_size()
         if self._attribute_bytes > (limit := self._limits["attribute_bytes"]):
@@ -153,13 +154,13 @@ def _link_text(link: Any) -> str:
 
 
 def _dtype(dataset: Any) -> str | None:
-    """The element type by numpy's name; None for texts, references and records."""
+    """Return numpy's name of the element type; None for texts, references and records."""
     import h5py
 
     stored = dataset.dtype
     is_opaque = isinstance(dataset.id.get_type(), h5py.h5t.TypeOpaqueID)
     # bfloat16 is opaque to HDF5. Keras 3 marks it by an attribute; Keras 2 does not (and cannot read it
-    # back), but no other type of two bytes is written so.
+    # back), but no other type of two bytes is written as opaque.
     if is_opaque and stored.itemsize == 2 and dataset.attrs.get("dtype", "bfloat16") == "bfloat16":
         return "bfloat16"
     return str(stored.name) if stored.kind in "biufc" else None
@@ -176,7 +177,7 @@ def _blocks(dataset: Any) -> Iterator[memoryview]:
 
 
 def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice, ...]]:
-    """Yield the boxes of a tensor, each a run of at most a block, in the order of its elements."""
+    """Yield index boxes of a tensor of at most BLOCK_BYTES each, in the order of its elements."""
     if not shape or not math.prod(shape):
         yield from [()] if not shape else []
         return
@@ -189,7 +190,7 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice,
 
 @contextmanager
 def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """What answers requests of the file whose descriptor the process was given."""
+    """Open the file whose descriptor the process was given; yield the function that answers requests."""
     import h5py
 
     from exporter.storage.open_files import Window

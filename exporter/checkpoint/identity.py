@@ -26,11 +26,11 @@ Looks: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 
 class Identity(Struct, frozen=True):
-    """A checkpoint, and the looks of its files when it was identified.
+    """A checkpoint, with the names, sizes, times and inodes of its files when it was identified.
 
-    `digest` is a lower-case SHA-256: of a tensor bundle's index, which has every tensor's checksum; of other
-    families, that have none, of their files' names, sizes and modification times. `paths` are the prefix and,
-    of other families, these files.
+    `digest` is a lower-case SHA-256: of a tensor bundle's index, which has every tensor's checksum; for other
+    families, without an index, of their files' names, sizes and modification times. `paths` are the prefix
+    and, for other families, these files.
     """
 
     prefix: Path
@@ -41,7 +41,9 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
-        """The identity of a checkpoint whose catalog was just read; CheckpointChanged if it changed since."""
+        """Identify a checkpoint whose catalog was just read; CheckpointChanged if its index was replaced, or
+        it vanished.
+        """
         if catalog.index_digest is not None:
             files = look(catalog.prefix)
             try:
@@ -59,10 +61,11 @@ class Identity(Struct, frozen=True):
         return cls(catalog.prefix, digest, _look_at(paths), paths, is_indexed=False)
 
     def content_digest(self, of: Callable[[Path], str] = file_digest) -> str:
-        """The lower-case SHA-256 of what the checkpoint holds, whatever its files are called: see `digest`.
+        """Return the lower-case SHA-256 of the checkpoint's contents, whatever its files are called: see
+        `digest`.
 
-        Where there is no index the files are read, each by `of`; of several it is that of their digests.
-        CheckpointChanged if one was replaced.
+        Without an index the files are read, each by `of`; for several files it is the digest of their
+        digests. CheckpointChanged if a file was replaced or vanished.
         """
         if self.is_indexed:
             return self.digest
@@ -74,18 +77,18 @@ class Identity(Struct, frozen=True):
         return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
 
     def content_files(self) -> list[Path]:
-        """The files of a checkpoint without index, in an order that does not depend on where it lies."""
+        """The files of a checkpoint without index, in an order that does not depend on its directory."""
         if self.prefix.is_dir():
             return sorted(path for path in self.prefix.rglob("*") if path.is_file())
         return [path for path in self.paths if path.is_file()]  # a prefix may be a pattern of shards
 
     @property
     def is_untouched(self) -> bool:
-        """True while no file was replaced, removed or added."""
+        """True if no file was replaced, removed or added since."""
         return _look_at(self.paths) == self.files
 
     def require_same_files(self) -> None:
-        """Refuse, by CheckpointChanged, files that were replaced; pruned or new ones do no harm."""
+        """Raise CheckpointChanged if a file was replaced; removed and new files are allowed."""
         now = {entry[0]: entry for entry in _look_at(self.paths)}
         replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
         if replaced:
@@ -96,10 +99,10 @@ class Identity(Struct, frozen=True):
 
 
 def index_digest(prefix: Path) -> str:
-    """The lower-case SHA-256 of a tensor bundle's index.
+    """Return the lower-case SHA-256 of a tensor bundle's index.
 
     Raises:
-        CheckpointNotFound: its index cannot be read.
+        CheckpointNotFound: the index cannot be read.
     """
     try:
         return hashlib.sha256(read_regular(index_path(prefix), MAX_INDEX_BYTES)).hexdigest()
@@ -108,11 +111,13 @@ def index_digest(prefix: Path) -> str:
 
 
 def look(prefix: Path) -> Looks:
-    """The looks of a checkpoint's files, or of one file; empty if it is gone, or vanishing."""
+    """Return name, size, modification time and inode of a checkpoint's files, or of one file; empty if one
+    vanishes.
+    """
     mirror.refresh(prefix)
     with suppress(OSError):
         names = [path.name for path in prefix.parent.iterdir()]
-        # not what others put beside them: checksums, downloads that are under way
+        # only the checkpoint's own: others put checksums and unfinished downloads beside them
         found = sorted(family_of(prefix).files(prefix, names))
         looks = [(name, prefix.with_name(name).stat()) for name in found]
         return tuple((name, now.st_size, now.st_mtime_ns, now.st_ino) for name, now in looks)
@@ -120,5 +125,5 @@ def look(prefix: Path) -> Looks:
 
 
 def _look_at(paths: tuple[Path, ...]) -> Looks:
-    """The looks of the files of several paths, all in one directory."""
+    """Return the same for the files of several paths, all in one directory."""
     return tuple(sorted({entry for path in paths for entry in look(path)}))

@@ -3,14 +3,14 @@
 Keras 3 stores a layer's values under the layer's class and number, whatever its name:
 `layers/dense_1/vars/0`. The name (`hidden`) is an attribute of the group `vars`; it becomes the tensor's
 `owner`. A sharded file's `.weights.json` maps such groups to files beside it. A `.keras` archive is a zip
-with `config.json` and `model.weights.h5`, which is read where it lies.
-(Source: keras/src/saving/saving_lib.py.)
-What a layer of `exporter.tables` stores, `layers/trainable_embedding/vars/user-keys` and its like, is called
+with `config.json` and `model.weights.h5`, which is read in place. (Source: keras/src/saving/saving_lib.py.)
+
+The values of a layer of `exporter.tables`, `layers/trainable_embedding/vars/user-keys` for example, are named
 after the table alone: an embedding variable, as in other checkpoints.
 
 Legacy files, also those of Keras 2 and of TensorLayer, list the layers in `layer_names` and each layer's
-tensors, by the variables' names, in `weight_names`; optimizer slots are in `optimizer_weights`.
-(Source: keras/src/legacy/saving/legacy_h5_format.py; tensorlayer/files/utils.py.)
+tensors, by the variables' names, in `weight_names`; optimizer slots are in `optimizer_weights`. (Source:
+keras/src/legacy/saving/legacy_h5_format.py; tensorlayer/files/utils.py.)
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _ASSETS = "assets"
 _MAX_JSON_BYTES = 256 << 20
 _MAX_ASSET_BYTES = 1 << 30
 _VARS = "vars"
-# Where optimizers keep the number of their steps: Keras 3, its legacy files, Keras 2. One may hold others;
-# one that scales losses counts nothing itself.
+# Tensors with an optimizer's step count: Keras 3, its legacy files, Keras 2. An optimizer may contain others;
+# one that scales losses does not count itself.
 _OPTIMIZER_STEP = re.compile(r"optimizer(/.+)?/vars/0|([^/]+/)*(iteration|iter)")
 
 _LAYER_ATTRIBUTES = {"name": False}
@@ -54,7 +54,9 @@ _LEGACY_ATTRIBUTES = {
 
 
 class ModelConfig(Struct, frozen=True):
-    """A model as an archive describes it: JSON text, and which Keras wrote it (`"3.5.0"`, "" if unknown)."""
+    """A model as an archive describes it: JSON text, and the version of Keras that wrote it ("" if
+    unknown).
+    """
 
     text: str
     keras_version: str
@@ -62,11 +64,11 @@ class ModelConfig(Struct, frozen=True):
 
 
 def read_keras(path: Path) -> Catalog:
-    """The catalog of a Keras file's tensors, whichever of its formats it is of.
+    """Read the catalog of a Keras file, in any of its formats.
 
     Raises:
-        CheckpointNotFound: it is not there.
-        MissingShard: a sharded file names one that is not beside it.
+        CheckpointNotFound: the file does not exist.
+        MissingShard: a sharded file names a shard that does not exist.
         CorruptFile, TruncatedFile, UnsupportedFormat, UnsafeArchive: see errors.py.
     """
     if path.name.endswith(".weights.json"):
@@ -83,7 +85,7 @@ def read_keras(path: Path) -> Catalog:
 
 
 def read_config(path: Path) -> ModelConfig | None:
-    """The model that an archive describes, None for weights alone; nothing in it is executed.
+    """Return the model that an archive describes, None for weights alone; nothing in it is executed.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -108,7 +110,8 @@ def read_config(path: Path) -> ModelConfig | None:
 
 
 def list_assets(path: Path) -> list[Member]:
-    """The files that layers of a `.keras` archive keep beside their weights, by name; none in other files.
+    """Return the files that layers of a `.keras` archive keep beside their weights, by name; empty for other
+    files.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -119,7 +122,8 @@ def list_assets(path: Path) -> list[Member]:
 
 
 def unpack_assets(path: Path, directory: Path) -> bool:
-    """Write the files that layers of a `.keras` archive keep beside their weights; False if there are none.
+    """Write the files that layers of a `.keras` archive keep beside their weights; return False if there are
+    none.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -134,7 +138,7 @@ def unpack_assets(path: Path, directory: Path) -> bool:
 
 
 def _is_zip_by_name(path: Path) -> bool:
-    """True for `.keras`, unless it begins as HDF5 does: until 2.12 Keras wrote that under any name."""
+    """True for `.keras`, unless it begins like HDF5: until 2.12 Keras wrote HDF5 under any name."""
     if path.suffix != ".keras":
         return False
     whole = FileRange.whole(path)
@@ -168,7 +172,7 @@ def _json(path: Path, member: Member) -> Any:
 
 
 def _layers(*files: FileContents) -> Iterator[TensorRef]:
-    """Yield tensors under Keras' own paths, with the names of the layers that own them."""
+    """Yield tensors with Keras' own paths as names, and the layers' names as owners."""
     names = {
         path: "".join(texts["name"])
         for contents in files
@@ -181,7 +185,7 @@ def _layers(*files: FileContents) -> Iterator[TensorRef]:
 
 
 def _owner(path: str, names: Mapping[str, str]) -> str:
-    """The names of the objects on a tensor's path, without the model's own; "" where Keras wrote none."""
+    """The names of the objects on a tensor's path, except the model's own; "" if Keras wrote none."""
     group, _, _ = path.rpartition("/")
     # groups that Keras divided between shards have no name
     if not group.endswith(f"/{_VARS}") or group not in names:
@@ -192,9 +196,10 @@ def _owner(path: str, names: Mapping[str, str]) -> str:
 
 
 def _sharded(path: Path) -> Catalog:
-    """The catalog of a `.weights.json` and the shards that it names, each a file beside it.
+    """Read the catalog of a `.weights.json` and of the shards that it names, each a file beside it.
 
-    CorruptFile if it is no such list, UnsafeArchive if it is too large or names what is not beside it.
+    CorruptFile if it is not such a list, UnsafeArchive if it is too large or a name is not of a file beside
+    it.
     """
     source = FileRange.whole(path)
     if source.size > _MAX_JSON_BYTES:
@@ -212,9 +217,9 @@ def _sharded(path: Path) -> Catalog:
 
 
 def _by_names(path: Path, contents: FileContents) -> Iterator[TensorRef]:
-    """Yield tensors under the variables' names; two of one name get their layer's name in front.
+    """Yield tensors under the variables' names; if two have one name, each begins with its layer's name.
 
-    CorruptFile if the file lists a name that it does not hold.
+    CorruptFile if the file lists a name that it does not contain.
     """
     datasets = {dataset.path: dataset for dataset in contents.datasets}
     found: list[tuple[str, Dataset]] = []
@@ -263,7 +268,9 @@ def _catalog(
 
 
 def _backup_notes(path: Path) -> Iterator[str]:
-    """Yield the epoch that `keras.callbacks.BackupAndRestore` would go on with, as a note."""
+    """Yield a note with the epoch at which `keras.callbacks.BackupAndRestore` would continue, if there is a
+    backup.
+    """
     metadata = path.with_name("training_metadata.json")
     if path.name != "latest.weights.h5" or not metadata.is_file():
         return

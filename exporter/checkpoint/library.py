@@ -1,4 +1,4 @@
-"""Ask a library that reads files, in a process of its own with limits of memory and time."""
+"""Let a library read files in a process of its own, with limits of memory and time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from exporter.limited.worker import Ended, LimitedWork, NotStarted, Worker, work
 
 
 class Reading(Struct, frozen=True):
-    """What a process reads, and its limits.
+    """A process that reads a file, and its limits.
 
-    `source` is opened for it; `reader` is its module, `kind` what errors call the file, as in "an HDF5
-    file". It may have `memory_bytes` beyond what it needs to start, and for each object or block of values
-    `cpu_seconds` of computing and `step_seconds` of waiting. `details` are the reader's own.
+    `source` is opened for it; `reader` is its module; `kind` is the file's name in errors, as in "an HDF5
+    file". It may use `memory_bytes` beyond those it needs to start, and for each object or block of values
+    `cpu_seconds` of computing and `step_seconds` of elapsed time. `details` are the reader's own.
     """
 
     source: FileRange
@@ -33,7 +33,7 @@ class Reading(Struct, frozen=True):
 
     @property
     def work(self) -> LimitedWork:
-        """The work of the process that reads it."""
+        """The description of the process, for `exporter.limited`."""
         place = {"kind": self.kind, "offset": self.source.offset, "size": self.source.size}
         return LimitedWork(
             program=self.reader,
@@ -47,7 +47,11 @@ class Reading(Struct, frozen=True):
 
 @contextmanager
 def library(reading: Reading) -> Iterator[Library]:
-    """A process with the files open: an idle one, or else a new one. It is ended if the block fails."""
+    """Yield a process with the file open: an idle one, or else a new one, which is ended if the block
+    fails.
+
+    CheckpointError if no process can be started, or of the kind that the process reports.
+    """
     try:
         with reading.source.open() as opened, worker(reading.work, opened) as process:
             yield Library(reading, process)
@@ -66,9 +70,9 @@ class Library(Struct, frozen=True):
     process: Worker
 
     def contents(self, wanted: Mapping[str, Any]) -> Any:
-        """The document that the reader makes of the whole; waits for it.
+        """Return the document that the reader makes of the whole file; waits for it.
 
-        UnsafeArchive if it is too long; the CheckpointError of the process if that ends before.
+        UnsafeArchive if it is too long; the process's CheckpointError if the process ends early.
         """
         line = self.process.ask({"list": wanted})
         if not line.endswith(b"\n"):
@@ -79,12 +83,14 @@ class Library(Struct, frozen=True):
         return json.loads(line)
 
     def values(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield the `size` bytes of an array; raises the process's CheckpointError if it ends before."""
+        """Yield the `size` bytes of an array in blocks; the process's CheckpointError if the process ends
+        early.
+        """
         return self.process.blocks(size, {"values": path})
 
 
 def _error(reading: Reading, ended: Ended) -> CheckpointError:
-    """The error that says why a process with a file ended."""
+    """Return the error that explains why a process that reads a file ended."""
     path, kind = reading.source.path, reading.kind
     if ended.refusal is not None:
         error: type[CheckpointError] = getattr(errors, ended.refusal["kind"])

@@ -1,13 +1,13 @@
 """Find the checkpoint that a path names, and read it while a trainer may be writing or pruning.
 
 A path is a prefix (`model.ckpt-100`, also with `.index`, `.meta` or `.data-*` behind it) or a directory. In a
-directory the state file `checkpoint` goes first (a text `CheckpointState`, tensorflow/python/training/
+directory the state file `checkpoint` comes first (a text `CheckpointState`, tensorflow/python/training/
 checkpoint_state.proto), then the complete prefixes from the highest step down: compared as numbers, never by
 modification time. Archives of Keras and numpy (`.keras`, `.weights.h5`, `.npz`, ...) are named as files; in a
-directory they count if it holds no tensor bundle, and if they are one model's: alike but for numbers. Orbax
-writes a directory for each step; one that is not finished has another name. Other libraries keep each
-checkpoint in a numbered directory of its own (Ray Train's `checkpoint_000012`, MLflow's `epoch_3`): in a
-directory of such directories, alike but for numbers, the highest number goes first.
+directory they count if it holds no tensor bundle and their names are one series, differing only in numbers.
+Orbax writes a directory for each step, with another name until it is finished. Other libraries keep each
+checkpoint in a numbered directory of its own (Ray Train's `checkpoint_000012`, MLflow's `epoch_3`): if the
+names of these directories are one series, the highest number comes first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from exporter.storage.layout import (
 )
 from exporter.storage.local_paths import quoted
 
-# A worker saves the checkpoints that only the chief keeps into a directory whose name begins so.
+# Workers save copies of the chief's checkpoints into directories with this prefix, to be deleted.
 WORKER_PREFIX = "workertemp_"
 
 _STATE_PATH = re.compile(
@@ -71,25 +71,26 @@ _STATE_PATH = re.compile(
 # A file and the directory beside it with the tensor bundle: Keras' backups, SavedModels.
 _NESTED = (("chief", "chief"), *((name, VARIABLES_NAME) for name in SAVED_MODEL_FILES))
 
-# Directories of one checkpoint each; several trainings at once, or workers, are no series in time.
+# Directories of one checkpoint each; those of parallel trainings or of workers are not a series in time.
 _NUMBERED, _NUMBER = re.compile(r"(?!\.).*[0-9]"), re.compile("[0-9]+")
 _NO_SERIES = re.compile("fold|trial|seed|split|worker|rank|replica|task|shard", re.IGNORECASE)
-_LOOKED_INTO = 8  # of them at once: others take over only where newer ones are incomplete
+_LOOKED_INTO = 8  # of them, the newest: older ones matter only if newer ones are incomplete
 _CHECKPOINTS = "checkpoints"  # in a run's directory, beside logs
 
 _MAX_STATE_BYTES = 1 << 24
 _MAX_NAME = 250  # of a file, with `.index` behind it
-_SETTLE_SECONDS = 0.1  # what looks the same after this long is not being written
+_SETTLE_SECONDS = 0.1  # a file that is unchanged after this time is not being written
 _LOOKS = 3  # listings of a directory whose checkpoints all vanish while they are read
 
 
 def open_checkpoint(path: Path) -> Catalog:
-    """The catalog of the checkpoint that `path` means; see `candidates` for which one that is.
+    """Read the catalog of the checkpoint that `path` names; in a directory, of the newest complete one.
 
     Waits a moment for files that are being written. In a directory, a checkpoint that is incomplete, or
-    changes while it is read, is passed over for the next newest, and a note in the catalog says so. Damage
-    that stays is an error, never a reason to take an older checkpoint. A prefix is taken or refused.
-    CheckpointNotFound if none is complete.
+    changes while it is read, is passed over for the next candidate (see `candidates`), and a note in the
+    catalog says so. Permanent damage is an error, never a reason to read an older checkpoint. Nothing
+    replaces a checkpoint that `path` names itself. CheckpointNotFound if several were passed over and none is
+    left; if only one was, its own error (CheckpointNotFound, MissingShard or CheckpointChanged).
     """
     path = mirror.local(path)
     if _directory(path) is None:
@@ -114,13 +115,14 @@ def open_checkpoint(path: Path) -> Catalog:
 
 
 def candidates(path: Path) -> list[Path]:
-    """The prefixes that `path` may mean, best first; at least one, and one only if `path` is itself a prefix.
+    """Return the prefixes that `path` may mean, best first, at least one; exactly `path` if it is itself a
+    prefix.
 
     A directory's first is the one that its state file names, even if that is gone; a state file that was
-    moved with its directory still names its neighbours. The others follow from the highest step down.
+    moved with its directory still names files beside it. The others follow from the highest step down.
 
     Raises:
-        CheckpointNotFound: there are none.
+        CheckpointNotFound: there are none, or several series.
         CheckpointError: the directory cannot be listed.
     """
     path = mirror.local(path)
@@ -137,13 +139,13 @@ def candidates(path: Path) -> list[Path]:
 
 
 def is_named(path: Path) -> bool:
-    """True if `path` means one checkpoint, whatever comes after it, and not the newest one of a directory."""
+    """True if `path` always means the same checkpoint; False for a directory, whose newest one is meant."""
     path = mirror.local(path)
     return _directory(path) is None or ORBAX.matches(path)
 
 
 def _directory(path: Path) -> Path | None:
-    """The directory that `path` means, itself or that of a state file; None for a prefix."""
+    """The directory that `path` means, itself or its state file's; None for a prefix."""
     if (mode := _mode(path)) and stat.S_ISDIR(mode):
         return path
     is_state = path.name == CHECKPOINT_STATE_FILE and _exists(path) and not _exists(index_path(path))
@@ -151,7 +153,9 @@ def _directory(path: Path) -> Path | None:
 
 
 def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
-    """The candidates of a directory; of a numbered one only what is not in further numbered directories."""
+    """Return the candidates of a directory; with `is_numbered`, numbered directories below it are not
+    searched.
+    """
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
@@ -168,9 +172,10 @@ def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None, *, is_numbered: bool) -> list[Path]:
-    """The candidates of a directory without a tensor bundle: one below, V1, archives, numbered directories.
+    """Return the candidates of a directory without a tensor bundle: nested, V1, archives, numbered
+    directories.
 
-    CheckpointNotFound if there are none, or several archives that are no series.
+    CheckpointNotFound if there are none, or several archives that are not one series.
     """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
@@ -196,11 +201,11 @@ def _without_index(directory: Path, names: list[str], named: Path | None, *, is_
 
 
 def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
-    """The checkpoints in numbered directories that have one each, from the highest number down.
+    """Return the checkpoints in numbered directories of one checkpoint each, from the highest number down.
 
-    A directory without one that is newer than they are stands for itself: it is being written. Empty if
-    there are no such directories, or the newest has several checkpoints. CheckpointNotFound if there are
-    several series.
+    A directory that has no checkpoint and is newer than all others is returned itself: it is being written.
+    Empty if there are no such directories, or the newest has several checkpoints. CheckpointNotFound if there
+    are several series.
     """
     series: dict[str, list[Path]] = defaultdict(list)
     for name in names:
@@ -227,7 +232,9 @@ def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _only_below(directory: Path) -> list[Path]:
-    """The candidates of a directory, or of `checkpoints/` in it; empty for a version of a published model."""
+    """Return the candidates of a directory, or of `checkpoints/` in it; empty for a version of a published
+    model.
+    """
     if is_saved_model(directory):
         return []
     for place in (directory, directory / _CHECKPOINTS):
@@ -237,19 +244,19 @@ def _only_below(directory: Path) -> list[Path]:
 
 
 def _last_written(paths: Iterable[Path]) -> Path:
-    """The file that was modified last; one that is gone counts as the oldest."""
+    """Return the path that was modified last; a path that is gone counts as the oldest."""
     return max(paths, key=lambda path: (path.stat().st_mtime_ns if path.exists() else 0, path.name))
 
 
 def _order(path: Path) -> tuple[int, list[str | int]]:
-    """A key that sorts names by step, and before them those without one by their numbers."""
+    """A key that sorts names by step; names without a step come before all others, by their numbers."""
     parts = re.split(r"([0-9]+)", path.name)
     step = step_in_name(path.name)
     return -1 if step is None else step, [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _named_by_state(directory: Path) -> Path | None:
-    """The path that a directory's state file names as newest; None without a usable one."""
+    """Return the path that a directory's state file names as newest; None without a usable one."""
     try:
         content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)
         text = content.decode(errors="surrogateescape")
@@ -262,9 +269,11 @@ def _named_by_state(directory: Path) -> Path | None:
 
 
 def _beside(named: Path, directory: Path) -> Path:
-    """The prefix that a state file in `directory` means, wherever the directory was moved or copied to."""
+    """Resolve the prefix that a state file in `directory` names, even if the directory was moved or
+    copied.
+    """
     neighbour = directory / named.name
-    # a path in a store's state file is of the trainer's machine, not of this one
+    # an absolute path in a store's state file belongs to the trainer's machine, not to this one
     if mirror.is_remote(directory) and (named.is_absolute() or ".." in named.parts):
         return neighbour
     places = [neighbour, named] if named.is_absolute() else [directory / named, neighbour]
@@ -272,7 +281,9 @@ def _beside(named: Path, directory: Path) -> Path:
 
 
 def _read_settled(prefix: Path) -> Catalog:
-    """The catalog of `prefix`, read again after a failure; CheckpointChanged if its files change then."""
+    """Read the catalog of `prefix`, a second time after a failure; CheckpointChanged if its files changed
+    meanwhile.
+    """
     try:
         return read_family(prefix)
     except (CheckpointNotFound, UnsupportedFormat, UnsafeArchive):
@@ -292,7 +303,7 @@ def _read_settled(prefix: Path) -> Catalog:
 
 
 def _in_its_place(damaged: Path) -> str:
-    """The hint for a damaged checkpoint, with the one before it; "" if there is none."""
+    """Return a hint that names an older checkpoint instead of a damaged one; "" if there is none."""
     try:
         there = candidates(damaged.parent)
     except CheckpointError:
@@ -308,7 +319,7 @@ def _exists(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """The mode bits of a path; None for nothing, or nothing that we may see."""
+    """The mode bits of a path; None if it does not exist, or may not be looked at."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):  # ValueError: a NUL in the name
@@ -345,7 +356,9 @@ def _no_index(prefix: Path) -> CheckpointError:
 
 
 def _nearest_step(name: str, there: list[str]) -> str:
-    """The name of the checkpoint of the nearest step; "" if `name` has no step, or is of another model."""
+    """Return the name of the checkpoint with the nearest step; "" if `name` has no step, or no name has its
+    stem.
+    """
     step, stem = step_in_name(name), name.rpartition("-")[0]
     alike = [other for other in there if other.rpartition("-")[0] == stem]
     steps = {found: other for other in alike if (found := step_in_name(other)) is not None}
@@ -353,7 +366,7 @@ def _nearest_step(name: str, there: list[str]) -> str:
 
 
 def _suggestion(prefix: Path) -> str:
-    """The question whether a near path was meant, whose directory is there; "" if none comes near."""
+    """Ask whether an existing path nearby was meant; "" if none is near."""
     close = nearest(prefix.parent)
     if close is None:
         return ""
@@ -369,23 +382,23 @@ def _names(directory: Path) -> list[str]:
 
 
 def _is_published(directory: Path) -> bool:
-    """True if versions of a SavedModel lie in a directory."""
+    """True if a directory holds versions of a SavedModel."""
     return any((child / file).exists() for child in directory.glob("[0-9]*") for file in SAVED_MODEL_FILES)
 
 
 def _holds_checkpoints(directory: Path) -> bool:
-    """True if tensor bundles or archives lie in a directory."""
+    """True if a directory holds tensor bundles or archives."""
     return any(directory.glob("*.index")) or bool(archives(directory, _names(directory)))
 
 
 def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
-    """The error that no checkpoint was found, with its reason: the files that are there instead."""
+    """Return the error that no checkpoint was found, with the files that were found instead as its cause."""
     state = f"its state file names {named}, which is not there" if named else ""
     metas = sum(name.endswith(".meta") for name in names)
     shards = sum(".data-" in name for name in names)
     kinds = [f"{count} {kind} files" for count, kind in ((metas, ".meta"), (shards, ".data-*")) if count]
     found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
-    # left-overs of writers: unfinished shards, and what workers save beside the chief
+    # left-overs of writers: unfinished shards, and copies that workers save
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
     below = [name for name in kept if _holds_checkpoints(directory / name)]
     hint = f"there are checkpoints in {quoted(directory / below[0])}" if below else ""

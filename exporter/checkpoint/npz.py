@@ -1,9 +1,10 @@
 """Read numpy's `.npz` archives, which TensorLayer and hand-written trainers use for weights.
 
-`save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` give names; `np.savez(file, *values)`
-gives `arr_0`, `arr_1`, ..., TensorLayer's first `save_npz_dict` gave `0`, `1`, ..., and a sole member
-`params` is `save_npz`'s list, stacked because all its arrays have one shape: there the order alone identifies
-them. A `params` of several shapes is a pickle, which is never opened.
+`save_npz_dict(...)` and `np.savez(file, **{variable.name: value})` store names; `np.savez(file, *values)`
+stores `arr_0`, `arr_1`, ..., TensorLayer's first `save_npz_dict` stored `0`, `1`, ..., and a sole member
+`params` is `save_npz`'s list, stacked because all its arrays have one shape: in these only the order
+identifies an array. A `params` of several shapes is a pickle, which is never opened.
+
 Source: numpy/lib/_format_impl.py; tensorlayer/files/utils.py.
 """
 
@@ -31,16 +32,16 @@ Array = np.ndarray[Any, Any]
 
 _MAX_HEADER_BYTES = 1 << 16
 BEGIN_BYTES = _MAX_HEADER_BYTES + 12  # enough for a header
-_MAX_TRANSPOSED_BYTES = 256 << 20  # columns in sequence are turned in memory, twice the size of the array
+_MAX_TRANSPOSED_BYTES = 256 << 20  # Fortran order is transposed in memory, twice the size of the array
 _MAX_LISTED = 100_000  # each element of a stacked list becomes a tensor
 _LIST = "params"
-# Errors of numpy's reader of headers, all of them for headers that no numpy wrote.
+# Errors that numpy's reader raises for headers that numpy did not write.
 _BAD_HEADER = (ValueError, SyntaxError, TokenError, TypeError, KeyError, MemoryError, RecursionError)
 _NUMBERED = re.compile(r"(arr_)?(0|[1-9][0-9]*)")
 
 
 class Header(Struct, frozen=True):
-    """A `.npy` header: bytes before the data, the stored type, order and shape."""
+    """A `.npy` header: its size in bytes, the stored type, the order and the shape."""
 
     size: int
     stored: np.dtype[Any]
@@ -50,7 +51,7 @@ class Header(Struct, frozen=True):
 
 
 class NpyValues(Struct, frozen=True):
-    """The values of a member, or `count` of them from `start`."""
+    """The values of a member, or `count` of them from element `start`."""
 
     member: Member
     header: Header
@@ -80,9 +81,11 @@ class NpyValues(Struct, frozen=True):
 
 
 def read_npz(path: Path) -> Catalog:
-    """The catalog of an archive's arrays, by name or as a list; arrays of texts are left out with a note.
+    """Read the catalog of an archive's arrays, by name or as a list; arrays of texts are left out with a
+    note.
 
-    CorruptFile if it holds something else, two arrays of one name, or no array of numbers.
+    CorruptFile if it holds something else, two arrays of one name, or no array of numbers; UnsafeArchive for
+    a pickle; else the errors of `read_members` and `read_header`.
     """
     members = read_members(path)
     found: dict[str, TensorRef] = {}
@@ -114,7 +117,7 @@ def read_npz(path: Path) -> Catalog:
 
 
 def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
-    """The arrays in the order of their list; None if they have names."""
+    """Return the arrays in the order of their list; None if they have names."""
     if found.keys() == {_LIST}:
         return _unstacked(found[_LIST])
     matches = {name: match for name in found if (match := _NUMBERED.fullmatch(name))}
@@ -126,7 +129,9 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
 
 
 def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
-    """The elements of a list of equal shapes, which numpy stored as one array; None if there are none."""
+    """Return the elements of a list of arrays of one shape, which numpy stored as one array; None for other
+    arrays.
+    """
     assert isinstance(ref.content, NpyValues)
     if not ref.shape or ref.content.header.is_fortran or ref.shape[0] > _MAX_LISTED:
         return None
@@ -140,9 +145,10 @@ def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
 
 
 def read_header(where: str, data: bytes, size: int) -> Header | None:
-    """The header of an array of `size` bytes that begins with `data`; None for an array of texts.
+    """Parse the header of an array of `size` bytes that begins with `data`; None for an array of texts.
 
-    A CheckpointError of its kind if it is damaged, cut off, or of a format that is not supported.
+    `where` names the array in errors: CorruptFile, TruncatedFile, UnsupportedFormat, or UnsafeArchive for a
+    pickle.
     """
     file = io.BytesIO(data)
     try:
@@ -180,7 +186,7 @@ def read_header(where: str, data: bytes, size: int) -> Header | None:
 
 
 def _begin(path: Path, member: Member) -> bytes:
-    """The first bytes of a member, enough for a header."""
+    """Return the first bytes of a member, enough for a header."""
     data = b""
     for chunk in member.stream():
         data += chunk

@@ -1,9 +1,9 @@
 """Read the object graph of a TensorFlow 2 checkpoint: which object holds which variable, under which name.
 
 An object-based checkpoint has one string tensor `_CHECKPOINTABLE_OBJECT_GRAPH`, a `TrackableObjectGraph`:
-nodes with named edges, node 0 the root, and for each saved value the program's own name and its tensor's.
-A tensor's name spells one of many paths that lead to its object, the first that TensorFlow came along; so
-names differ between a training job and a served model, while the edges agree. Source:
+nodes with named edges, node 0 the root, and for each saved value the program's own name and its tensor's. A
+tensor's name is one of many paths to its object, the first that TensorFlow found; so names differ between a
+training job and a served model, while the edges agree. Source:
 tensorflow/core/protobuf/trackable_object_graph.proto, tensorflow/python/checkpoint/graph_view.py.
 """
 
@@ -38,16 +38,17 @@ _OPTIMIZER_EDGES = frozenset({"_iterations", "iter", "_index_dict", "_trainable_
 
 
 class TrackedVariable(Struct, frozen=True):
-    """A variable's name in the program; and its tensor in a checkpoint, or its node in a served graph."""
+    """A variable's name in the program, and its tensor in a checkpoint or its node in a served graph."""
 
     name: str
     tensor: str
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: edges by name, its value if a variable's, slots; `table` is a hash table's name, or "".
+    """An object: its edges by name, its variable if it is one, its slots' numbers, and its hash table's name
+    or "".
 
-    In a served graph that is the table's node.
+    In a served graph, `table` is the table's node.
     """
 
     children: Mapping[str, int]
@@ -63,7 +64,9 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """The number of the object at a path such as `model/layers/0`, "" or "."; None if none is."""
+        """Return the number of the object at a path such as `model/layers/0`, "" or "."; None if there is
+        none.
+        """
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
             # as in tensors' names: `/` is written `.S`, and `.` is written `..`
@@ -76,7 +79,7 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def optimizers(self) -> frozenset[int]:
-        """The numbers of the objects that are optimizers, of either Keras."""
+        """The numbers of the objects that are optimizers, of Keras 2 or 3."""
         return frozenset(
             number
             for number, item in enumerate(self.objects)
@@ -85,11 +88,11 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def paths(self) -> Mapping[int, str]:
-        """A shortest path to each object that the root leads to, by number."""
+        """A shortest path to each object that can be reached from the root, by number."""
         return self.paths_from(ROOT)
 
     def leading_to(self, targets: Iterable[int]) -> frozenset[int]:
-        """The objects with these numbers, and all objects that lead to one of them."""
+        """Return the numbers of `targets` and of all objects from which one of them can be reached."""
         parents: dict[int, list[int]] = {}
         for number, item in enumerate(self.objects):
             for child in item.children.values():
@@ -104,7 +107,9 @@ class ObjectGraph(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def paths_from(self, start: int) -> dict[int, str]:
-        """A shortest path to each object that `start` leads to, by number; its own is ""."""
+        """Return a shortest path to each object that can be reached from `start`, by number; its own path is
+        "".
+        """
         found, pending = {start: ""}, deque([start])
         while pending:
             number = pending.popleft()
@@ -117,7 +122,7 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
 
 def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
-    """The object graph of a checkpoint; None for a checkpoint by names.
+    """Read the object graph of a checkpoint; None for a checkpoint by names.
 
     Raises:
         CorruptFile: it cannot be decoded, or an edge leads nowhere.
@@ -132,7 +137,9 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 
 
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
-    """The object graph that a serialised `TrackableObjectGraph` holds; CorruptFile names it `where`."""
+    """Decode a serialised `TrackableObjectGraph`; CorruptFile, which calls it `where`, if that is
+    impossible.
+    """
     try:
         message = protos.TrackableObjectGraph.FromString(data)
     except DecodeError as error:

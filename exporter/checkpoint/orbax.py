@@ -1,4 +1,4 @@
-"""Read what Orbax writes: directories of arrays, one for each step, from JAX, Flax and Keras.
+"""Read the checkpoints of Orbax: directories of arrays, one for each step, from JAX, Flax and Keras.
 
     10/                     a step; `10.orbax-checkpoint-tmp` while it is written, then renamed
       _CHECKPOINT_METADATA  which items it has, and when it was committed
@@ -6,11 +6,12 @@
         _METADATA           the tree's keys, in JSON
         manifest.ocdbt, d/  a key-value store (OCDBT) with arrays in the format zarr or zarr3,
         params.kernel/      or a directory of zarr for each array
-        ocdbt.process_0/    what each process wrote: the store above refers to it, or has a copy
+        ocdbt.process_0/    files of one process: the store above refers to them, or has a copy
 
 tensorstore reads the arrays, in a process of its own (`orbax_process.py`). A tensor's name is its keys,
-joined by `/`. What `keras.callbacks.OrbaxCheckpoint` keeps is grouped by kinds of variables; there the
+joined by `/`. Checkpoints of `keras.callbacks.OrbaxCheckpoint` are grouped by kinds of variables; there the
 variables' own paths are the names, and the model's config is beside them.
+
 (Source: orbax/checkpoint/_src/metadata/tree.py, _src/path/step.py; keras/src/callbacks/orbax_checkpoint.py.)
 """
 
@@ -76,7 +77,9 @@ class _Leaf(Struct, frozen=True):
 
 
 class _Tree(Struct, frozen=True):
-    """What an item says of itself; `_METADATA` of before 0.6 has no second flag, and fills nothing."""
+    """The metadata of an item. Before 0.6 `_METADATA` had no second flag, and missing values were not
+    filled.
+    """
 
     tree_metadata: dict[str, _Leaf]
     store_array_data_equal_to_fill_value: bool = True
@@ -87,7 +90,7 @@ class _Config(Struct, frozen=True):
 
 
 class OrbaxValues(Struct, frozen=True):
-    """The values of an array; `box_bytes` of them are unpacked at once, as its chunks demand."""
+    """The values of an array; its chunks require to unpack `box_bytes` of them at once."""
 
     item: Item
     path: str
@@ -110,13 +113,17 @@ class OrbaxValues(Struct, frozen=True):
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
-        # another step under its name has files of the same names
+        # a step that was replaced by one of the same number has files of the same names
         with self.item.mark.open():
             pass
 
 
 class Item(Struct, frozen=True):
-    """A directory with a tree of arrays; `mark` is replaced with it, `stored` the bytes of its files."""
+    """A directory with a tree of arrays; `mark` is a file replaced with it, `stored` the bytes of its
+    files.
+
+    With `fills`, values that are not stored are read as the fill value.
+    """
 
     directory: Path
     mark: FileRange
@@ -124,7 +131,11 @@ class Item(Struct, frozen=True):
     fills: bool
 
     def reading(self, box_bytes: int) -> Reading:
-        """A process for boxes of chunks of this size; UnsafeArchive if there is no memory for one."""
+        """Describe the process that reads boxes of this size; UnsafeArchive if there is too little memory for
+        them.
+
+        CheckpointError if tensorstore is not installed.
+        """
         if find_spec("tensorstore") is None:
             raise CheckpointError(
                 f"{self.directory} is an Orbax checkpoint, which tensorstore reads: it is not installed",
@@ -156,24 +167,24 @@ class Item(Struct, frozen=True):
 
 
 def is_orbax(path: Path) -> bool:
-    """True for the directory of a step, or of a tree, that is finished."""
+    """True for the finished directory of a step or of a tree."""
     if _UNFINISHED in path.name or not path.is_dir() or next(_items(path), None) is None:
         return False
-    # a store renames nothing: there a step has its name before it is whole
+    # in a store nothing is renamed: a step has its name before it is complete
     return not mirror.is_remote(path) or (path / _COMMITTED).is_file()
 
 
 def step_of(path: Path) -> int | None:
-    """The number at the end of a step's name: 10 of `10` and of `checkpoint_10`; None without one."""
+    """The number at the end of a step's name: 10 for `10` and for `checkpoint_10`; None without one."""
     found = _NUMBER.search(path.name)
     return int(found[1]) if found and len(found[1]) < _MAX_DIGITS else None
 
 
 def config_of(path: Path) -> str | None:
-    """The model's config, in JSON, that Keras keeps beside its variables; None without one.
+    """Return the model's config, in JSON, that Keras keeps beside its variables; None without one.
 
-    None, too, for a model whose layers keep files: their vocabularies are not read.
-    CorruptFile if it is none.
+    None, too, for a model whose layers keep files: their vocabularies are not read. CorruptFile if the file
+    is not a config.
     """
     file = path.joinpath(*_CONFIG)
     if not file.is_file() or (path / ASSETS_DIRECTORY).exists():
@@ -187,7 +198,7 @@ def config_of(path: Path) -> str | None:
 
 
 def _items(path: Path) -> Iterator[Path]:
-    """Yield the directories of trees: a checkpoint's own, or its items'."""
+    """Yield the directories of trees: the checkpoint's own, or its items'."""
     if _is_tree(path):
         yield path
     elif (path / _STEP).is_file():
@@ -199,10 +210,10 @@ def _is_tree(path: Path) -> bool:
 
 
 def read_orbax(path: Path) -> Catalog:
-    """The catalog of a checkpoint's arrays, those of all items.
+    """Read the catalog of a checkpoint's arrays, of all its items.
 
     Raises:
-        CheckpointNotFound: it is not there, or not finished.
+        CheckpointNotFound: it does not exist, or is not finished.
         CheckpointChanged: a trainer removes it.
         CorruptFile, MissingShard, UnsafeArchive, UnsupportedFormat: see errors.py.
         CheckpointError: it may not be read, or tensorstore is not installed.
@@ -248,7 +259,7 @@ def _read(path: Path) -> Catalog:
 
 
 def _steps_of(names: Mapping[str, object]) -> list[str]:
-    """The tensors that count steps: Flax's TrainState's, a Keras optimizer's."""
+    """Return the names of the tensors that count steps: of Flax's TrainState, and of a Keras optimizer."""
     iterations = (
         name for name in names if name.startswith(f"{_OF_OPTIMIZER}/") and name.endswith("/iteration")
     )
@@ -256,15 +267,15 @@ def _steps_of(names: Mapping[str, object]) -> list[str]:
 
 
 def _mark(path: Path, item: Path) -> FileRange:
-    """A file that is written anew with each checkpoint, and says when."""
+    """A file that each checkpoint writes anew, with its time of commit."""
     names = (path / _STEP, item / _STEP, item / _STORE, item / _TREE)
     return FileRange.whole(next(name for name in names if name.is_file()))
 
 
 def _stored_bytes(path: Path) -> int:
-    """The bytes of all files of a checkpoint; those in a store are fetched.
+    """Sum the bytes of all files of a checkpoint; files in a store are fetched.
 
-    UnsafeArchive if anything else is there: a link leads elsewhere, and a pipe would be waited for.
+    UnsafeArchive for anything else than files and directories: a link leads elsewhere, a pipe would block.
     """
     total = count = 0
     waiting = [path]
@@ -285,7 +296,7 @@ def _stored_bytes(path: Path) -> int:
 
 
 def _tree(item: Path) -> _Tree:
-    """The keys of an item; none where Orbax wrote no `_METADATA`, before 0.5."""
+    """The keys of an item; empty before 0.5, when Orbax wrote no `_METADATA`."""
     if not (item / _TREE).is_file():
         return _Tree({})
     try:
@@ -299,7 +310,10 @@ def _tree(item: Path) -> _Tree:
 
 
 def _tensors(path: Path, tree: _Tree, stored: int, skipped: list[str]) -> Iterator[TensorRef]:
-    """Yield the arrays of an item by their keys, with their declared sizes checked."""
+    """Yield the arrays of an item by their keys, after a check of their declared sizes.
+
+    Names of arrays whose type no variable has are added to `skipped`.
+    """
     keys = {".".join(part.key for part in leaf.key_metadata): leaf for leaf in tree.tree_metadata.values()}
     item = Item(path, _mark(path, path), stored, not tree.store_array_data_equal_to_fill_value)
     with library(item.reading(0)) as process:

@@ -1,6 +1,7 @@
-"""Read arrays of an Orbax checkpoint, in a process of its own that `exporter.limited.worker_process` limits.
+"""Read arrays of an Orbax checkpoint, in a process of its own that `exporter.limited.worker_process`
+limits.
 
-`orbax.py` asks it. tensorstore opens nothing but files below the directory that `config` names.
+`orbax.py` sends the requests. tensorstore opens only files below the directory that `config` names.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Arrays:
         self._context = ts.Context({"data_copy_concurrency": _THREADS, "file_io_concurrency": _THREADS})
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[Any]:
-        """The list of all arrays, as a line, or the bytes of one in C order and little endian."""
+        """Yield the list of all arrays, as one line, or the bytes of one array in C order and little
+        endian.
+        """
         try:
             if "values" in request:
                 name, _, driver = request["values"].rpartition("/")
@@ -77,9 +80,11 @@ class Arrays:
 
 
 class _Boxes:
-    """Boxes of an array in the order of its elements: each of whole chunks, so that none is read twice.
+    """Boxes of an array in the order of its elements, each of whole chunks, so that no chunk is read
+    twice.
 
-    Behind `axis` a box is as long as the array, before it one index long, and `step` indices along it.
+    A box has one index in each dimension before `axis`, `step` indices along it, and all in the dimensions
+    after it.
     """
 
     def __init__(self, array: Any) -> None:
@@ -112,5 +117,5 @@ def _blocks(array: Any, deadline: Deadline) -> Iterator[memoryview]:
 
 @contextmanager
 def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """What answers requests of the checkpoint in a directory."""
+    """Yield the function that answers requests about the checkpoint in a directory."""
     yield Arrays(config).answer

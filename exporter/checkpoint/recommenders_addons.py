@@ -1,18 +1,19 @@
-"""Find the tables of TensorFlow Recommenders-Addons (TFRA) in a checkpoint; 0.6.0 and 0.8.1 write them alike.
+"""Find the tables of TensorFlow Recommenders-Addons (TFRA) in a checkpoint; 0.6.0 and 0.8.1 write them
+alike.
 
-A `tfra.dynamic_embedding.Variable` called `<name>` is n hash tables, a key's being `key % n` unless the
-trainer says otherwise. Each is two tensors, of exactly the keys that it holds, `<stem>-keys` (int64 or int32
-[N]) and `<stem>-values` ([N, dim]). In a graph a stem is the scopes in which the variable was made, the last
-part of its name, and its whole name with underscores for slashes:
+A `tfra.dynamic_embedding.Variable` called `<name>` is n hash tables; a key is in table `key % n` unless the
+trainer says otherwise. Each is two tensors of exactly the keys that it holds, `<stem>-keys` (int64 or int32
+[N]) and `<stem>-values` ([N, dim]). In a graph a stem consists of the scopes in which the variable was made,
+the last part of its name, and its whole name with underscores for slashes:
 
     user/emb/user_emb_mht_1of3          the first of three shards of `user/emb`
     m/user_emb_Adam_m_mht_1of3          of its optimizer's slot `user/emb/Adam/m`; another's scope is `m_1`
 
 In an object-based checkpoint the edge `tables_of_<name>` leads from the variable's node to a list, whose
-children 0..n-1 are the shards, each with an attribute `table` of which nothing but the key says anything. A
+children 0..n-1 are the shards, each with an attribute `table`, of which only the checkpoint key is useful. A
 Keras layer called `user` has the variable `user-parameter`.
 
-Tables of integers, as restrict policies keep them beside (`status/timestamp/...`), are no embeddings.
+Tables of integers, which restrict policies keep beside them (`status/timestamp/...`), are not embeddings.
 
 Source: tensorflow/recommenders-addons, dynamic_embedding/python/ops: dynamic_embedding_variable.py
 (Variable.__init__, _make_name), cuckoo_hashtable_ops.py (_Saveable), dynamic_embedding_optimizer.py
@@ -43,12 +44,14 @@ _KEYS, _VALUES = "-keys", "-values"
 _LIST, _LAYER = "tables_of_", "-parameter"
 KEY_DTYPES = (DType.INT64, DType.INT32)
 VALUE_DTYPES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
-# The end of the tensor that a FileSystemSaver stores in the place of a shard's keys and values.
+# The end of the tensor that a FileSystemSaver stores instead of a shard's keys and values.
 _ROWS_IN_FILES = "-shard_upsert_restore"
 
 
 class AddonsTable(Struct, frozen=True):
-    """A table: the stems of its tensors by shard, its place in the checkpoint, and other names of it."""
+    """A table: its name and path, the stems of its tensors by shard, their count, and further names for
+    it.
+    """
 
     name: str
     path: str
@@ -64,7 +67,7 @@ class AddonsTable(Struct, frozen=True):
 
 
 def addons_tables(catalog: Catalog) -> list[AddonsTable]:
-    """The tables of TFRA that lead from integers to rows of numbers, each under a name of its own."""
+    """Return TFRA's tables that map integers to rows of numbers, each under a unique name."""
     found = [*_by_objects(catalog), *_by_names(catalog)]
     twice = Counter(table.name for table in found)
     found = [replace(table, name=table.path) if twice[table.name] > 1 else table for table in found]
@@ -100,10 +103,10 @@ def _by_objects(catalog: Catalog) -> Iterator[AddonsTable]:
 
 
 def _listed(catalog: Catalog, objects: ObjectGraph, name: str, number: int) -> Iterator[AddonsTable]:
-    """Yield the table whose shards a list has, or none if its values are integers.
+    """Yield the table whose shards a list has; nothing if its values are integers.
 
     Raises:
-        UnsupportedFormat: its rows lie in files beside the checkpoint.
+        UnsupportedFormat: its rows are in files beside the checkpoint.
     """
     edges = objects.objects[number].children
     stems = {int(edge): objects.objects[edges[edge]].table for edge in edges if _NUMBER.fullmatch(edge)}
@@ -142,16 +145,16 @@ def _check_is_here(catalog: Catalog, tensor: str) -> None:
 
 
 def table_in_graph(node: str) -> str:
-    """The name of the variable of which a node of a graph is a shard; "" for other nodes."""
+    """Return the name of the variable of which a graph's node is a shard; "" for other nodes."""
     match = _SHARD.fullmatch(node)
     return "" if match is None else _name_in_graph(match[1])
 
 
 def _name_in_graph(path: str) -> str:
-    """A variable's name by its node's path: scopes, and the name with underscores for slashes."""
+    """Derive a variable's name from its node's path: scopes, and the name with underscores for slashes."""
     *scopes, flat = path.split("/")
     name = flat
-    # As many scopes as the name repeats are its own; numbers behind them distinguish equal scopes.
+    # Scopes that the name repeats belong to the name; numbers behind them distinguish equal scopes.
     for first in range(len(scopes)):
         for parts in (scopes[first:], [_NUMBERED.sub("", part) for part in scopes[first:]]):
             end = "_".join(parts)
@@ -162,7 +165,7 @@ def _name_in_graph(path: str) -> str:
 
 
 def _with_owner(table: AddonsTable, tables: Iterable[AddonsTable]) -> AddonsTable:
-    """The table as its owner's optimizer slot, with a name below the owner's; unchanged if it is none."""
+    """Name the table as an optimizer slot below its owner's name; unchanged if it is not a slot."""
     head, _, slot = table.name.rpartition("/")
     if not _SLOTS.fullmatch(slot):
         return table

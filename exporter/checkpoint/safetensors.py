@@ -1,12 +1,13 @@
-"""Hugging Face's `.safetensors`: a JSON header, then every tensor's bytes as they are; and lists of shards.
+"""Hugging Face's `.safetensors`: a JSON header, then the plain bytes of every tensor; and lists of shards.
 
     <header size: u64> <header: JSON, filled up with spaces> <bytes of tensors>
+
     header: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}
 
 Offsets count from the end of the header; tensors cover the bytes without gaps and share none. A list,
-`model.safetensors.index.json`, says in which file beside it each tensor is: {"weight_map": {"name": file}}.
-The library of that name gives values and no offsets, so the header is read here; values are streamed from
-where they lie. (Source: safetensors/src/tensor.rs; huggingface_hub/serialization/_base.py.)
+`model.safetensors.index.json`, gives for each tensor the file beside it: {"weight_map": {"name": file}}. The
+library of that name gives values but no offsets, so the header is read here, and values are streamed from the
+file. (Source: safetensors/src/tensor.rs; huggingface_hub/serialization/_base.py.)
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LIST = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 _SIZE_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # what the library itself takes
+_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _MAX_RANK = 254  # TensorShape::MaxDimensions
 _METADATA = "__metadata__"
 _DTYPES = {
@@ -69,7 +70,9 @@ class _List(Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> Catalog:
-    """The catalog of a file's tensors, or of all files that a list names; MissingShard for one of several."""
+    """Read the catalog of a file's tensors, or of all files that a list names; MissingShard for a single
+    shard.
+    """
     if path.name.endswith(LIST):
         return _catalog(path, "safetensors, sharded", *_sharded(path))
     shard = _SHARD.fullmatch(path.name)
@@ -99,7 +102,7 @@ def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: l
 
 
 def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
-    """The tensors that a list names, each out of its file; and the list with these files.
+    """Return the tensors that a list names, each from its file, and the list and its files as ranges.
 
     CorruptFile if a file lacks a tensor that is placed there, UnsafeArchive if the list is too large.
     """
@@ -123,7 +126,9 @@ def _shard(path: Path, name: str) -> FileRange:
 
 
 def _tensors(whole: FileRange) -> dict[str, TensorRef]:
-    """The tensors of one file by their names; CorruptFile unless their bytes fill it without a gap."""
+    """Return the tensors of one file by name; CorruptFile unless their bytes fill it without gap or
+    overlap.
+    """
     entries, start = _header(whole)
     values = whole.part(start, whole.size - start)
     found = {name: _tensor(name, entry, values) for name, entry in entries.items()}
@@ -139,9 +144,9 @@ def _tensors(whole: FileRange) -> dict[str, TensorRef]:
 
 
 def _header(whole: FileRange) -> tuple[dict[str, _Entry], int]:
-    """The header's entry of each tensor, and the offset where the header ends.
+    """Return the header's entry of each tensor, and the offset at which the header ends.
 
-    TruncatedFile or CorruptFile if the file does not begin with one.
+    TruncatedFile or CorruptFile if the file does not begin with a header.
     """
     if whole.size < _SIZE_BYTES:
         raise TruncatedFile(f"{whole.path} has {whole.size} bytes: it is not a safetensors file")

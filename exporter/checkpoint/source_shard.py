@@ -15,10 +15,10 @@ from exporter.storage.files import close_quietly, open_regular
 
 @contextmanager
 def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
-    """A descriptor to read extents of a shard with, which are fetched first if it is in a store.
+    """Open a shard to read extents of it and yield the descriptor; extents in a store are fetched first.
 
     Raises:
-        CheckpointChanged: it is no longer there.
+        CheckpointChanged: the shard no longer exists.
         CheckpointError: it cannot be opened.
     """
     with reading(path):
@@ -31,7 +31,7 @@ def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
 
 
 def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
-    """Fetch the bytes of tensors of a checkpoint in a store, for a program that reads the shards by itself.
+    """Fetch the bytes of tensors of a checkpoint in a store, for a program that opens the shards itself.
 
     Raises:
         CheckpointError: they cannot be fetched.
@@ -44,10 +44,10 @@ def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
 
 
 def shard_status(path: Path) -> os.stat_result:
-    """The file status of a shard, symbolic links followed.
+    """Return the file status of a shard, symbolic links followed.
 
     Raises:
-        CheckpointChanged: it is no longer there.
+        CheckpointChanged: the shard no longer exists.
         CheckpointError: it cannot be reached.
     """
     with reading(path):
@@ -56,10 +56,10 @@ def shard_status(path: Path) -> os.stat_result:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Let errors of reading a shard name it, also those of calls that take a descriptor.
+    """Convert OSErrors of the block to errors that name the shard `path`.
 
     Raises:
-        CheckpointChanged: it is no longer there.
+        CheckpointChanged: it no longer exists.
         CheckpointError: it cannot be read.
     """
     try:
@@ -71,7 +71,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
-    """Require that a shard has the size that the catalog has for it.
+    """Require that a shard has the size that the catalog states.
 
     Raises:
         CheckpointChanged: they differ.
@@ -84,5 +84,5 @@ def check_size(path: Path, found: int, expected: int) -> None:
 
 
 def vanished(path: Path) -> CheckpointChanged:
-    """The error for a shard that is no longer there."""
+    """Return the error for a shard that no longer exists."""
     return CheckpointChanged(f"{path} vanished after its index was read")

@@ -1,4 +1,4 @@
-"""Read and write the sorted string table that an `.index` file is.
+"""Read and write the format of an `.index` file, a sorted string table.
 
     table  = block* metaindex-block index-block footer
     block  = entry* restart-offset* (uint32) restart-count (uint32) | type (1 byte) | masked crc32c (uint32)
@@ -8,12 +8,12 @@
 
 Sources: LevelDB's doc/table_format.md; tensorflow/core/lib/io/{table_builder,block_builder,format}.cc.
 TensorFlow writes 256 KiB blocks, restarts every 16 entries (every entry in the index block), no compression.
-Some builds of it compress blocks by snappy (type 1), and all builds read those; the checksum is that of the
+Some builds of it compress blocks by snappy (type 1), and all builds read those; the checksum covers the
 compressed bytes.
 
-Reading trusts nothing: blocks must tile the file from its first byte to its footer, so neither overlaps nor
-loops exist, every checksum is verified, and neither a block nor its keys may expand beyond what snappy and
-restarts every 16 entries allow.
+The reader does not trust the file: blocks must tile it from its first byte to its footer, so neither overlaps
+nor loops exist, every checksum is verified, and neither a block nor its keys may expand beyond the limits of
+snappy and of restarts every 16 entries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _MAX_SNAPPY_RATIO = 22  # three bytes copy 64 at most; a library need not alloca
 
 
 def read_table(data: bytes, path: Path) -> list[Entry]:
-    """All pairs of a table in key order, each block's checksum verified; CorruptFile, which names `path`."""
+    """Return all pairs of a table in key order, after a check of each block; CorruptFile, which names
+    `path`.
+    """
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
     end = 0
@@ -61,7 +63,9 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
 
 
 def read_first_block(data: bytes, path: Path) -> list[Entry]:
-    """The pairs of a table's first block; `data` may be a map of a file, of which little is read."""
+    """Return the pairs of a table's first block; `data` may be a memory map, of which only that block is
+    read.
+    """
     _, index = _read_footer(data, path)
     for _, value in _read_block(data, index, path, "index block"):
         return _read_block(data, _read_handle(value, 0, path)[0], path, "first block")
@@ -97,7 +101,7 @@ def _wrong_magic(data: bytes, path: Path) -> CheckpointError:
 
 
 def _follow(end: int, handle: tuple[int, int], path: Path, what: str) -> int:
-    """The end of a block with its trailer; CorruptFile unless it begins at `end`."""
+    """Return the end of a block with its trailer; CorruptFile unless it begins at `end`."""
     offset, size = handle
     if offset != end:
         raise CorruptFile(f"{path} is damaged: {what} begins at byte {offset}, expected {end}")
@@ -115,7 +119,7 @@ def _read_varint(data: bytes, position: int, path: Path) -> tuple[int, int]:
     for shift, byte in enumerate(data[position : position + _LONGEST_VARINT]):
         value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
-            if shift and not byte:  # what a flipped bit makes of a footer's padding
+            if shift and not byte:  # no writer encodes this; a flipped bit in a footer's padding gives it
                 break
             return value, position + shift + 1
     raise CorruptFile(f"{path} is damaged: the length at byte {position} of a block is not one")
@@ -159,7 +163,7 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
         raise CorruptFile(f"{path} is damaged: the {what} claims {restarts} restarts")
     entries: list[Entry] = []
     key, position = b"", 0
-    # time and memory stay proportional to the file, whatever its bytes say
+    # time and memory stay proportional to the file's size, whatever lengths its entries claim
     key_bytes_left = _RESTART_INTERVAL * len(block)
     while position < end:
         head = block[position : position + 3]
@@ -188,7 +192,9 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """The bytes of a table of pairs, exactly as TensorFlow writes it; ValueError unless the keys increase."""
+    """Return the bytes of a table of pairs, exactly as TensorFlow writes it; ValueError unless the keys
+    increase.
+    """
     table = bytearray()
     index = _BlockBuilder(restart_interval=1)
     block = _BlockBuilder(_RESTART_INTERVAL)
@@ -249,7 +255,7 @@ class _BlockBuilder:
 
 
 def _append_block(table: bytearray, block: _BlockBuilder) -> bytes:
-    """Append a block, its type and its checksum to the table; returns its encoded handle."""
+    """Append a block, its type and its checksum to the table; return its encoded handle."""
     contents = block.finish()
     handle = varint(len(table)) + varint(len(contents))
     typed = contents + b"\0"

@@ -1,11 +1,11 @@
 """Read TensorFlow's checkpoint format V2, the tensor bundle: `<prefix>.index` to a Catalog.
 
 The index is a sorted string table: key "" holds a `BundleHeaderProto`, a tensor's name its
-`BundleEntryProto`, a slice key the entry of one slice of a partitioned tensor. Values lie in
+`BundleEntryProto`, a slice key the entry of one slice of a partitioned tensor. Values are stored in
 `<prefix>.data-<shard>-of-<shards>`. Sources: tensorflow/core/util/tensor_bundle/tensor_bundle.{h,cc},
 tensorflow/core/protobuf/tensor_bundle.proto.
 
-Writing is `bundle_writer`, values are `tensor_values`; both are offered here too.
+`bundle_writer` writes bundles, `tensor_values` reads values; both are offered here too.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ _LEAST_STRING_BYTES = 4  # the checksum of the lengths; each length has a byte o
 
 
 def read_catalog(prefix: Path) -> Catalog:
-    """The catalog of the bundle with the index `<prefix>.index`; a shard that is not used has size 0.
+    """Read the catalog of the bundle with the index `<prefix>.index`; a shard without tensors has size 0.
 
     Raises:
         CheckpointNotFound: there is no such index.
         MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
         CheckpointChanged: the index was replaced while it was read.
-        OSError: the system refuses to read the index.
+        CheckpointError: a file cannot be read.
     """
     path = index_path(prefix)
     data, identity = _read_index_file(path)
@@ -118,7 +118,7 @@ def read_catalog(prefix: Path) -> Catalog:
 
 
 class Index(Struct, frozen=True):
-    """An index's contents; `reach` has, of each shard in use, its last tensor's end and name."""
+    """An index's contents; `reach` has the end and the name of the last tensor in each shard that is used."""
 
     num_shards: int
     tensors: dict[str, TensorRef]
@@ -126,7 +126,7 @@ class Index(Struct, frozen=True):
 
 
 def parse_index(data: bytes, path: Path) -> Index:
-    """The contents of an index's bytes, checked as far as that goes without the shards; errors name `path`.
+    """Parse an index's bytes and check all that can be checked without the shards; errors name `path`.
 
     Raises:
         TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
@@ -143,7 +143,9 @@ def parse_index(data: bytes, path: Path) -> Index:
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a trainer puts behind a prefix, 1200 of `model.ckpt-1200`; None if there is none."""
+    """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`; None if there is
+    none.
+    """
     found = re.search(r"-([0-9]+)$", name)
     return int(found[1]) if found and int(found[1]) < _STEP_LIMIT else None
 
@@ -170,7 +172,7 @@ def _identity(path: Path) -> FileIdentity:
 
 
 def _check_header(table: list[Entry], path: Path) -> int:
-    """The number of shards; CorruptFile if the header is absent or damaged.
+    """Return the number of shards; CorruptFile if the header is missing or damaged.
 
     UnsupportedFormat if this reader does not understand it.
     """
@@ -192,7 +194,7 @@ def _check_header(table: list[Entry], path: Path) -> int:
 
 
 class _Layout(Struct, frozen=True):
-    """An entry's dtype and shape, and between how many bytes its values take."""
+    """An entry's dtype and shape, and the least and most bytes that its values take."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -211,14 +213,16 @@ class _Parser:
         self._layouts: dict[tuple[int, bytes], _Layout] = {}  # a model has far fewer than tensors
 
     def tensors(self, table: list[Entry]) -> dict[str, TensorRef]:
-        """The tensors by name in key order; slice entries are found through the tensor that declares them."""
+        """Return the tensors by name in key order; slice entries are found through the tensor that declares
+        them.
+        """
         slices = {key: value for key, value in table[1:] if key[0] == 0}
         found = {}
         for key, value in table[1 + len(slices) :]:
             name = self._name(key)
             found[name] = self._tensor(name, key, value, slices)
-        # What no tensor declares is a name that begins with NUL. It may have slices as well, and their keys
-        # stand among these, before or behind it.
+        # A slice key that no tensor declares is a tensor name that begins with NUL. It may have slices as
+        # well, whose keys are among these, before or after it.
         for key in sorted(slices, key=lambda key: not self._parse(slices[key]).slices):
             if key in slices:
                 name = self._name(key)
@@ -276,7 +280,7 @@ class _Parser:
             dtype = DType(entry.dtype)
         except ValueError:
             dtype = None
-        if dtype is None or dtype != entry.dtype:  # nor is a reference stored
+        if dtype is None or dtype != entry.dtype:  # reference types are never stored
             raise UnsupportedFormat(f"{self._path}: {name[:99]!r} has the unknown data type {entry.dtype}")
         shape = tuple(dim.size for dim in entry.shape.dim)
         if len(shape) > _MAX_RANK or entry.shape.unknown_rank or min(shape, default=0) < 0:
@@ -337,9 +341,10 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
 def write_bundle(
     catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
 ) -> Catalog:
-    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks; returns that one's catalog.
+    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks; return the new bundle's
+    catalog.
 
-    Its tensors belong to the layers that they belonged to, so that they are mapped as before.
+    Its tensors keep their owners, so that they are mapped as before.
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.

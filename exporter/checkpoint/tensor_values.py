@@ -3,7 +3,7 @@
 A numeric tensor is its elements in C order, little endian, at least one byte each (int4 and int2 are not
 packed). A string tensor is the strings' lengths (varint64 each), a masked crc32c of the lengths, the bytes:
 
-    crc covers, of each length, 4 bytes little endian (8 if it needs them), and not the varints on disk;
+    that crc covers each length as 4 bytes little endian (8 if it needs them), not the varints on disk;
     the entry's crc covers these, the checksum of the lengths, and the bytes.
 
 A variant tensor is, for each element, length (varint64), bytes, and a masked crc32c of all before; its crc
@@ -41,7 +41,7 @@ _LONGEST_VARINT = 10
 
 
 def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
-    """A numeric tensor, or a stored slice of it, as a read-only map; its checksum is not read.
+    """Map a numeric tensor, or a stored slice of it, read-only; its checksum is not verified.
 
     Raises:
         ValueError: the tensor is partitioned and no `part` was given, or the part is not stored.
@@ -58,7 +58,7 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
 
 
 def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
-    """A whole tensor as a read-only map, its checksum verified; of one in a store it maps a private copy.
+    """Map a whole tensor read-only after verifying its checksum; from a store, a private copy is mapped.
 
     Raises:
         CorruptFile: the checksum is wrong.
@@ -77,10 +77,11 @@ def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
 
 
 def read_array(catalog: Catalog, ref: TensorRef) -> Array:
-    """A small tensor in memory, checksums verified, slices joined; strings as `bytes` in an object array.
+    """Read a small tensor into memory: checksums verified, slices joined, strings as `bytes` in an object
+    array.
 
     Raises:
-        CorruptFile: a checksum is wrong, or the tensor's slices do not make it up.
+        CorruptFile: a checksum is wrong, or slices of the tensor are missing.
         UnsupportedFormat: variants are not decoded.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
@@ -106,10 +107,11 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """Yield a tensor stored as a whole, `count` elements at a time, after its checksum was verified.
+    """Verify the checksum of a tensor stored as a whole, then yield its values, `count` elements at a
+    time.
 
-    Tensors of other files than bundles come in blocks of their own, without a checksum; else CorruptFile if
-    that differs.
+    CorruptFile if the checksum differs. Tensors of other files than bundles have no checksum, and their own
+    blocks.
     """
     if ref.content is not None:
         yield from ref.content.blocks()
@@ -125,7 +127,9 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
 
 
 def read_step(catalog: Catalog, *names: str) -> int | None:
-    """The training step in the first of these tensors that is one integer; None without one from 0 up."""
+    """Return the training step from the first of these tensors that is one integer; None without one, or if
+    negative.
+    """
     for name in names:
         ref = catalog.tensors.get(name)
         if ref is not None and ref.shape == () and ref.dtype in (DType.INT32, DType.INT64) and not ref.slices:
@@ -137,9 +141,9 @@ def read_step(catalog: Catalog, *names: str) -> int | None:
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent and require the index's checksum; CorruptFile if it differs.
+    """Read one extent and compare its checksum with the index; CorruptFile if they differ.
 
-    Bytes of a store are kept for others if `keep`.
+    With `keep`, bytes fetched from a store are kept for later readers.
     """
     extent, shape = stored_extent(ref, part)
     path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
@@ -159,7 +163,7 @@ def check_values(
 
 
 def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint: str = "") -> None:
-    """Require that `found`, the masked crc32c of the stored bytes of a tensor, is the index's.
+    """Require that `found`, the masked crc32c of the stored bytes of tensor `name`, is the index's.
 
     Raises:
         CorruptFile: they differ.
@@ -172,14 +176,14 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
-    """Read each stored slice of a tensor and require the index's checksum: see `check_values`."""
+    """Read each stored slice of a tensor and compare its checksum with the index: see `check_values`."""
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
             check_values(catalog, ref, part)
 
 
 def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
-    """The bytes on disk of a string tensor, and its masked crc."""
+    """Return the bytes on disk of a string tensor, and its masked crc."""
     strings = list(strings)
     lengths = list(map(len, strings))
     crc = extend(0, _crc_form(np.array(lengths, np.uint64)))
@@ -190,7 +194,9 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 
 @contextmanager
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
-    """A descriptor of a shard; CheckpointChanged if it has become too short for the extent."""
+    """Open the shard of an extent and yield the descriptor; CheckpointChanged if it is too short for the
+    extent.
+    """
     path = catalog.path_of(extent)
     with open_shard(path, extent) as fd, reading(path):
         if os.fstat(fd).st_size < extent.offset + extent.size:
@@ -199,7 +205,7 @@ def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
 
 
 def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
-    """The extent and the shape of a tensor or of a slice of it.
+    """Return the extent and the shape of a tensor, or of a slice of it.
 
     Raises:
         ValueError: it is not stored in one piece.
@@ -231,7 +237,7 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
 
 
 def _damaged(catalog: Catalog, ref: TensorRef, extent: Extent) -> str:
-    """The beginning of an error's message."""
+    """The beginning of an error's message about a damaged tensor."""
     return f"{catalog.path_of(extent)} is damaged at {ref.name!r}"
 
 
@@ -246,7 +252,7 @@ def _read_strings(raw: Array, shape: tuple[int, ...], where: str) -> Array:
 
 
 def _string_crc(raw: Array, count: int, where: str) -> int:
-    """The masked crc of a string tensor's bytes; CorruptFile if they are no strings."""
+    """Return the masked crc of a string tensor's bytes; CorruptFile if they are not strings."""
     lengths, position = _decode_lengths(raw, count, where)
     crc = extend(0, _crc_form(lengths))
     checksum = raw[position : position + _CHECKSUM_BYTES].tobytes()
@@ -263,7 +269,7 @@ def _string_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _variant_crc(raw: Array, count: int, where: str) -> int:
-    """The masked crc of a variant tensor's bytes; CorruptFile if they are no variants."""
+    """Return the masked crc of a variant tensor's bytes; CorruptFile if they are not variants."""
     crc = position = 0
     for _ in range(count):
         lengths, start = _decode_lengths(raw[position:], 1, where)
@@ -280,7 +286,9 @@ def _variant_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
-    """The first `count` varints, uint64, and the position behind them; CorruptFile if one does not end."""
+    """Return the first `count` varints, uint64, and the position behind them; CorruptFile if one does not
+    end.
+    """
     batches, position = [np.empty(0, np.uint64)], 0
     while count:
         chunk = raw[position : position + CHUNK]
@@ -297,7 +305,7 @@ def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
 
 
 def _crc_form(lengths: Array) -> bytes:
-    """The form in which a crc covers lengths: 4 bytes each, 8 if it needs them."""
+    """Encode lengths as a crc covers them: 4 bytes each, 8 if a length needs them."""
     if not lengths.size or lengths.max() < 1 << 32:
         return lengths.astype("<u4").tobytes()
     return b"".join(length.to_bytes(4 if length < 1 << 32 else 8, "little") for length in lengths.tolist())
@@ -307,7 +315,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_range(fd: int, offset: int, size: int) -> Array:
-    """A range of an open file's bytes as a read-only map, which lives as long as an array of it.
+    """Map a range of an open file's bytes read-only; the map exists as long as an array refers to it.
 
     ValueError if the range ends behind the file.
     """
@@ -321,7 +329,7 @@ def map_range(fd: int, offset: int, size: int) -> Array:
 
 
 class _Pages:
-    """Mapped pages, which numpy keeps for as long as it has a view of them."""
+    """Mapped pages, which numpy keeps as long as it has a view of them."""
 
     def __init__(self, fd: int, start: int, size: int) -> None:
         address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
@@ -333,7 +341,7 @@ class _Pages:
             "version": 3,
             "typestr": "|u1",
             "shape": (size,),
-            "data": (address, True),  # to be read only
+            "data": (address, True),  # read-only
         }
 
     def __del__(self) -> None:
@@ -354,7 +362,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def not_in_8_bits(name: str, row: Array) -> NotFinite:
-    """The error for a table with a row that has no codes."""
+    """Return the error for a table with a row that cannot be stored in 8 bits."""
     worst = row[np.abs(row.astype(np.float64)).argmax()]
     return NotFinite(
         f"table {name!r} cannot be stored in 8 bits: it holds {worst:g}",
@@ -364,7 +372,8 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
 
 
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """The values of variable `name` in `dtype`; in int8, rows [n, dim + 4] of `exporter.wire.int8_codes`.
+    """Cast the values of variable `name` to `dtype`; for int8, to rows [n, dim + 4] of
+    `exporter.wire.int8_codes`.
 
     Raises:
         MappingError: a finite value is too large for `dtype`.

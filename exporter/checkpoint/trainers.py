@@ -1,4 +1,4 @@
-"""Recognise which library wrote a checkpoint, and at which training step, for the report."""
+"""Recognise the library that wrote a checkpoint, and the training step, for the report."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ITERATIONS = ("_iterations", "iterations", "iter")
 _MANAGER_STATE = b"last_preserved_timestamp"  # in the state file of a CheckpointManager alone
 _MAX_STATE_BYTES = 1 << 16
 
-# Begins the names in a graph that AutoDist has copied for each replica (source: autodist/const.py).
+# The prefix of names in a graph that AutoDist has copied for each replica (source: autodist/const.py).
 AUTODIST_SCOPE = "AutoDist-Replica-"
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """The catalog with the trainer's family in words, and the step that its objects lead to."""
+    """Add to a catalog the trainer's family in words, and the step that its object graph has."""
     objects = read_object_graph(catalog)
     if objects is None:
         return replace(catalog, family=_family_by_name(catalog))
@@ -40,7 +40,7 @@ def _family_by_name(catalog: Catalog) -> str:
         return "SavedModel's variables, name-based"
     if _holds(catalog.prefix.with_name(f"{catalog.prefix.name}.meta"), AUTODIST_SCOPE.encode()):
         return "AutoDist, name-based"
-    # As `train_and_evaluate` leaves them: evaluations or exports beside the checkpoints.
+    # `train_and_evaluate` leaves evaluations or exports beside the checkpoints.
     marks = ("eval*/events.out.tfevents.*", f"export/*/*/{SAVED_MODEL_FILE}")
     if (directory / "graph.pbtxt").is_file() and any(any(directory.glob(mark)) for mark in marks):
         return "Estimator, name-based"
@@ -90,9 +90,9 @@ def _saver(catalog: Catalog) -> str:
 
 
 def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
-    """A step variable of the checkpoint's own, the only optimizer's iterations, or the number in the name.
+    """Return a step variable of the root's, the only optimizer's iterations, or the number in the name.
 
-    None if none of these tells.
+    None if none of these exists.
     """
     root = objects.objects[ROOT].children
     own = [objects.objects[root[name]].variable for name in _STEPS if name in root]
@@ -104,9 +104,10 @@ def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
 
 
 def _steps_of_optimizers(catalog: Catalog, objects: ObjectGraph) -> Iterator[int]:
-    """Yield the step of each optimizer; of one that holds others the greatest of them all.
+    """Yield the step of each optimizer; for one that contains others, the greatest of theirs and its own.
 
-    One that scales losses counts nothing itself, and inner ones count on where an outer one began anew.
+    An optimizer that scales losses does not count itself, and inner ones continue where an outer one
+    restarted.
     """
     steps: dict[int, int] = {}
     for number, item in enumerate(objects.objects):

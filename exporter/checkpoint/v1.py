@@ -1,8 +1,8 @@
 """Read checkpoints of format V1: one file, or shards that a pattern names, each a sorted string table.
 
 They are as old as TensorFlow 0.x and its own reader knows them best, so TensorFlow is imported to read one.
-The largest tensor, or part of one, passes through memory. Which parts there are, each file lists under the
-empty key: the row order of a table depends on them, and TensorFlow's reader does not give them.
+The largest tensor, or part of one, passes through memory. Each file lists its parts under the empty key; they
+are read here because the row order of a table depends on them, and TensorFlow's reader does not return them.
 Source: tensorflow/core/util/{tensor_slice_reader.h,saved_tensor_slice.proto}.
 """
 
@@ -33,7 +33,7 @@ FAMILY = "TensorFlow V1"
 
 
 class V1Values(Struct, frozen=True):
-    """A tensor in files of format V1, or a part of one as RestoreV2 names it ("" for the whole)."""
+    """A tensor in files of format V1, or a part of one, in RestoreV2's notation ("" for the whole)."""
 
     files: tuple[FileRange, ...]
     pattern: str
@@ -42,17 +42,18 @@ class V1Values(Struct, frozen=True):
     part: str = ""
 
     def blocks(self) -> Iterator[Any]:
-        """See `Content.blocks`; the one block is all of it."""
+        """See `Content.blocks`; yields all values as one block."""
         for file in self.files:
-            with file.open():  # raises if it is another one by now
+            with file.open():  # raises if the file was replaced
                 pass
         yield _restored(self.pattern, self.name, self.dtype, self.part).reshape(-1)
 
 
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
-    """The catalog of the checkpoint in these files, which TensorFlow calls `pattern`; imports TensorFlow.
+    """Read the catalog of the checkpoint in these files, which TensorFlow calls `pattern`; imports
+    TensorFlow.
 
-    MissingShard if their number is not that in the names, CorruptFile if one is not of format V1.
+    MissingShard if their number differs from the one in their names, CorruptFile if one is not of format V1.
     """
     ranges = tuple(FileRange.whole(file) for file in files)
     said = re.search(r"-of-([0-9]{5})$", files[0].name)
@@ -83,7 +84,7 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
 
 
 def _parts(files: Iterable[FileRange]) -> dict[str, list[SliceSpec]]:
-    """The boxes of the tensors that are stored in several."""
+    """Return the boxes of the tensors that are stored in parts, by name."""
     found: dict[str, list[SliceSpec]] = {}
     for file in files:
         for listed in _meta(file).tensor:
@@ -106,7 +107,7 @@ def _meta(file: FileRange) -> Proto:
 def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
     """The box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)
 
-    CorruptFile if it lies outside of the tensor.
+    CorruptFile if it is not inside the tensor.
     """
     starts = tuple(box.start for box in part.extent)
     ends = tuple(
@@ -135,7 +136,7 @@ def _listed(pattern: str) -> dict[str, tuple[DType, tuple[int, ...]]]:
 
 
 def _restored(pattern: str, name: str, dtype: DType, part: str) -> np.ndarray[Any, Any]:
-    """A tensor as RestoreV2 reads it, which joins parts; the reader of checkpoints does not.
+    """Read a tensor by RestoreV2, which joins parts; the reader of checkpoints does not.
 
     CorruptFile if TensorFlow cannot read it.
     """

@@ -1,8 +1,8 @@
 """Read the members of a zip archive as byte ranges of its file, without extracting them.
 
 Keras and numpy write members uncompressed, so that a member is a range of bytes; `savez_compressed` deflates
-them. Names that leave the archive, links, doubled names, overlaps and bombs are refused.
-Format: PKWARE's APPNOTE.TXT; DEFLATE cannot shrink by more than 1032 to 1 (zlib's documentation).
+them. Names that leave the archive, links, doubled names, overlaps and bombs are refused. Format: PKWARE's
+APPNOTE.TXT; DEFLATE cannot shrink by more than 1032 to 1 (zlib's documentation).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RATIO_FLOOR_BYTES = 1 << 16  # below it nothing is worth calling a bomb
 
 
 class Member(Struct, frozen=True):
-    """A member: its bytes as stored, their number once unpacked, and whether they are deflated."""
+    """A member: its stored bytes, its size once unpacked, whether it is deflated, and its checksum."""
 
     name: str
     stored: FileRange
@@ -39,7 +39,7 @@ class Member(Struct, frozen=True):
     crc32: int
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes in chunks of bounded size; their checksum is compared at the end.
+        """Yield the unpacked bytes in chunks of bounded size and compare their checksum at the end.
 
         UnsafeArchive for more bytes than declared, TruncatedFile for fewer, CorruptFile for another checksum.
         """
@@ -63,7 +63,7 @@ class Member(Struct, frozen=True):
             )
 
     def read(self, limit: int) -> bytes:
-        """The whole member; UnsafeArchive if it has more than `limit` bytes."""
+        """Return the whole member; UnsafeArchive if it has more than `limit` bytes."""
         if self.size > limit:
             raise UnsafeArchive(
                 f"{self.stored.path}: {self.name!r} has {self.size} bytes, expected {limit} at most"
@@ -87,9 +87,10 @@ class Member(Struct, frozen=True):
 
 
 def read_members(path: Path) -> dict[str, Member]:
-    """The members of an archive by name, without directories.
+    """Return the members of an archive by name, without directories.
 
-    TruncatedFile or CorruptFile if it cannot be read; UnsafeArchive for too many members, or two of one name.
+    TruncatedFile or CorruptFile if it cannot be read; UnsupportedFormat for encryption or another packing;
+    UnsafeArchive for too many members, two of one name, unsafe names, links, overlaps or bombs.
     """
     whole = FileRange.whole(path)
     with whole.opened() as file:
@@ -119,7 +120,7 @@ def _unreadable(whole: FileRange, error: Exception) -> CorruptFile | TruncatedFi
 
 
 def _check_name(path: Path, info: zipfile.ZipInfo) -> None:
-    """Refuse a member whose name leads out of the archive, and a link."""
+    """Raise UnsafeArchive for a member that is a link, or whose name points outside the archive."""
     # a directory's name ends in a slash; other systems write `\` for one, and begin with a drive
     name = info.filename.replace("\\", "/").removesuffix("/")
     below(path.parent, name, f"{path}: member", UnsafeArchive)
@@ -149,7 +150,7 @@ def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:
 
 
 def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes: behind its own header, whose length is not in the directory.
+    """Return the offset of a member's bytes: behind its own header, whose length is not in the directory.
 
     CorruptFile if there is no header, UnsafeArchive if it names another member.
     """
