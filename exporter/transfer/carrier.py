@@ -346,7 +346,7 @@ class Carrier:
             self._is_probed = True
 
     def taken(self, *, decides: bool) -> list[str]:
-        """The paths at which nothing new may be published; who `decides` abandons an upload that goes on, too."""
+        """The paths at which nothing new may be published; with `decides`, a pending upload's, too."""
         upload = self.head.uploading if decides else None
         return sorted({*self.head.given_up, *([] if upload is None else [upload.path])})
 
