@@ -1,4 +1,4 @@
-"""Build the mapping: which tensor each variable is restored from, and which tensors are left over.
+"""Build the mapping: the tensor that each variable is restored from, and the tensors that are left over.
 
 The parts below: moving averages in object-based checkpoints, keys and values of lookup tables, the mapping
 itself, and the kinds of tensors that inference does not need.
@@ -53,7 +53,10 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """The tensor of each variable's average, by the variable's own; `slot` "ema" is the usual one."""
+    """Return the tensor of each variable's moving average, by the variable's own tensor.
+
+    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons.
+    """
     found = {}
     suffix = TF_AVERAGE if slot == "ema" else slot
     for name, variables in trained.by_name.items():
@@ -68,17 +71,17 @@ def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
     return found
 
 
-# What wrapping optimizers of Addons keep: MovingAverage and SWA, and Lookahead.
+# Slots of Addons' wrapping optimizers: MovingAverage and SWA, and Lookahead.
 _SLOTS = ("average", "slow")
 
 
 def kinds_of_averages(trained: TrainedObjects) -> list[str]:
-    """The values of `--average` for which a checkpoint by objects has averages."""
+    """Return the values of `--average` for which an object-based checkpoint has averages."""
     return [kind for kind in ("ema", *_SLOTS) if averages(trained, kind)]
 
 
 def _of_slots(trained: TrainedObjects, wanted: str) -> Iterator[tuple[str, str]]:
-    """Yield (a variable's tensor, its slot's) for the slots of one name that optimizers keep."""
+    """Yield (a variable's tensor, its slot's tensor) for the optimizers' slots called `wanted`."""
     objects = trained.objects.objects
     for item in objects:
         for slot, (name, of) in zip(item.slots, item.slot_names, strict=True):
@@ -104,7 +107,7 @@ def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
 
 
 def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
-    """The tensors of a list that an optimizer keeps, in its order."""
+    """Return the tensors of a list that an optimizer keeps, in the list's order."""
     number = trained.objects.at(edge, optimizer)
     children = {} if number is None else trained.objects.objects[number].children
     in_order = sorted(children.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1)
@@ -117,7 +120,7 @@ def find_tables(
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
     """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor.
 
-    MissingTensors if the checkpoint lacks one of them.
+    MissingTensors if the checkpoint lacks one of them; ShapeMismatch if one has another dtype or shape.
     """
     for table in tables:
         names = stored_names(table, rules.renamed)
@@ -131,7 +134,7 @@ def find_tables(
 
 
 def _missing_table(table: GraphTable, missing: list[str], catalog: Catalog) -> MissingTensors:
-    """The error for a table without contents in a checkpoint, with the tables that are there."""
+    """Return the error for a table without contents in a checkpoint; it names the tables that exist."""
     there = [
         stem
         for name in catalog.tensors
@@ -199,9 +202,9 @@ _ROWS = f"/{VALUES}"
 
 
 class VariableMapping(Struct, frozen=True, dict=True):
-    """Every served variable's source, and the tables that are restored, named as in the bundle.
+    """The source of every served variable, and the tables that are restored, named as in the bundle.
 
-    `whole` says which variables of served objects may stay behind; None for a checkpoint without objects.
+    `whole` names the variables of served objects that may be left out; None if no such variables are known.
     """
 
     catalog: Catalog
@@ -212,7 +215,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
-        """The tensors that are not needed, by kind; computed when a report asks."""
+        """The tensors that are not needed, with their kinds; computed when first asked."""
         from exporter.mapping.extras import classify_extras
 
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
@@ -223,13 +226,14 @@ class VariableMapping(Struct, frozen=True, dict=True):
         return sum(source.bytes_ for source in self.sources)
 
     def over(self, catalog: Catalog) -> VariableMapping:
-        """The same mapping to the tensors of these names in another catalog."""
+        """Return the same mapping with tensors of the same names in another catalog."""
         sources = (replace(source, tensor=catalog.tensors[source.tensor.name]) for source in self.sources)
         return replace(self, catalog=catalog, sources=tuple(sources))
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
-    """The mapping of a graph's variables to a checkpoint's tensors; every variable has one, or it raises.
+    """Map each variable of a graph to a tensor of a checkpoint; a variable without a certain tensor
+    raises.
 
     Raises:
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
@@ -278,7 +282,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         whole, beside = whole_objects(side, walked, used, graph, rules)
         rules = _with_tables(rules, graph.tables, walked.tables)
     elif graph.meta_graph is not None or catalog.naming is not Naming.NAMES or _has_layers(catalog):
-        # A base said what stands beside the names that it serves; most deltas do without this module.
+        # The base already reported variables beside the served names; most deltas need not import this.
         from exporter.mapping.extras import left_out_by_names, names_of
 
         beside = left_out_by_names(catalog, used, graph, rules)
@@ -295,7 +299,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
 def _with_tables(
     rules: MappingRules, tables: Iterable[GraphTable], found: MappingOf[str, str]
 ) -> MappingRules:
-    """The rules with the names of hash tables that were matched by their objects."""
+    """Add to the rules the names of hash tables that were matched by their objects."""
     names = {
         name: f"{found[table.node]}-{half}"
         for table in tables
@@ -306,7 +310,7 @@ def _with_tables(
 
 
 def _has_layers(catalog: Catalog) -> bool:
-    """True if a checkpoint by names says which layer each of them is of."""
+    """True if a checkpoint by names also says which layer owns a tensor."""
     return any(ref.owner for ref in catalog.tensors.values())
 
 
@@ -320,7 +324,8 @@ def _not_ignored(catalog: Catalog, rules: MappingRules) -> Catalog:
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
-    """The sources that operations of a graph's libraries restore by themselves, under these very names.
+    """Return the sources of tensors that operations of a graph's libraries restore themselves, by these very
+    names.
 
     MissingTensors if the checkpoint lacks one.
     """
@@ -342,7 +347,9 @@ def _refuse_shared_names(groups: MappingOf[str, tuple[GraphVariable, ...]]) -> N
 
 
 class _Match(Struct, frozen=True):
-    """The tensor that a variable is restored from, the trainer's name of that variable, and the rule used."""
+    """The tensor that a variable is restored from, the trainer's name of that variable, and how it was
+    found.
+    """
 
     name: str
     trained_name: str
@@ -404,7 +411,7 @@ def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
 
 
 def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
-    """Refuse, by ShapeMismatch, a tensor of another shape or dtype than the variable's."""
+    """Raise ShapeMismatch if a tensor has another shape or dtype than the variable."""
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "
@@ -420,10 +427,10 @@ def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
 
 
 def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
-    """Refuse a cast rule that matches no served variable.
+    """Require that each cast rule matches a served variable.
 
     Raises:
-        UsageError: no float32 or float64 variable's whole name matches.
+        UsageError: a rule matches the whole name of no float32 or float64 variable.
     """
     names = [s.key for s in mapping.sources if s.variables and s.tensor.dtype in CASTABLE]
     for rule in casts:
@@ -442,10 +449,10 @@ def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
 def check_rules(
     request: ExportRequest, graph: InferenceGraph, catalog: Catalog, mapping: VariableMapping
 ) -> None:
-    """Refuse options about names that no variable was matched by.
+    """Require that each option about names matched some variable, table or tensor.
 
     Raises:
-        UsageError: there is such an option.
+        UsageError: an option matched nothing.
     """
     if request.object_path is not None and read_object_graph(catalog) is None:
         raise UsageError(
@@ -561,7 +568,7 @@ def _notes(
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
-    """Yield a note of a tensor left over that makes numbered names doubtful."""
+    """Yield a note on a left-over tensor that makes the match of numbered names doubtful, if there is one."""
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}
     twins = [*left_over_twins(used, left)]

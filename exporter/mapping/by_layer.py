@@ -1,15 +1,16 @@
 """Match values that have no names of their own (Keras' layers by class and number, numpy's lists), and check
-by names.
+matches by names.
 
-A match is taken only where nothing else would fit: by the layer's name and then by the only values in it that
-fit, by the order that Keras' own layers keep, by the whole list's shapes. What fits in two ways is refused.
+A match is made only where nothing else would fit: by the layer's name and then by the only values in it that
+fit, by the order that Keras' own layers keep, by the shapes of the whole list. If two matches fit, neither is
+used and an error says so.
 
 Names check a match that was found in another way. An object-based checkpoint is matched by its objects'
 edges: `layers/2` is restored into `layers/2`. A program that makes its layers in another order than the
-trainer has the same edges, and every shape may fit. Two names agree if they are equal but for the numbers
+trainer has the same edges, and every shape may fit. Two names agree if they are equal except for the numbers
 that a framework appends to a name in use (`dense_4` for `dense`) and for scopes that one of them has in
-addition (`dense/kernel`, `net/dense/kernel`). Numbers are not compared, since they count what a process made
-before; but they must grow in the same order.
+addition (`dense/kernel`, `net/dense/kernel`). Numbers are not compared, since they count all that a process
+made before; but they must grow in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 
 
 class NamedPair(Struct, frozen=True):
-    """A variable to serve and the trained one whose values it would get; `kind` is its dtype and shape."""
+    """A served variable's name and the trained variable's whose values it would get; `kind` is dtype and
+    shape.
+    """
 
     served: str
     trained: str
@@ -41,7 +44,7 @@ class NamedPair(Struct, frozen=True):
 
 
 def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
-    """Yield each reason why the names speak against the pairs, for a person."""
+    """Yield, for a person, each reason why the names contradict the pairs."""
     groups: dict[tuple[object, ...], list[NamedPair]] = {}
     for pair in pairs:
         if SAYS_NOTHING.fullmatch(pair.served) or SAYS_NOTHING.fullmatch(pair.trained):
@@ -62,7 +65,9 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield each (name left over, name in use) alike but for numbers; both map names to dtype and shape."""
+    """Yield (left-over name, used name) for names equal except for numbers; both map names to dtype and
+    shape.
+    """
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():
         if (twin := bare.get((_unnumbered(name), kind))) is not None:
@@ -74,18 +79,18 @@ def _unnumbered(name: str) -> str:
 
 
 def stems(name: str) -> tuple[str, ...]:
-    """The parts of a name without the numbers that a framework puts behind names in use."""
+    """The parts of a name without the numbers that a framework appends to names in use."""
     return tuple(_NUMBER.sub("", part) for part in name.split("/"))
 
 
 def numbers(name: str) -> tuple[int, ...]:
-    """The numbers that `stems` leaves out, 0 where there is none: they tell names of equal stems apart."""
+    """The numbers that `stems` removes, 0 for a part without one: they tell names of equal stems apart."""
     found = (_NUMBER.search(part) for part in name.split("/"))
     return tuple(int(number[1]) if number else 0 for number in found)
 
 
 def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """True if the shorter is the longer without some of its scopes."""
+    """True if the shorter name is the longer one without some of its scopes."""
     shorter, longer = sorted((one, other), key=len)
     rest = iter(longer)
     return shorter[-1] == longer[-1] and all(part in rest for part in shorter)
@@ -116,11 +121,13 @@ _SHOWN = 6
 def match_unnamed(
     graph: InferenceGraph, catalog: Catalog, named: Iterable[str] = (), *, by_order: bool = False
 ) -> dict[str, str]:
-    """The tensor of each variable, both by name, of a catalog whose tensors are not named by variables.
+    """Return the tensor of each variable, both by name, in a catalog whose tensors are not named after
+    variables.
 
-    `named` are variables for which rules have spoken; a variable whose very name a tensor has is left to
-    names. `by_order` says that equal shapes in a list are in the order of the graph's variables.
-    NoCertainMatch if a match would be a guess.
+    `named` are variables that rename rules cover. With `by_order`, arrays of equal shape in a list are in the
+    order of the graph's variables. A legacy Keras file is matched by its layers, else by its numbered names;
+    in other files by layers, variables whose own name a tensor has are left out. Empty if nothing is matched
+    so. NoCertainMatch if a match would be a guess.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
@@ -147,12 +154,14 @@ def match_unnamed(
 def _by_owner(
     wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
-    """A legacy file's tensors, by variable, by the layers that own them; None if layers differ.
+    """Match a legacy file's tensors by the layers that own them; None if graph and file have different
+    layers.
 
     Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
-    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of what
-    an inner model holds is that model, as `places` say. None, too, if a layer has several tensors of one last
-    name and shape (those of a Bidirectional layer say their direction).
+    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of the
+    variables in an inner model is that model, as `places` say. None, too, if a layer has several tensors with
+    the same last part of the name and the same shape (those of a Bidirectional layer differ in their
+    direction).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -178,7 +187,7 @@ def _by_owner(
 
 
 def _direction(name: str) -> str:
-    """`forward` or `backward`, as a Bidirectional layer calls its two layers; "" for other variables."""
+    """`forward` or `backward` for variables of a Bidirectional layer's two layers; "" for others."""
     found = _DIRECTION.search(name)
     return found[1] if found else ""
 
@@ -188,14 +197,15 @@ def _last(name: str) -> str:
 
 
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """The tensors of layers named by class and number, by variable, in the order of the numbers.
+    """Match the tensors of layers named by class and number, by variable, in the order of the numbers.
 
-    Empty for other files. NoCertainMatch if graph and file have unlike numbers of a kind.
+    Empty for other files. NoCertainMatch if the file has several tensors of a kind, but not as many as the
+    graph.
     """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
         if ref.owner:
-            # only legacy files are so: their tensors have owners and names
+            # only in legacy files do tensors have both owners and names
             like = stems(ref.name), *_kind(ref)
             stored[like].append(ref.name)
     if not stored:
@@ -207,7 +217,7 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
     found: dict[str, str] = {}
     for group, keys in served.items():
         # `dense_3/kernel` and `dense_4/kernel` are `dense/kernel` and `dense_1/kernel` of another process,
-        # which counts all that it made before, if both sides have as many of one shape.
+        # whose numbers count all layers it made before, if both sides have equally many of one shape.
         names = stored.get(group, [])
         if len(names) == len(keys):
             found |= zip(sorted(keys, key=numbers), sorted(names, key=numbers), strict=True)
@@ -223,7 +233,9 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
 def _by_path(
     open_: Mapping[str, GraphVariable], layers: Mapping[str, tuple[TensorRef, ...]], catalog: Catalog
 ) -> dict[str, str]:
-    """The tensors as Keras itself would load them; NoCertainMatch if the layers' names or number differ."""
+    """Match the tensors as Keras itself would load them; NoCertainMatch if the layers' names or number
+    differ.
+    """
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
     places = (place for several in layers.values() for place in several)
     expected = {place.name: place for place in places if not _NO_LAYER.search(place.name)}
@@ -234,7 +246,7 @@ def _by_path(
 
 
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
-    """Raise NoCertainMatch unless model and archive have the same layers: numbers shift otherwise."""
+    """Raise NoCertainMatch unless model and archive have the same layers: with others, the numbers shift."""
     more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
     if not more and not fewer:
         return
@@ -254,7 +266,7 @@ def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[s
 
 
 def _or_ignored(names: Iterable[str]) -> str:
-    """The hint for values that the checkpoint alone has."""
+    """The hint for values that only the checkpoint has."""
     options = " ".join(f"--ignore {quoted(re.escape(name))}" for name in sorted(names)[:_SHOWN])
     return (
         "build the model with what the trainer's has; or, if they are not meant to be served, and are the "
@@ -263,7 +275,9 @@ def _or_ignored(names: Iterable[str]) -> str:
 
 
 def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
-    """Raise NoCertainMatch unless the names of (the model's, the checkpoint's) layers go together."""
+    """Raise NoCertainMatch unless the names of layers agree, given (the model's, the checkpoint's)
+    tensors.
+    """
     named = (
         NamedPair(own.owner, other.owner, str(_kind(own)))
         for own, other in pairs
@@ -279,7 +293,7 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
 
 
 def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """The tensors by layers' names: `hidden/kernel` is one of the values of the one layer called `hidden`.
+    """Match tensors by layers' names: `hidden/kernel` is a value of the only layer called `hidden`.
 
     Scopes without a layer are left out. NoCertainMatch if two scopes look like one layer.
     """
@@ -306,7 +320,9 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
-    """Raise NoCertainMatch if the checkpoint has a layer more of a kind, which may shift names' numbers."""
+    """Raise NoCertainMatch if the checkpoint has an additional layer of a kind, which may shift names'
+    numbers.
+    """
     taken = {_group(name) for name in found.values()}
     used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
     for ref in catalog.tensors.values():
@@ -319,7 +335,8 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """The only layer whose name, or path's end, is the scope's, or the reverse; None without one.
+    """Find the only layer whose name equals the scope, or is the end of it, or ends with it; None without
+    one.
 
     NoCertainMatch if there are several.
     """
@@ -339,9 +356,9 @@ def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | No
 
 
 def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
-    """The tensors of one layer: by shape where no two are alike, else in the order of Keras' layers.
+    """Match the tensors of one layer: by shape if no two are alike, else in the order of Keras' layers.
 
-    NoCertainMatch if the values differ, or nothing tells two of one shape apart.
+    NoCertainMatch if the values differ, or two of one shape cannot be told apart.
     """
     if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
         raise NoCertainMatch(
@@ -370,9 +387,10 @@ def _number(ref: TensorRef) -> tuple[int, str]:
 
 
 def _by_order(variables: list[GraphVariable], refs: list[TensorRef], is_order_known: bool) -> dict[str, str]:
-    """The tensors of a list for the graph's variables, in their order.
+    """Match the tensors of a list with the graph's variables, in their order.
 
-    NoCertainMatch if shapes or dtypes differ, or if only an order that is not known tells two apart.
+    NoCertainMatch if shapes or dtypes differ, or if two of one shape differ only by an order that is not
+    known.
     """
     if len(variables) != len(refs):
         raise NoCertainMatch(
@@ -404,12 +422,16 @@ def _kind(value: GraphVariable | TensorRef) -> tuple[DType, tuple[int, ...]]:
 
 
 def _group(name: str) -> str:
-    """`layers/dense_1` of `layers/dense_1/vars/0`."""
+    """The object that holds a value: `layers/dense_1` for `layers/dense_1/vars/0`."""
     return name.rpartition("/")[0].removesuffix("vars").rstrip("/")
 
 
 def name_in_layer(ref: TensorRef) -> str:
-    """`tower/hidden/0` of `layers/dense_1/vars/0`, which belongs to the layer `hidden` of `tower`."""
+    """The owner's name and the value's number: `tower/hidden/0` for `layers/dense_1/vars/0` of
+    `tower/hidden`.
+
+    A tensor without an owner keeps its name.
+    """
     return f"{ref.owner}/{_last(ref.name)}" if ref.owner else ref.name
 
 

@@ -1,11 +1,11 @@
-"""Tensors of the checkpoint that are not served: what they are for, and which of them may not be missing.
+"""Tensors of the checkpoint that are not served: their purposes, and which of them may not be left out.
 
 An object of which a variable is served is served whole. Without one of its variables it computes something
-else: with a LoRA adapter, a quantization scale or a prompt left out, what is served never existed. Other
-objects are ignored: heads, optimizers, metrics, whatever only training uses. So is state of the
-same object that inference needs not and that is known by its kind: slots, averages of a served variable,
-integers that count, seeds. Moving statistics are judged in `training_variables`. Where names alone say what
-belongs together, a variable beside a served one is reported by a note.
+else: with a LoRA adapter, a quantization scale or a prompt left out, the served model never existed. Other
+objects are ignored: heads, optimizers, metrics, everything that only training uses. So is state of the same
+object that inference does not need and whose kind is known: slots, averages of a served variable, integers
+that count, seeds. Moving statistics are judged in `training_variables`. Where only names say which variables
+belong together, a variable beside a served one is reported by a note.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """The purposes of embedding variables' tensors, by name; those of damaged ones are judged by name."""
+    """Return the purposes of embedding variables' tensors, by tensor name; empty if one of them is
+    damaged.
+    """
     try:
         variables = embedding_variables(catalog)
     except CheckpointError:
@@ -103,13 +105,13 @@ _SCOPE = re.compile(r"[/.](?=[^/.]*$)")
 
 
 def names_of(ref: TensorRef) -> tuple[str, ...]:
-    """The names by which `--ignore` finds a tensor: the whole one, its object's path, the last part."""
+    """The names by which `--ignore` finds a tensor: its full name, its object's path, the last part."""
     path = ref.name.removesuffix(SUFFIX)
     return ref.name, path, _SCOPE.split(path)[-1]
 
 
 class Member(Struct, frozen=True):
-    """A variable of an object: its name there, its tensor, and the name that the program gave it."""
+    """A variable of an object: its name in the object, its tensor, and the name that the program gave it."""
 
     name: str
     tensor: TensorRef
@@ -117,17 +119,19 @@ class Member(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which `--ignore` finds it."""
+        """The names by which `--ignore` finds the variable."""
         return self.name, *names_of(self.tensor), self.trained_name
 
     @property
     def label(self) -> str:
-        """The name for a person."""
+        """The variable's name for a person."""
         return self.trained_name or self.tensor.name.removesuffix(SUFFIX)
 
 
 class LeftOut(Struct, frozen=True):
-    """A variable that is not served, and one of the same object that is; None if those are further inside."""
+    """A variable that is not served, and a served one of the same object (None if those are further
+    inside).
+    """
 
     member: Member
     beside: Member | None
@@ -141,15 +145,17 @@ def whole_objects(
     graph: InferenceGraph,
     rules: MappingRules,
 ) -> tuple[ServedWhole, list[str]]:
-    """Require that the objects of a checkpoint are served whole; return what may stay behind, and notes.
+    """Require that a checkpoint's objects are served whole; return the tensors that may be left out, and
+    notes.
 
-    ObjectMismatch if a variable of such an object is not served, for no reason that is known; a note where
-    names decided which tensor is which, and where the object corresponds to one that wraps models to serve.
+    ObjectMismatch if a variable of such an object is not served, for no known reason. A note names such
+    variables instead where names decided which tensor is which, and where the object corresponds to a module
+    around models.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
     paths = trained.objects.paths
-    beside, containers, left, told = set[str](), set[str](), list[LeftOut](), list[LeftOut]()
+    beside, containers, left, noted = set[str](), set[str](), list[LeftOut](), list[LeftOut]()
     for number, members in _members(trained).items():
         served = next((member for member in members if member.tensor.name in used), None)
         is_container = served is None and (
@@ -175,17 +181,17 @@ def whole_objects(
             if is_known:
                 beside.add(name)
             elif is_container and number == matches.wrapped:
-                told.append(LeftOut(member, served, paths[number] or "."))
+                noted.append(LeftOut(member, served, paths[number] or "."))
             else:
                 left.append(LeftOut(member, served, paths[number]))
-    # Nor does the recipe of a base that an older release published say what its objects had.
+    # The recipe of a base that an older release published does not have this, either.
     by_names = before is None and not matches.met
     if left and not by_names:
         raise _not_whole(left)
-    beside |= {item.member.tensor.name for item in (*left, *told)}
+    beside |= {item.member.tensor.name for item in (*left, *noted)}
     found = ServedWhole(tuple(sorted(beside)), tuple(sorted(containers)))
-    told += left if left and left[0].beside else []
-    return found, [_told(told)] if told else []
+    noted += left if left and left[0].beside else []
+    return found, [_note_on(noted)] if noted else []
 
 
 def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
@@ -201,9 +207,10 @@ def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
 
 
 def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
-    """The variables that each object holds by itself or in lists; optimizers and all below are left out.
+    """Return the variables that each object holds itself or in lists; optimizers and all below are left
+    out.
 
-    What an attribute leads to is not also a member of the objects that list it.
+    A variable that is an attribute of one object is not also a member of the objects that list it.
     """
     objects, optimizers = trained.objects.objects, trained.objects.optimizers
     slots = {slot for item in objects for slot in item.slots}
@@ -237,9 +244,10 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
 
 
 def _members_inside(trained: TrainedObjects, number: int, served: Collection[str]) -> list[Member]:
-    """The variables of objects inside one that has served variables itself, as an adapter in a layer.
+    """Return the variables of objects inside an object that has served variables itself, like an adapter in a
+    layer.
 
-    Empty if something inside is `served`, too: an object that holds layers may hold others for training.
+    Empty if a variable inside is `served`, too: an object that holds layers may hold others for training.
     Counts and metrics are left out.
     """
     objects, found = trained.objects, list[Member]()
@@ -283,7 +291,7 @@ def _listed_in(objects: ObjectGraph, number: int, path: str) -> Iterator[tuple[s
 
 
 def _known_names(graph: InferenceGraph) -> frozenset[tuple[str, ...]]:
-    """The names of the variables that the model has, whether its graph reads them or not, without numbers."""
+    """The names of all variables of the model, whether or not its graph reads them, without numbers."""
     objects = graph.objects.objects if graph.objects is not None else ()
     names = (item.variable.name for item in objects if item.variable)
     return frozenset(map(stems, (*names, *graph.layers)))
@@ -292,7 +300,7 @@ def _known_names(graph: InferenceGraph) -> frozenset[tuple[str, ...]]:
 def _is_state(member: Member, beside: Iterable[Member], used: Collection[str]) -> bool:
     """True for state of training, known by its kind: a count, a seed, a layer's state, an average.
 
-    So are moving statistics beside what a normalising layer learns.
+    So are moving statistics beside the learnt parameters of a normalising layer.
     """
     ref = member.tensor
     leaf = _SCOPE.split(member.name)[-1].strip("_")
@@ -330,7 +338,9 @@ def _kind_of(ref: TensorRef) -> str:
 
 
 def _way_out(left: list[tuple[str, str]]) -> str:
-    """The hint for variables of served objects, each with its label and the name that `--ignore` takes."""
+    """The hint for variables of served objects, each given with its label and the name that `--ignore`
+    accepts.
+    """
     build = "build the model with what the trainer's has"
     if any("lora" in label for label, _ in left):
         build = "call enable_lora in the builder, with the trainer's rank"
@@ -342,9 +352,10 @@ def _way_out(left: list[tuple[str, str]]) -> str:
 def left_out_by_names(
     catalog: Catalog, used: Collection[str], graph: InferenceGraph, rules: MappingRules
 ) -> Iterator[str]:
-    """Yield a note for the variables of a checkpoint by names that are in a served variable's scope.
+    """Yield a note on the variables of a checkpoint by names that are in a served variable's scope but not
+    served.
 
-    ObjectMismatch if the file says that they are of one layer, as those do that Keras 2 wrote.
+    ObjectMismatch if the file says that they are of one layer, as Keras 2's files do.
     """
     if catalog.naming is not Naming.NAMES:  # of layers and lists all values have to fit anyway
         return
@@ -367,10 +378,10 @@ def left_out_by_names(
     if owned := [item for item in left if item.place]:
         raise _not_whole(owned)
     if left:
-        yield _told(left)
+        yield _note_on(left)
 
 
-def _told(left: list[LeftOut]) -> str:
+def _note_on(left: list[LeftOut]) -> str:
     """The note on variables that may be missing."""
     first = left[0]
     beside = first.beside.label if first.beside else first.place
@@ -385,6 +396,6 @@ _HALF = re.compile(r"-(keys|values)$")
 
 
 def _place(ref: TensorRef) -> tuple[str, str]:
-    """What variables of one layer have in common: the layer's name in the file, and the scope in theirs."""
+    """The owner and the scope of a tensor, which variables of one layer have in common."""
     scope = _SCOPE.search(ref.name)
     return ref.owner, ref.name[: scope.start()] if scope else ""

@@ -1,8 +1,8 @@
-"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order
-of partitions.
+"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order of
+partitions.
 
 A table of names (`--rename-file`) is written by hand, or begun by `inspect --unmatched`: two columns
-separated by blanks, `#` begins a comment at the beginning of a line or behind a blank.
+separated by blanks; `#` at the beginning of a line or after a blank begins a comment.
 
     # variable            tensor
     ranker/hidden/kernel  model/dense_1/w
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class RowOrder(Struct, frozen=True):
-    """The moves of a table's rows, out of `gather_parts` and into `scatter_parts` mod parts; 0: none."""
+    """The moves of a table's rows, out of `gather_parts` and into `scatter_parts` mod partitions; 0 means no
+    move.
+    """
 
     gather_parts: int = 0
     scatter_parts: int = 0
@@ -49,12 +51,14 @@ def row_order(
     trained: PartitionStrategy | None,
     served: PartitionStrategy | None,
 ) -> RowOrder:
-    """The moves between a table as it was trained and as it is looked up; None is unknown, NONE never.
+    """Return the moves that bring a table's rows from the order of training to the order of the graph's
+    lookups.
 
+    For either strategy, None means unknown, NONE that the table's parts are never looked up together.
     PartitionStrategyUnknown if rows may have to move, and a strategy that matters is unknown.
     """
     # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
-    # while the parts lie on disk as contiguous boxes. Served with another number of parts, or whole, the
+    # while the parts are stored as contiguous boxes. Served with another number of parts, or whole, the
     # table would give wrong rows without an error. Nothing in a checkpoint says which strategy training used;
     # the trainer's graph does.
     stored_boxes = [part.spec for part in tensor.slices]
@@ -92,7 +96,9 @@ def row_order(
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:
-    """The number of rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts, ..."""
+    """Return the number of rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts,
+    ...
+    """
     return [len(range(part, rows, parts)) for part in range(parts)]
 
 
@@ -137,7 +143,9 @@ class RenameTable(Struct, frozen=True):
         )
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
-        """Refuse names that do not exist: a typing error would silently leave a variable to other rules."""
+        """Raise UsageError for names that do not exist: a typing error would silently leave a variable to
+        other rules.
+        """
         from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 
         variables = {variable.key for variable in graph.variables}
@@ -159,10 +167,10 @@ class RenameTable(Struct, frozen=True):
 
 
 def read_renames(path: Path) -> RenameTable:
-    """The table of names in a file.
+    """Read the table of names in a file.
 
     Raises:
-        UsageError: it cannot be read, or a line is not of the form; the message names the line.
+        UsageError: it cannot be read, or a line has another form; the message names the line.
     """
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
@@ -172,7 +180,7 @@ def read_renames(path: Path) -> RenameTable:
 
 
 def parse_renames(text: str, path: Path) -> RenameTable:
-    """The table of names in a text; UsageError names the line that is none."""
+    """Parse a table of names; UsageError names the line that has another form."""
     entries: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         columns = _COMMENT.sub("", line).split()
@@ -196,9 +204,11 @@ _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.
 
 
 class RenameRule(Struct, frozen=True):
-    r"""A regular expression for a whole variable name, and the tensor name it stands for (`\1`: a group).
+    r"""A regular expression for a whole variable name, and the tensor name to use instead (`\1` is a
+    group).
 
-    Rules that run are made from a request alone: manifests have their texts, and names that they gave.
+    Rules come only from a request: manifests have their texts, and the names that they gave, but never run
+    them.
     """
 
     pattern: re.Pattern[str]
@@ -206,7 +216,7 @@ class RenameRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        """The rule in `pattern=replacement`, split at the last `=`, or UsageError."""
+        """Parse a rule `pattern=replacement`, split at the last `=`; UsageError for another text."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -220,7 +230,7 @@ class RenameRule(Struct, frozen=True):
         return cls(compiled, replacement)
 
     def apply(self, name: str) -> str | None:
-        """The tensor name for a variable; None if the rule is not about it."""
+        """Return the tensor name for a variable; None if the rule does not match its name."""
         match = self.pattern.fullmatch(name)
         return match.expand(self.replacement) if match else None
 
@@ -236,12 +246,13 @@ class CastRule(Struct, frozen=True):
 
     @property
     def dtype(self) -> DType:
-        """The dtype that they are stored as."""
+        """The dtype that these variables are stored as."""
         return DType.of(self.label)
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """The rule in `pattern=bfloat16` (or float16, int8); without a pattern for every float variable.
+        """Parse a rule `pattern=bfloat16` (or float16, int8); without a pattern it is for every float
+        variable.
 
         UsageError for another text.
         """
@@ -262,14 +273,14 @@ TF_AVERAGE = "ExponentialMovingAverage"
 
 
 def average_slots(average: str | None) -> tuple[str, ...]:
-    """The slot names that `--average` looks for, in their order."""
+    """The slot names that `--average` looks for, in their order; none for None."""
     return (TF_AVERAGE, "ema") if average == "ema" else (average,) if average else ()
 
 
 class ServedWhole(Struct, frozen=True, omit_defaults=True):
-    """What a trainer's checkpoint has in served objects and layers besides the variables that are served."""
+    """The content of served objects and layers in a checkpoint besides the variables that are served."""
 
-    beside: Annotated[tuple[Text, ...], doc("tensors of theirs that may stay behind")] = ()
+    beside: Annotated[tuple[Text, ...], doc("their tensors that may be left out")] = ()
     objects: Annotated[
         tuple[Text, ...], doc("paths of objects that are served without a variable of their own")
     ] = ()
@@ -278,13 +289,13 @@ class ServedWhole(Struct, frozen=True, omit_defaults=True):
 class MappingRules(Struct, frozen=True):
     """The rules that variables are mapped to tensors by.
 
-    `average` is the slot name of moving averages to serve in place of raw weights, "ema" standing for
-    TensorFlow's own. `by_order` says that a list of values without names is in the order of the graph's
-    variables. `strategies` has the lookups in training that the user names, `trained` those of the trainer's
-    graph. `object_path` leads to the served model in an object-based checkpoint. `tensors` has, by variable,
-    what was found among the objects of another checkpoint of the same trainer. `names` and `dtypes` have, by
-    whole names, what renames and casts of an earlier export gave. What matches `ignored` may stay behind,
-    though it belongs to what is served; `whole` says what else does, None if that is not known.
+    `average` is the slot name of moving averages to serve instead of raw weights, "ema" for TensorFlow's own.
+    With `by_order`, a list of values without names is in the order of the graph's variables. `strategies` has
+    the partition strategies of training that the user names, `trained` those of the trainer's graph.
+    `object_path` is the path of the served model in an object-based checkpoint. `tensors` has, by variable,
+    the names found among the objects of another checkpoint of the same trainer. `names` and `dtypes` have, by
+    whole names, the results of renames and casts of an earlier export. Variables that match `ignored` may be
+    left out, though they belong to a served object; `whole` has all others that may, None if unknown.
     """
 
     renames: tuple[RenameRule, ...] = ()
@@ -301,14 +312,14 @@ class MappingRules(Struct, frozen=True):
     whole: ServedWhole | None = None
 
     def ignores(self, names: Iterable[str]) -> bool:
-        """True if a variable with one of these names is meant to stay behind."""
+        """True if a variable with one of these names may be left out on purpose."""
         known = self.whole.beside if self.whole is not None else ()
         return any(name in known or any(p.fullmatch(name) for p in self.ignored) for name in names)
 
     def renamed(self, key: str) -> str | None:
-        """The tensor name that the rename rules give a variable, None if none is about it.
+        """Return the tensor name that the rename rules give a variable, None if no rule matches it.
 
-        AmbiguousRename if they disagree.
+        AmbiguousRename if the rules disagree.
         """
         names = {new for rule in self.renames if (new := rule.apply(key)) is not None}
         if len(names) > 1:
@@ -318,13 +329,15 @@ class MappingRules(Struct, frozen=True):
         return names.pop() if names else self.names.get(key)
 
     def cast(self, key: str) -> DType | None:
-        """The dtype that the first matching cast stores a float variable in; None if none is about it."""
+        """Return the dtype that the first matching cast rule stores a float variable in; None if none
+        matches.
+        """
         ruled = next((rule.label for rule in self.casts if rule.pattern.fullmatch(key)), self.dtypes.get(key))
         return DType.of(ruled) if ruled else None
 
 
 def parse_rules(request: ExportRequest) -> MappingRules:
-    """The rules about names and layouts in a request.
+    """Parse the rules about names and layouts in a request.
 
     Raises:
         UsageError: a rule does not parse.
@@ -346,7 +359,7 @@ def parse_rules(request: ExportRequest) -> MappingRules:
 
 
 def parse_ignored(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """The regular expressions of `--ignore`.
+    """Compile the regular expressions of `--ignore`.
 
     Raises:
         UsageError: one does not parse.
@@ -365,7 +378,7 @@ def parse_ignored(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def parse_admission(request: ExportRequest) -> Admission:
-    """The filter of keys in a request.
+    """Return the filter of keys in a request.
 
     Raises:
         UsageError: a number is negative.

@@ -1,10 +1,9 @@
-"""The recipe by which served variables come from a trainer's checkpoint, kept so that deltas need no
-graph.
+"""The recipe that maps a trainer's checkpoint to served variables, kept so that deltas need no graph.
 
-It holds what the mapping was made from: the graph's variables, how their parts are looked up, what the rules
-gave. From it the same mapping is made for the next checkpoint, also if that partitions its tensors in another
-way, without TensorFlow and without the user's code. A document holds no program: the patterns of rules are
-kept as texts, to be compared with those of a later command line, and are never run.
+It holds the inputs of the mapping: the graph's variables, how their parts are looked up, the results of the
+rules. From it the same mapping is made for the next checkpoint, also if that partitions its tensors in
+another way, without TensorFlow and without the user's code. A document holds no program: the patterns of
+rules are kept as texts, to be compared with those of a later command line, and are never run.
 """
 
 from __future__ import annotations
@@ -49,52 +48,54 @@ class DynamicTable(
 ):
     """A table by arbitrary keys, in four variables; its last `defaults` rows are for absent keys."""
 
-    name: Annotated[Text, doc("its name; its variables have this one, a slash and the part's")]
-    key_label: Annotated[DtypeLabel, doc("of its keys in the checkpoint")]
-    label: Annotated[DtypeLabel, doc("of its rows in the checkpoint")]
+    name: Annotated[Text, doc("its name; those of its variables are this name, a slash and the part's")]
+    key_label: Annotated[DtypeLabel, doc("the type of its keys in the checkpoint")]
+    label: Annotated[DtypeLabel, doc("the type of its rows in the checkpoint")]
     dim: Annotated[Count, doc("numbers in a row")]
-    defaults: Annotated[Count, doc("how many rows, the last ones, are what absent keys read")]
+    defaults: Annotated[Count, doc("the number of rows, the last ones, that absent keys read")]
 
     @property
     def key_dtype(self) -> DType:
-        """The dtype of its keys in the checkpoint."""
+        """The dtype of the table's keys in the checkpoint."""
         return DType.of(self.key_label)
 
     @property
     def value_dtype(self) -> DType:
-        """The dtype of its rows in the checkpoint."""
+        """The dtype of the table's rows in the checkpoint."""
         return DType.of(self.label)
 
     @classmethod
     def of(cls, table: GraphDynamicTable) -> DynamicTable:
-        """The table as a graph has it, without the values that absent keys read."""
+        """Describe a graph's table, without the values that absent keys read."""
         return cls(table.name, table.key_dtype.label, table.value_dtype.label, table.dim, len(table.defaults))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of its variables, in the order of `exporter.tables.parts.PARTS`."""
+        """The names of the table's variables, in the order of `exporter.tables.parts.PARTS`."""
         return tuple(f"{self.name}/{part}" for part in PARTS)
 
 
 class VariableDocument(Struct, frozen=True, omit_defaults=True):
-    """A variable of the graph, as a manifest has it: a part's box is spread over three fields."""
+    """A variable of the graph in the form of a manifest, where a part's box is spread over three fields."""
 
     node: Annotated[Text, doc("its node")]
-    key: Annotated[Text, doc("the name that it is restored by; of a part, the whole variable's")]
-    dtype: Annotated[DtypeLabel, doc("what the graph computes with")]
+    key: Annotated[Text, doc("the name that it is restored by; for a part, the whole variable's")]
+    dtype: Annotated[DtypeLabel, doc("the type that the graph computes with")]
     shape: Annotated[Shape, doc("its own shape")]
-    full_shape: Annotated[Shape | None, doc("of a part: the whole variable's shape")] = None
-    starts: Annotated[Shape | None, doc("of a part: where it begins in each dimension")] = None
+    full_shape: Annotated[Shape | None, doc("for a part: the whole variable's shape")] = None
+    starts: Annotated[Shape | None, doc("for a part: its start in each dimension")] = None
 
     @classmethod
     def of(cls, variable: GraphVariable) -> VariableDocument:
-        """The document of a variable."""
+        """Make the document of a variable."""
         whole = cls(variable.node, variable.key, variable.dtype.label, variable.shape)
         part = variable.part
         return whole if part is None else replace(whole, full_shape=part.full_shape, starts=part.starts)
 
     def read(self) -> GraphVariable:
-        """The variable of the document; DocumentError if its box has too few dimensions."""
+        """Return the variable that the document describes; DocumentError if its box has another number of
+        dimensions.
+        """
         part = None
         if self.full_shape is not None:
             part = SliceSpec(self.full_shape, self.starts or (), self.shape)
@@ -104,7 +105,7 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
 
 
 class PlaceDocument(Struct, frozen=True, omit_defaults=True):
-    """Where Keras looks for a variable in a weights file, as a manifest has it."""
+    """The place of a variable in a Keras weights file, in the form of a manifest."""
 
     name: Annotated[Text, doc("the tensor's name there")]
     dtype: Annotated[DtypeLabel, doc("its type in the model")]
@@ -113,40 +114,40 @@ class PlaceDocument(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, place: TensorRef) -> PlaceDocument:
-        """The document of a place."""
+        """Make the document of a place."""
         return cls(place.name, place.dtype.label, place.shape, place.owner)
 
     def read(self) -> TensorRef:
-        """The place of the document."""
+        """Return the place that the document describes."""
         return TensorRef(self.name, DType.of(self.dtype), self.shape, owner=self.owner)
 
 
 class RenameText(Struct, frozen=True):
-    """A rename rule as it was typed."""
+    """The text of a rename rule."""
 
     pattern: Annotated[Text, doc("a regular expression of variables' names")]
     name: Annotated[Text, doc("the tensor's name")]
 
 
 class CastText(Struct, frozen=True):
-    """A cast rule as it was typed."""
+    """The text of a cast rule."""
 
     pattern: Annotated[Text, doc("a regular expression of variables' names")]
-    dtype: Annotated[DtypeLabel, doc("what they are stored as")]
+    dtype: Annotated[DtypeLabel, doc("the type that they are stored as")]
 
 
 _Strategies: TypeAlias = Mapping[Text, PartitionStrategy]
 
 
 class RulesDocument(Struct, frozen=True):
-    """The rules of a base as its manifest has them: `MappingRules`, whose patterns are texts here."""
+    """The rules of a base in the form of a manifest: `MappingRules` with patterns as texts."""
 
     renames: Annotated[tuple[RenameText, ...], doc("--rename")] = ()
     average: Annotated[Text | None, doc("--average")] = None
     casts: Annotated[tuple[CastText, ...], doc("--cast")] = ()
     by_order: Annotated[bool, doc("--by-order")] = False
     strategies: Annotated[_Strategies, doc("--partition-strategy")] = field(default_factory=dict)
-    trained: Annotated[_Strategies, doc("how training looked tables up, as its graph says")] = field(
+    trained: Annotated[_Strategies, doc("how training looked tables up, by its graph")] = field(
         default_factory=dict
     )
     object_path: Annotated[Text | None, doc("--object-path")] = None
@@ -156,7 +157,7 @@ class RulesDocument(Struct, frozen=True):
 
     @classmethod
     def of(cls, rules: MappingRules) -> RulesDocument:
-        """The document of rules, in the order of names."""
+        """Make the document of rules, its mappings sorted by name."""
         return cls(
             tuple(RenameText(rule.pattern.pattern, rule.replacement) for rule in rules.renames),
             rules.average,
@@ -172,40 +173,40 @@ class RulesDocument(Struct, frozen=True):
 class MappingSpec(
     Struct, frozen=True, omit_defaults=True, dict=True, rename={"stored": "variables", "given": "rules"}
 ):
-    """How a base's variables come from a trainer's checkpoint: `recipe` in its manifest.
+    """The `recipe` in a base's manifest: how its variables are made from a trainer's checkpoint.
 
     `dynamic` are tables by arbitrary keys, whose variables are among the others. `not_in_8_bits` are the
-    variables, by key, that a rule would cast to int8 and that are no tables by rows. `layers` are those of
-    a Keras model whose values came from a file that knows them by layers.
+    variables, by key, that a rule would cast to int8 but that are not tables read by rows. `layers` are those
+    of a Keras model whose values came from a file that identifies values by layers.
     """
 
     stored: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
-    lookups: Annotated[Mapping[Text, PartitionStrategy], doc("how the graph looks each of them up")]
+    lookups: Annotated[Mapping[Text, PartitionStrategy], doc("how the graph looks up partitioned ones")]
     given: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[GraphTable, ...], doc("lookup tables whose contents are served")] = ()
     dynamic: Annotated[tuple[DynamicTable, ...], doc("tables by arbitrary keys")] = ()
     min_freq: Annotated[Count, doc("--min-freq")] = 0
     max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
-    not_in_8_bits: Annotated[tuple[Text, ...], doc("what --cast int8 leaves as it is, by name")] = ()
+    not_in_8_bits: Annotated[tuple[Text, ...], doc("names of variables that --cast int8 leaves out")] = ()
     layers: Annotated[
         Mapping[Text, tuple[PlaceDocument, ...]],
-        doc("where Keras looks for each variable of the model in a weights file; the last place counts"),
+        doc("the places where Keras looks for each variable in a weights file; the last one counts"),
     ] = field(default_factory=dict)
     renamed: Annotated[
-        Mapping[Text, Text], doc("the name that --rename gave, by that of each variable and table")
+        Mapping[Text, Text], doc("the name that --rename gave, by the name of each variable and table")
     ] = field(default_factory=dict)
-    dtypes: Annotated[Mapping[Text, CastLabel], doc("what --cast stores variables as, by name")] = field(
+    dtypes: Annotated[Mapping[Text, CastLabel], doc("the types that --cast gave, by variable")] = field(
         default_factory=dict
     )
     whole: Annotated[
-        ServedWhole | None, doc("what served objects and layers have besides; null if nobody noted it")
+        ServedWhole | None, doc("what else served objects and layers have; null if it was not recorded")
     ] = None
 
     @classmethod
     def of(
         cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping, admission: Admission
     ) -> MappingSpec:
-        """The recipe of a full export; tensors found among a trainer's objects are kept by name."""
+        """Make the recipe of a full export; tensors found among a trainer's objects are recorded by name."""
         ours = [source for source in mapping.sources if source.variables]
         tables = (
             replace(table, key_shape=stored.key_shape or (), value_shape=stored.value_shape or ())
@@ -250,7 +251,7 @@ class MappingSpec(
 
     @cached_property
     def rules(self) -> MappingRules:
-        """The rules for the next checkpoint: no patterns, but what they gave."""
+        """The rules for the next checkpoint: the results of patterns instead of the patterns."""
         given = self.given
         return MappingRules(
             average=given.average,
@@ -270,9 +271,9 @@ class MappingSpec(
         return Admission(self.min_freq, self.max_age_steps)
 
     def mapping(self, catalog: Catalog, ignored: tuple[re.Pattern[str], ...] = ()) -> VariableMapping:
-        """The mapping of another checkpoint of the same model, without its dynamic tables.
+        """Map another checkpoint of the same model, without its dynamic tables.
 
-        Variables of served objects that match `ignored` may stay behind, and those that stayed behind before.
+        Variables of served objects that match `ignored` may be left out, and those that were left out before.
 
         Raises:
             SchemaChanged: the checkpoint is of another model.
@@ -298,11 +299,13 @@ class MappingSpec(
             ) from error
 
     def trained_name(self, table: DynamicTable) -> str:
-        """The name that a dynamic table has in the checkpoint."""
+        """The name of a dynamic table in the checkpoint."""
         return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """The served variables as they lie in a bundle published by this recipe, whatever the trainer had."""
+        """Return the served variables as stored in a bundle published by this recipe, whatever names the
+        trainer uses.
+        """
         variables = (self._published(*item) for item in group_parts(self.variables).items())
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
@@ -316,7 +319,7 @@ class MappingSpec(
         return TensorSource(key, parts, tensor, cast=cast_for(key, tensor, self.rules))
 
     def check_rules(self, given: MappingRules, admission: Admission) -> None:
-        """Refuse rules of a later command line that differ from these; it may leave all of them out.
+        """Require that the rules of a later command line equal these, or are all left out.
 
         `--ignore` may be given at any time: see `mapping`.
 
@@ -340,7 +343,7 @@ class MappingSpec(
 
 
 def _sorted(by_name: Mapping[str, T]) -> dict[str, T]:
-    """The same in the order of the names, as manifests have it."""
+    """The same mapping in the order of the names, as in manifests."""
     return dict(sorted(by_name.items()))
 
 

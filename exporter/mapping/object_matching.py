@@ -1,9 +1,10 @@
 """Match served variables to the tensors of an object-based checkpoint, object by object.
 
-Tensors' names spell one of many paths through the trainer's objects and cannot be compared. So both graphs of
-objects are walked side by side, from a pair of objects that correspond, along edges of equal names, as
-TensorFlow's restore does. TensorFlow restores what it finds and leaves the rest; here every served variable
-must be found, at one place, with a name that does not contradict it (see `by_layer`), or nothing is.
+A tensor's name is one of many paths through the trainer's objects, so names cannot be compared. Instead both
+graphs of objects are walked side by side, from a pair of objects that correspond, along edges of equal names,
+like TensorFlow's restore. TensorFlow restores the variables that it finds and ignores the rest; here every
+served variable must be found, in one place, with a name that does not contradict it (see `by_layer`), or
+nothing is matched.
 
 `--object-path` says which objects correspond. Without it the served model is compared with every object near
 the checkpoint's root, and exactly one set of tensors may fit. A graph without objects (a builder that returns
@@ -28,7 +29,7 @@ from exporter.graph.inference_graph import GraphVariable
 from exporter.mapping.by_layer import NamedPair, conflicts, stems
 
 _SEARCH_DEPTH = 3  # edges between a checkpoint's root and the model in it
-_WRAPPER_DEPTH = 2  # edges between what a builder returned and the model in it
+_WRAPPER_DEPTH = 2  # edges between the object that a builder returned and the model in it
 _SHOWN = 12
 _LAYERS, _WITH_WEIGHTS = "layer-", "layer_with_weights-"
 _INDEXED = re.compile(r"[0-9]+|layer(_with_weights)?-[0-9]+")
@@ -37,7 +38,7 @@ _SERVED_LIST = "trainable_variables"
 
 
 class TrainedObjects(Struct, frozen=True, dict=True):
-    """The checkpoint's side: its objects, its tensors, and the path to the model that the user gives."""
+    """The checkpoint's side: its objects, its tensors, and the path to the model that the user gave."""
 
     objects: ObjectGraph
     tensors: Mapping[str, TensorRef]
@@ -45,7 +46,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The object that the user's path leads to; None without a path, UsageError if it leads nowhere."""
+        """The number of the object at the user's path; None without a path. UsageError if no object has this
+        path.
+        """
         if self.object_path is None:
             return None
         found = self.objects.at(self.object_path)
@@ -66,7 +69,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
-        """The variables of each name, optimizers' slots left out."""
+        """The variables of each name, without optimizers' slots; with a user's path, only variables below
+        it.
+        """
         slots = {slot for item in self.objects.objects for slot in item.slots}
         within = None if self.start is None else self.objects.paths_from(self.start)
         found: dict[str, dict[str, TrackedVariable]] = {}
@@ -77,19 +82,19 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
 
 class Matched(Struct, frozen=True):
-    """The tensor that a variable is restored from, and how that was found."""
+    """The tensor that a variable is restored from, and how it was found."""
 
     tensor: str
     via: str
 
 
 class ObjectMatches(Struct, frozen=True):
-    """The tensors of variables, by key, and what a walk through both graphs of objects says besides.
+    """The tensors of variables, by key, and further results of a walk through both graphs of objects.
 
     `paired` are the trained objects that correspond to served ones with a wanted variable in them, `met` the
-    tensors of all variables that the model has, too, whether its graph reads them or not; `tables` are the
-    names in the checkpoint of hash tables, by their nodes. All are empty where names decided. `wrapped` is
-    the trained object that corresponds to a builder's module around models, None if it returned a model.
+    tensors of all variables that the model also has, whether or not its graph reads them; `tables` are the
+    names in the checkpoint of hash tables, by their nodes. All are empty if names decided. `wrapped` is the
+    trained object that corresponds to a builder's module around models, None if it returned a model.
     """
 
     found: Mapping[str, Matched]
@@ -106,13 +111,15 @@ def match_objects(
     renamed: Mapping[str, str],
     tables: Iterable[str] = (),
 ) -> ObjectMatches:
-    """The tensor of each variable by its key; `renamed` holds the trainer's name where the user gave one.
+    """Return the tensor of each variable by its key; `renamed` has the trainer's name where the user gave
+    one.
 
-    `tables` are nodes of hash tables, which are looked for as well.
+    `tables` are nodes of hash tables, which are matched as well. MissingTensors, AmbiguousRename or
+    ObjectMismatch if a variable has no certain tensor.
     """
     found = {}
     for key, name in renamed.items():
-        tensor = _spelt(name, trained)
+        tensor = _tensor_named(name, trained)
         if key in wanted and tensor is not None:
             found[key] = Matched(tensor, "rename")
     rest = {key: variable for key, variable in wanted.items() if key not in found}
@@ -131,9 +138,11 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """The tensors that one pair of objects leads to; none if another pair leads to as many."""
+    """Return the tensors that one pair of objects finds; none if another pair finds as many, but other
+    ones.
+    """
     search = _Search(wanted, served, trained, {})
-    starts = [(ours, theirs) for ours in search._served_starts() for theirs in search._trained_starts()]
+    starts = [(ours, theirs) for ours in search._served_roots() for theirs in search._trained_roots()]
     found = [tensors for pair in starts if (tensors := search._tensors(search._walk(*pair)))]
     most = max(map(len, found), default=0)
     best = {tuple(tensors.items()) for tensors in found if len(tensors) == most}
@@ -146,8 +155,10 @@ def _tensors_met(walk: _Walk, trained: TrainedObjects) -> frozenset[str]:
     return frozenset(variable.tensor for variable in variables if variable)
 
 
-def _spelt(name: str, trained: TrainedObjects) -> str | None:
-    """The tensor of a name that a person typed: a tensor's, a path's, a unique variable's; else None."""
+def _tensor_named(name: str, trained: TrainedObjects) -> str | None:
+    """Return the tensor with a name that a person typed: a tensor's, a path's, a unique variable's; else
+    None.
+    """
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
             return tensor
@@ -190,7 +201,9 @@ def _by_name(
 def _refuse_left_over_twins(
     found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: TrainedObjects
 ) -> None:
-    """Refuse a checkpoint with one more variable of a kind: which one of `dense_1`, `dense_2` is too many?"""
+    """Raise ObjectMismatch if the checkpoint has an additional variable of a kind, which may shift names'
+    numbers.
+    """
     used = {match.tensor for match in found.values()}
     known = {(stems(key), wanted[key].full_shape): key for key in found}
     for name, variables in trained.by_name.items():
@@ -207,7 +220,7 @@ def _refuse_left_over_twins(
 class _Walk(Struct, frozen=True):
     """Two objects walked side by side: trained variables met, by served one, and trained edges in excess.
 
-    `paired` are the trained objects that were met from served ones which lead to a wanted variable; `tables`
+    `paired` are the trained objects that were met from served ones with a wanted variable in them; `tables`
     are the names of trained tables, by the served table's node.
     """
 
@@ -220,12 +233,12 @@ class _Walk(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The checkpoint's object that the walk began at, for a person."""
+        """The path, for a person, of the checkpoint's object at which the walk began."""
         return self.trained_path or "."
 
 
 class _Search(Struct, frozen=True, dict=True):
-    """The search for the objects that correspond."""
+    """The search for the pair of objects that correspond."""
 
     wanted: Mapping[str, GraphVariable]
     served: ObjectGraph
@@ -245,13 +258,14 @@ class _Search(Struct, frozen=True, dict=True):
                 self.numbers[key] = by_node[variable.node]
 
     def best(self) -> tuple[_Walk, dict[str, str]] | None:
-        """The one walk that fits, and its tensors; None if no objects of the graphs correspond.
+        """Return the only walk that fits, and its tensors; None if no objects of the graphs correspond.
 
-        AmbiguousRename if several fit, MissingTensors if the best one is not complete.
+        AmbiguousRename if several fit, ObjectMismatch if names contradict it, MissingTensors if it is not
+        complete.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
-        for start in self._served_starts():
-            walks = [self._walk(start, candidate) for candidate in self._trained_starts()]
+        for start in self._served_roots():
+            walks = [self._walk(start, candidate) for candidate in self._trained_roots()]
             found = [(walk, self._tensors(walk)) for walk in walks if walk.met or walk.tables]
             complete = [(walk, tensors) for walk, tensors in found if len(tensors) == len(self.wanted)]
             if complete:
@@ -265,7 +279,7 @@ class _Search(Struct, frozen=True, dict=True):
 
     @cached_property
     def _leading(self) -> frozenset[int]:
-        """The served objects that lead to a wanted variable."""
+        """The served objects from which a wanted variable or table can be reached."""
         return self.served.leading_to({*self.numbers.values(), *self._table_numbers})
 
     @cached_property
@@ -273,8 +287,10 @@ class _Search(Struct, frozen=True, dict=True):
         objects = self.served.objects
         return frozenset(number for number, item in enumerate(objects) if item.table in self.tables)
 
-    def _served_starts(self) -> Iterator[int]:
-        """Yield the root, then objects inside it that hold all that is wanted."""
+    def _served_roots(self) -> Iterator[int]:
+        """Yield the root, then objects inside it from which all wanted variables and tables can be
+        reached.
+        """
         for number, path in self.served.paths.items():
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
                 return
@@ -282,7 +298,7 @@ class _Search(Struct, frozen=True, dict=True):
             if all(wanted in below for wanted in (*self.numbers.values(), *self._table_numbers)):
                 yield number
 
-    def _trained_starts(self) -> list[int]:
+    def _trained_roots(self) -> list[int]:
         if self.trained.start is not None:
             return [self.trained.start]
         objects, found, level = self.trained.objects.objects, {ROOT: None}, [ROOT]
@@ -326,10 +342,10 @@ class _Search(Struct, frozen=True, dict=True):
         return self._with_optimizer_list(served, walk)
 
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
-        """The walk with the variables that only an optimizer's list of variables leads to."""
+        """Add to the walk the variables that can be reached only through an optimizer's list of variables."""
         # A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
-        # keeps all trainable variables in the model's own order. That order is believed if every shape fits
-        # and it says the same as the walk, wherever both say something.
+        # keeps all trainable variables in the model's own order. That order is used if both lists have the
+        # same length and it agrees with the walk wherever the walk met a variable.
         own = self.served.at(_SERVED_LIST, served)
         if own is None or not walk.met or len(self._tensors(walk)) == len(self.wanted):
             return walk
@@ -376,7 +392,7 @@ class _Search(Struct, frozen=True, dict=True):
             return next(iter(fitting.values()))
         fits, walk, tensors, problems = max(refused, key=lambda entry: (entry[0], -len(entry[3])))
         if not problems:
-            return walk, tensors  # a shape or a dtype is wrong: the comparison that follows reports which
+            return walk, tensors  # a shape or a dtype is wrong: the caller's comparison reports which
         raise ObjectMismatch(
             f"the model and the checkpoint's object {walk.label!r} do not correspond",
             cause=lines_of(problems[:_SHOWN]),
@@ -389,7 +405,7 @@ class _Search(Struct, frozen=True, dict=True):
         return all(v.full_shape == ref.shape and v.dtype == ref.dtype for v, ref in refs)
 
     def _problems(self, walk: _Walk) -> Iterator[str]:
-        """Yield whatever speaks against a walk that found everything."""
+        """Yield each objection to a walk that found everything."""
         objects = self.trained.objects.objects
         pairs = []
         for key, number in self.numbers.items():
@@ -409,7 +425,9 @@ class _Search(Struct, frozen=True, dict=True):
 
 
 def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
-    """The trained object's edges, without those that count other layers than the served object's do."""
+    """Return the trained object's edges, except those whose numbers count other layers than the served
+    object's.
+    """
     # Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
     # weights and the `dynamic_embedding` in its place has none, which moves the second count alone.
     layers = _beginning(served, _LAYERS)

@@ -1,10 +1,10 @@
-"""Match what fits of another model's checkpoint, for warm starts; not for serving.
+"""Match the part of another model's checkpoint that fits, for warm starts; not for serving.
 
-Where everything fits, `build_mapping` decides. Otherwise each variable is looked up by its name, one by one;
-for archives of Keras that is its layer's name and its number in the layer. Names that a framework gives by
-class and number (`dense_1`) say which layer is meant only if both sides have as many of a shape: they are
-taken in their order then, and not at all otherwise. Variables without a name are found by their objects'
-edges. The rest is left out, with the reason.
+If everything fits, `build_mapping` decides. Otherwise each variable is looked up by its name, one by one; in
+archives of Keras the name is its layer's and its number in the layer. Names that a framework gives by class
+and number (`dense_1`) identify a layer only if both sides have equally many of a shape: then they are matched
+in their order, otherwise not at all. Variables without a name are found by their objects' edges. The rest is
+left out, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Parts = tuple[GraphVariable, ...]
 
 
 class Fit(Struct, frozen=True):
-    """A variable (all of its parts) and the tensor that it can be given; `via` says how it was found."""
+    """A variable (all of its parts) and the tensor that can initialise it; `via` says how it was found."""
 
     variables: Parts
     tensor: TensorRef
@@ -37,7 +37,9 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """The fits by the variables' keys; why others do not fit; and the tensors that are left over."""
+    """The fits by the variables' keys; the reasons why others do not fit; and the tensors that are left
+    over.
+    """
 
     fits: Mapping[str, Fit]
     misfits: Mapping[str, str]
@@ -47,11 +49,11 @@ class PartialMapping(Struct, frozen=True):
 def fit_partly(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str]
 ) -> PartialMapping:
-    """The variables that the checkpoint certainly has; `counted` are names that a framework numbers.
+    """Match the variables that the checkpoint certainly has; `counted` are names that a framework numbers.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.
-        UsageError: the rules name an object that is not there.
+        UsageError: the rules name an object that does not exist.
         CorruptFile: the checkpoint's graph of objects is damaged.
     """
     try:
@@ -71,7 +73,7 @@ def _unused(catalog: Catalog, fits: Collection[Fit]) -> tuple[TensorRef, ...]:
 
 
 class _Partial(Struct, frozen=True):
-    """Both sides by name: `served` has each variable's, `trained` the tensors of each."""
+    """Both sides by name: `served` has the name of each variable, `trained` the tensors of each name."""
 
     graph: InferenceGraph
     catalog: Catalog
@@ -140,7 +142,7 @@ class _Partial(Struct, frozen=True):
             self.misfits[key] = f"the checkpoint has {len(refs)} variables called {name!r}"
 
     def _counted(self, found: Collection[str]) -> dict[str, tuple[TensorRef, str]]:
-        """The tensors of layers that a framework named by class and number, in the numbers' order."""
+        """Match the tensors of layers that a framework named by class and number, in the numbers' order."""
         stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, refs in self.trained.items():
             for ref in refs:
@@ -168,7 +170,7 @@ class _Partial(Struct, frozen=True):
         return taken
 
     def _by_objects(self, found: Mapping[str, object]) -> dict[str, tuple[TensorRef, str]]:
-        """The tensors of variables whose names say nothing, by the edges that lead to them on both sides."""
+        """Match variables whose names identify nothing, by the edges to them on both sides."""
         if self.objects is None or self.graph.objects is None:
             return {}
         trained = TrainedObjects(self.objects, self.catalog.tensors, self.rules.object_path)

@@ -1,4 +1,4 @@
-"""A graph as its values are stored: with the variables of casts and lookup tables."""
+"""A graph with its variables in their stored form: after casts, and with lookup tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from exporter.mapping.build import VariableMapping
 def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[InferenceGraph, VariableMapping]:
     """Return graph and mapping with variables in the dtypes that they are stored in.
 
-    The graph casts what it reads. Its lookup tables get the names and shapes that they are stored in.
+    The graph casts the values that it reads. Its lookup tables get the names and shapes that they are stored
+    with.
     """
     graph = replace(graph, tables=mapping.tables)
     stored = {

@@ -1,4 +1,4 @@
-"""Where a served variable's values come from, and how they are stored."""
+"""The source of a served variable's values, and the form in which they are stored."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ CASTABLE = {DType.FLOAT, DType.DOUBLE}
 
 
 class TensorSource(Struct, frozen=True):
-    """Where the values of one served variable (whole, also if the graph partitions it) come from.
+    """The tensor with the values of one served variable (whole, also if the graph partitions it).
 
     `key` is the name in the published bundle; `variables` the graph variables restored from it: one, or the
     parts of a partitioned one; none for a table's contents. `cast` is the dtype to store instead of the
-    tensor's. `gather_parts` > 0 says that the tensor's n slices hold rows in `mod` order (row i in slice
-    i % n) and must be put in order; `scatter_parts` > 0 that the graph looks its n parts up by `mod`, so rows
-    must be laid out so. `is_mapped` asks for a file of its own for each variable, from which servers map it.
-    A table that is cast to int8 is stored as `exporter.wire.int8_codes` says.
+    tensor's. `gather_parts` > 0 is the number of the tensor's slices whose rows are in `mod` order (row i in
+    slice i % n) and must be put in order; `scatter_parts` > 0 the number of the graph's parts that it looks
+    up by `mod`, so that rows must be stored in that order. With `is_mapped`, each variable gets a file of its
+    own, from which servers map it. A table that is cast to int8 is stored in the form of
+    `exporter.wire.int8_codes`.
     """
 
     key: str
@@ -43,7 +44,7 @@ class TensorSource(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes in the published bundle."""
+        """Bytes in the published bundle; for texts, in the checkpoint."""
         itemsize = self.dtype.itemsize
         if itemsize is None:
             return self.tensor.bytes_
@@ -51,11 +52,11 @@ class TensorSource(Struct, frozen=True):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if each row is stored as codes with its scale behind them."""
+        """True if each row is stored as codes followed by the row's scale."""
         return self.cast is DType.INT8
 
     def stored(self, box: SliceSpec) -> SliceSpec:
-        """A box of whole rows as it is stored."""
+        """Return a box of whole rows with the width that its rows have when stored."""
         if not self.is_in_8_bits:
             return box
         from exporter.wire.int8_codes import SCALE_BYTES
@@ -64,9 +65,10 @@ class TensorSource(Struct, frozen=True):
         return SliceSpec(full, box.starts, lengths)
 
     def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """One of its variables with the shape in which it is stored.
+        """Return one of its variables with the shape in which it is stored.
 
-        One that has the dtype already has its own shape, too; its part is of the table as it was trained.
+        A variable of type int8 has that shape already; only its part still has the width of the trained
+        table.
         """
         if not self.is_in_8_bits:
             return variable
@@ -77,7 +79,7 @@ class TensorSource(Struct, frozen=True):
 
     @property
     def is_verbatim(self) -> bool:
-        """True if the stored bytes are served as they are, so that they can be linked."""
+        """True if the stored bytes are served unchanged, so that they can be linked."""
         return self.cast is None and not self.gather_parts and not self.scatter_parts
 
 
@@ -87,12 +89,12 @@ def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tup
 
 
 def cast_for(key: str, tensor: TensorRef, rules: MappingRules) -> DType | None:
-    """The dtype that the rules store a variable in, None for the tensor's own."""
+    """The dtype that the rules store a variable in; None for the tensor's own dtype."""
     return rules.cast(key) if tensor.dtype in CASTABLE else None
 
 
 def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
-    """The variables by key, the parts of a partitioned one in their order."""
+    """Group variables by key, the parts of a partitioned one in their order."""
     groups: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         groups.setdefault(variable.key, []).append(variable)

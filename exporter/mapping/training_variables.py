@@ -1,9 +1,9 @@
 """Variables of a kept training graph, and the check for batch normalisation in training mode.
 
-A model in inference mode normalises by statistics that the trainer averaged over its batches. If those are in
-the checkpoint and gamma or beta beside them are served while they are not, the graph normalises each request
-by its own batch: the answers depend on what else is in a request. Normalisation without moving statistics (by
-instance, by layer, by group) leaves nothing of the kind in the checkpoint.
+A model in inference mode normalises by statistics that the trainer averaged over its batches. If these are in
+the checkpoint but not served, while gamma or beta beside them are, the graph normalises each request by its
+own batch: answers depend on the other rows of a request. Normalisation without moving statistics (by
+instance, by layer, by group) stores no such statistics in the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Unserved(Struct, frozen=True):
 def check_batch_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
-    """Refuse a graph that normalises by the batch; `switches`, with their values, would choose inference.
+    """Raise an error if a graph normalises by the batch; `switches` with their values would choose
+    inference.
 
     Raises:
-        TrainingModeServed: names the statistics, and what normalises.
+        TrainingModeServed: names the statistics, and the nodes that normalise.
     """
     found = [*unserved_statistics(graph, catalog, sources)]
     if not found:
@@ -58,7 +59,7 @@ def check_batch_statistics(
 def unserved_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
 ) -> Iterator[Unserved]:
-    """Yield the unserved moving statistics of served layers."""
+    """Yield the moving statistics of served layers that are not served."""
     names = _names(catalog)
     served = set[str]()
     for source in sources:
@@ -85,7 +86,7 @@ def unserved_statistics(
 
 
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
-    """The names of each tensor: its own, and the one that the program gave its variable."""
+    """Return the names of each tensor: its own, and the one that the program gave its variable."""
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}
     if any(own[0].rpartition("/")[2] in STATISTICS for own in names.values()) or any(
@@ -103,10 +104,10 @@ _SERVED = "serve"
 
 
 def with_training(mapping: VariableMapping, training: TrainingGraph) -> VariableMapping:
-    """The mapping with every tensor that the training graph restores, as it is stored.
+    """Add to the mapping every tensor that the training graph restores, in its stored form.
 
-    A tensor that both need is stored once. Where they need different values of one name (averages, casts,
-    rows in another order) the served variable gets another name: a serving graph is restored by any.
+    A tensor that both graphs need is stored once. If they need different values of one name (averages, casts,
+    rows in another order) the served variable gets another name: a serving graph can restore any name.
 
     Raises:
         MissingTensors: the checkpoint lacks some.

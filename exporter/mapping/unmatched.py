@@ -20,7 +20,7 @@ _CANDIDATES = 5
 
 
 class Leftover(Struct, frozen=True):
-    """A variable without a tensor, and the free tensors of its shape and dtype, most alike in name first."""
+    """A variable without a tensor, and the unused tensors of its shape and dtype, most similar name first."""
 
     variable: GraphVariable
     candidates: tuple[TensorRef, ...]
@@ -36,7 +36,9 @@ class Unmatched(Struct, frozen=True):
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Lines for a rename file: certain ones, and as comments those with a choice or without any."""
+        """Lines for a rename file: certain pairs, and as comments the variables with several candidates or
+        none.
+        """
         lines = []
         for left in self.variables:
             names = [ref.name for ref in left.candidates]
@@ -48,7 +50,7 @@ class Unmatched(Struct, frozen=True):
 
 
 def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """The left-overs of a graph and a checkpoint, by rules and names; mismatches are not errors here."""
+    """Return the left-overs of a graph and a checkpoint, by rules and names; mismatches do not raise."""
     try:
         mapping = build_mapping(graph, catalog, rules)
     except MappingError as error:
@@ -58,7 +60,7 @@ def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reason: str) -> Unmatched:
-    """The left-overs by names of variables and of layers, with shapes and dtypes."""
+    """Return the left-overs by names of variables and of layers, with shapes and dtypes."""
     wanted = {variable.key: variable for variable in graph.variables}
     names = {key: key for key in wanted} | _by_layer(graph, catalog)
     names |= {key: new for rule in rules.renames for key in wanted if (new := rule.apply(key)) is not None}
@@ -77,7 +79,7 @@ def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reaso
 
 
 def _by_layer(graph: InferenceGraph, catalog: Catalog) -> dict[str, str]:
-    """The matches by layers' names alone; none if these contradict something."""
+    """Return the matches by layers' names alone; none if these contradict each other."""
     try:
         return match_unnamed(replace(graph, layers={}), catalog)
     except MappingError:
