@@ -1,1 +1,1 @@
-"""Deltas: what changed between two positions. Format, packing, comparing, merging."""
+"""Deltas, the changes between two positions: format, packing, comparing, merging."""

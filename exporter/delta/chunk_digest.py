@@ -1,4 +1,4 @@
-"""Checksums of what a server holds, chunk by chunk, as an exporter computes them from its own copy.
+"""Checksums of a server's values, chunk by chunk, as an exporter computes them from its own copy.
 
 The variables of the schema, in its order, are cut along their first dimension into *chunks* of `CHUNK_ROWS`
 rows (a scalar is one row), numbered from 0 through all variables. A chunk's digest is the sum modulo 2**64 of
@@ -7,8 +7,8 @@ one has two), i its index in the chunk, mix the finaliser of splitmix64 (S. Vign
 
     z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31
 
-Strings have no fixed words: their chunks have the digest 0. Lookup tables have no chunks: a server gives
-their entries in an order of its own.
+Strings have no fixed words: their chunks have the digest 0. Lookup tables have no chunks, because the order
+of their entries differs between servers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
 
 
 def cheapest_chunk(schema: Schema) -> int | None:
-    """The number of the smallest of the variables' first chunks, None if there are no chunks."""
+    """Return the number of the smallest of the variables' first chunks; None for a schema without chunks."""
     sizes, number = dict[int, int](), 0
     for variable in digested(schema):
         rows = row_count(variable)
@@ -60,7 +60,7 @@ def cheapest_chunk(schema: Schema) -> int | None:
 
 
 def chunk_digest(rows: NDArray[Any]) -> int:
-    """The digest, as a signed 64-bit integer, of one chunk's rows."""
+    """Return the digest of one chunk's rows, as a signed 64-bit integer."""
     if rows.dtype.kind in "OSU":
         return 0
     flat = np.ascontiguousarray(rows).reshape(-1)
@@ -73,7 +73,10 @@ def chunk_digest(rows: NDArray[Any]) -> int:
 
 
 def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk]) -> list[int]:
-    """The digests, signed 64-bit, that a server with this state gives; its variables are checked first."""
+    """Return the digests, signed 64-bit, that a server with this state computes for the `wanted` chunks.
+
+    The stored checksums of these variables are verified first; CorruptFile if one differs.
+    """
     state.check({chunk.variable for chunk in wanted})
     variables = {variable.name: variable for variable in schema.variables}
     found = []
@@ -88,15 +91,15 @@ def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk])
 
 
 def digested(schema: Schema) -> list[ServedVariable]:
-    """The variables that have chunks, which halves of lookup tables have not, in the schema's order."""
+    """The variables that have chunks, all except halves of lookup tables, in the schema's order."""
     return [variable for variable in schema.variables if variable.contents is None]
 
 
 def row_count(variable: ServedVariable) -> int:
-    """The length of the first dimension; a scalar is one row."""
+    """The length of a variable's first dimension; a scalar is one row."""
     return variable.shape[0] if variable.shape else 1
 
 
 def word_size(dtype: np.dtype[Any]) -> int:
-    """The bytes of a word: an element's, of a complex one half of it."""
+    """Bytes per word: the element size, or half of it for complex types."""
     return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize

@@ -2,10 +2,11 @@
 
 `ComparedRows` compares. A `Compare` task does it for a range of rows in two bundles, and writes one object:
 the hashes of the new rows' blocks (uint64), the numbers of the rows that differ (int64) and their new values,
-one behind another. A task knows nothing of deltas on top of a bundle: `TaskComparison` compares the rows that
-these touch in the process that began the job.
+one behind another. A task does not read deltas on top of a bundle: `TaskComparison` compares the rows that
+these change in the process that began the job.
 
-Both report the checksum of every range that they read; `StoredChecksums` joins them and compares whole runs.
+Both report the checksum of every range that they read; `StoredChecksums` joins them and compares whole runs
+of stored bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ from exporter.tables.integer_sets import among, distinct
 from exporter.wire.crc32c import extend, mask
 from exporter.wire.dtypes import Array, DType
 
-CHUNK_BYTES = 4 << 20  # less, and two threads wait for one another more than they compare
+CHUNK_BYTES = 4 << 20  # with less, two threads wait for one another more than they compare
 
-_FEW = 8  # of a chunk's blocks: gathering single ones costs several times what reading all in a row does
+_FEW = 8  # gather single blocks only below 1/8 of a chunk: it costs several times a sequential read
 
 
 def differing_rows(old: Array, new: Array) -> Array:
-    """The numbers, int64, of the rows that differ in a byte in two arrays [n, ...] of one shape."""
+    """Return the numbers, int64, of the rows that differ in any byte between two arrays [n, ...] of one
+    shape.
+    """
     a, b = _words(old), _words(new)
     unequal = a != b
     if not unequal.any():
@@ -50,7 +53,9 @@ def differing_rows(old: Array, new: Array) -> Array:
 
 
 class Found(Struct, frozen=True):
-    """The changed rows of some whole blocks, the hashes of these blocks, and checksums of what was read."""
+    """The changed rows of some whole blocks, the hashes of these blocks, and checksums of the bytes that were
+    read.
+    """
 
     ids: Array
     values: Array
@@ -61,11 +66,11 @@ class Found(Struct, frozen=True):
 
 
 class ComparedRows:
-    """Compares the rows of a table, or those from `rows[0]` to `rows[1]`, in two states.
+    """Compares the rows of a table in two states, or only the rows from `rows[0]` to `rows[1]`.
 
-    Where hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ; if a
-    block that is read has another hash, `is_old_as_known` becomes false. `Found` has the checksums of stored
-    runs that hold exactly the served rows; none without `checksums`.
+    If hashes of the old rows are `known`, old bytes are read only in the blocks whose hashes differ; if a
+    block that is read has another hash than the known one, `is_old_as_known` becomes False. `Found` gets the
+    checksums of stored runs that hold exactly the served rows; none with `checksums` False.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class ComparedRows:
         return -(-(self._stop - self._first) // self.block)
 
     def _read(self, state: LayeredState, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """The checksum of these rows, read once more while they are in the cache; empty if none is due."""
+        """The checksum of these rows, read again while they are in the cache; empty if no checksum is
+        wanted.
+        """
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
             return ()
@@ -102,13 +109,13 @@ class ComparedRows:
         return (ReadRange(stored.run_of[stored.extent], first, rows.nbytes, extend(0, rows)),)
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, stop) of whole blocks, of about `most` bytes, by default `CHUNK_BYTES`."""
+        """Yield ranges (start, stop) of whole blocks, of about `most` bytes; 0 means `CHUNK_BYTES`."""
         step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self.block)) * self.block
         for start in range(self._first, self._stop, step):
             yield start, min(start + step, self._stop)
 
     def compare(self, chunk: tuple[int, int]) -> Found:
-        """Find the rows of a chunk (start, stop) that differ."""
+        """Return the rows of a chunk (start, stop) that differ."""
         start, stop = chunk
         new = self._new.rows(self._name, start, stop)
         hashes = self._hasher.hash_rows(new)
@@ -125,21 +132,21 @@ class ComparedRows:
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
         """Set `is_old_as_known` to False unless old rows of these blocks of a chunk have the known hashes."""
-        # Where they differ, rows are damaged; or some of them were held back, whose hashes are unknown.
+        # If they differ, rows are damaged, or some were held back and their hashes are unknown.
         if self.known is not None:
             known = self.known[blocks + start // self.block]
             if (self._hasher.hash_rows(old) != known).any():
                 self.is_old_as_known = False
 
     def _suspects(self, start: int, hashes: Array) -> Array:
-        """The numbers of the blocks of a chunk that may differ: all, or those with another hash."""
+        """Return the numbers of the blocks of a chunk that may differ: all, or those with another hash."""
         if self.known is None:
             return np.arange(len(hashes))
         first = start // self.block
         return np.flatnonzero(hashes != self.known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
-        """The rows that differ in these blocks of a chunk, of which only old rows are gathered."""
+        """Return the rows that differ in some blocks of a chunk; old rows are read in these blocks only."""
         if not len(suspects):
             return np.empty(0, np.int64)
         rows = (suspects[:, np.newaxis] * self.block + np.arange(self.block)).reshape(-1)
@@ -154,7 +161,7 @@ def _bytes_of(rows: Array) -> Array:
 
 
 def _words(rows: Array) -> Array:
-    """A view of rows as a matrix of unsigned words, the widest that their bytes divide into."""
+    """View rows as a matrix of unsigned words, the widest that divide a row's bytes."""
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     return flat.view(f"<u{word}") if flat.shape[1] else flat
@@ -164,7 +171,7 @@ class StoredSide(Struct, frozen=True):
     """A `RowReader` for some of its rows, as a value that a task can hold.
 
     `shards` are the numbers of the catalog's shards with these rows, in the order of the task's inputs;
-    `first` is the number of the task's first input that is of this side.
+    `first` is the number of the task's first input that belongs to this side.
     """
 
     tensor: TensorRef
@@ -177,9 +184,9 @@ class StoredSide(Struct, frozen=True):
 
     @classmethod
     def of(cls, reader: RowReader, start: int, stop: int, first: int) -> StoredSide:
-        """The value of a reader, for rows `start` to `stop`, without slices that hold none of them."""
+        """Describe a reader for rows `start` to `stop`, without slices that hold none of them."""
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
-        if reader.order.gather:  # the number of a slice tells its rows, so none may be left out
+        if reader.order.gather:  # a slice's rows follow from its number, so no slice may be left out
             return replace(whole, shards=tuple(sorted({extent.shard for extent in reader.tensor.extents})))
         near = replace(reader.tensor, slices=reader.slices_near(*whole._stored_rows(start, stop)))
         whole = replace(whole, tensor=near)
@@ -188,14 +195,14 @@ class StoredSide(Struct, frozen=True):
         return replace(whole, tensor=tensor, shards=tuple(sorted({extent.shard for extent in extents})))
 
     def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
-        """The reader of these rows, with the task's inputs at `paths`."""
+        """Make the reader of these rows, with the task's inputs at `paths`."""
         found = dict(zip(self.shards, paths[self.first :], strict=False))
         known = tuple(found.get(number, Path()) for number in range(max(self.shards, default=-1) + 1))
         catalog = Catalog("", Path(), {}, known, ())
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
 
     def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-        """Yield (extent, offset, size) of the bytes that served rows `start` to `stop` are made of."""
+        """Yield (extent, offset, size) of the stored bytes of served rows `start` to `stop`."""
         low, high = self._stored_rows(start, stop)
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
         slices = sorted(self.tensor.slices, key=lambda part: part.spec.starts)
@@ -219,7 +226,7 @@ class StoredSide(Struct, frozen=True):
             yield ReadRange(reader.run_of[extent], first, size, crc)
 
     def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
-        """The first and last (exclusive) natural row of the tensor between which these served ones lie."""
+        """Return the range of natural rows of the tensor that contains these served rows."""
         if self.order.scatter:
             return start * self.order.scatter, stop * self.order.scatter
         return self.box.starts[0] + start, self.box.starts[0] + stop
@@ -231,10 +238,11 @@ class StoredSide(Struct, frozen=True):
 
 
 class Compare(Task, frozen=True, kw_only=True):
-    """Compares rows `start` to `stop`, whole blocks; writes their hashes and the rows that differ."""
+    """A task that compares rows `start` to `stop`, whole blocks; it writes their hashes and the rows that
+    differ.
+    """
 
-    # The receipt has the checksums of what `StoredSide.stored` names, of the old side and then of the new
-    # one.
+    # The receipt has the checksums of the ranges of `StoredSide.stored`, of the old side first.
 
     operation: ClassVar[str] = "compare"
 
@@ -271,7 +279,7 @@ class Compare(Task, frozen=True, kw_only=True):
 
 
 class SideChecksums:
-    """Checksums of one side's extents, as far as `read` went."""
+    """Checksums of one side's extents, extended as rows are read in order."""
 
     def __init__(self, side: StoredSide, paths: Sequence[Path]) -> None:
         self._side, self._paths = side, paths
@@ -279,16 +287,20 @@ class SideChecksums:
         self._crcs: dict[Extent, int] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
-        """The checksum of each extent that these served rows, all of which were read, are made of."""
+        """Return the checksum of each extent with served rows `start` to `stop`, all of which must have been
+        read.
+        """
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 
     def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """The checksums of `of` with the ranges of the reader's runs that they are of."""
+        """Return the checksums of `of`, each with its range of the reader's runs."""
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
     def read(self, start: int, stop: int) -> None:
-        """Extend the checksums by the bytes of these served rows, which follow those before."""
-        # Behind the comparison of these rows, which has brought them into the processor's cache.
+        """Extend the checksums by the bytes of served rows `start` to `stop`, which must follow the rows read
+        before.
+        """
+        # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
             if extent not in self._maps:
                 path = self._paths[self._side.first + self._side.shards.index(extent.shard)]
@@ -298,7 +310,9 @@ class SideChecksums:
 
 
 class TaskComparison:
-    """Compares tables by the tasks of one job, in order. A context manager, which cancels the rest."""
+    """Compares tables by the tasks of one job, in order; as a context manager, it cancels the rest at its
+    end.
+    """
 
     def __init__(
         self,
@@ -329,13 +343,17 @@ class TaskComparison:
             self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
-        """Yield the results of the next table, which has this name; None if tasks do not compare it."""
+        """Yield the results for the table `name`, which must be the next one; None if tasks do not compare
+        it.
+
+        Waits for each task.
+        """
         return self._found(name, self._rows[name]) if name in self._rows else None
 
     def check(self) -> None:
         """Compare the checksums of all runs of the tables; CorruptFile if one differs.
 
-        What no task has read is read.
+        Bytes that no task has read are read now.
         """
         for side in self._checksums:
             side.check(self._rows)
@@ -349,7 +367,7 @@ class TaskComparison:
             yield _with_layers(found, task, self._old, self._new, touched)
 
     def _note(self, task: Compare, receipt: Receipt) -> None:
-        """Note the checksums in a receipt for both sides."""
+        """Record the checksums in a receipt for both sides."""
         crcs = iter(receipt.read)
         for side, state, known in zip(
             (task.old, task.new), (self._old, self._new), self._checksums, strict=True
@@ -394,7 +412,7 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedR
 def _with_layers(
     found: Found, task: Compare, old: LayeredState, new: LayeredState, touched: tuple[Array, Array]
 ) -> Found:
-    """The result of a task, corrected for rows that changes on top of the bundles touch."""
+    """Correct the result of a task for the rows that changes on top of the bundles touch."""
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))
     if not len(ids):
@@ -418,7 +436,7 @@ def _with_layers(
 
 
 class ReadRange(Struct, frozen=True):
-    """`size` bytes from `start` of a stored run that were read, and their plain crc32c."""
+    """`size` bytes at `start` of a stored run that were read, and their plain crc32c."""
 
     run: StoredRun
     start: int
@@ -427,21 +445,21 @@ class ReadRange(Struct, frozen=True):
 
 
 class StoredChecksums:
-    """Joins the checksums of what was read of one side's stored runs, and compares those of whole runs."""
+    """Joins checksums of ranges of one side's stored runs, and compares them for whole runs."""
 
     def __init__(self, state: LayeredState) -> None:
         self._state = state
         self._ranges = RangeChecksums[StoredRun]()
 
     def add(self, read: Iterable[ReadRange]) -> None:
-        """Note these ranges, which may come in any order."""
+        """Record the checksums of these ranges, in any order."""
         for each in read:
             self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
         """Compare the checksums of all runs of these variables; CorruptFile if one differs.
 
-        Those that were not read whole are read.
+        Runs of which some bytes were not read before are read now.
         """
         names = list(names)
         for variable in (self._state.stored[name] for name in names):

@@ -1,4 +1,6 @@
-"""Write deltas as tensor bundles, and read them with their structure checked; the format is in `format`."""
+"""Write deltas as tensor bundles, and read them with a check of their structure; the format is in
+`format`.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,14 @@ from exporter.wire.dtypes import Array, DType
 def write_delta(
     prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
 ) -> tuple[TensorRef, ...]:
-    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced; the tensors that were written.
+    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced; return the tensors that were
+    written.
 
-    A variable without a change is empty in it. The header's packing changes no value: rows that do not pack
-    as they are, are stored exactly.
+    A variable without a change is empty in it. The header's packing changes no value: rows that packing would
+    change are stored exactly.
 
     Raises:
-        ValueError: a change does not fit its variable, or names none of the schema.
+        ValueError: a change does not fit its variable, or names a variable that the schema does not have.
     """
     if header.schema_digest != schema.digest:
         raise ValueError("the header names another schema")
@@ -75,7 +78,9 @@ def write_delta(
 
 
 class DeltaTensors(Struct, frozen=True):
-    """A delta without its values: by variable that changed, the tensors that `tensor_keys` names."""
+    """A delta without its values: for each variable that changed, the tensors with the names of
+    `tensor_keys`.
+    """
 
     header: DeltaHeader
     catalog: Catalog
@@ -83,12 +88,12 @@ class DeltaTensors(Struct, frozen=True):
 
 
 def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
-    """Read index and header of the delta at `prefix`, checked against `schema`.
+    """Read index and header of the delta at `prefix`, and check them against `schema`.
 
     Raises:
         CheckpointError: it cannot be read, see errors.py.
         UnsupportedFormat: it is not a delta, of another version, or made for other variables.
-        CorruptFile: a checksum or the number of rows is wrong, or a tensor is of no variable.
+        CorruptFile: a checksum or the number of rows is wrong, or a tensor belongs to no variable.
     """
     catalog = read_catalog(prefix)
     header, rows = _header(catalog)
@@ -107,7 +112,7 @@ def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
 
 
 def read_delta(prefix: Path, schema: Schema) -> Delta:
-    """Read the delta at `prefix`, its structure checked against `schema`, values unread in memory maps."""
+    """Read the delta at `prefix`, check it against `schema` and map its values; errors as `read_tensors`."""
     return with_values(read_tensors(prefix, schema), schema)
 
 
@@ -124,7 +129,9 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 
 
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
-    """The ids int64 [n] of a table's rows in a delta; CorruptFile if they are damaged or no ids."""
+    """Read the ids, int64 [n], of a table's rows in a delta, checksum verified; CorruptFile if they are
+    damaged.
+    """
     refs = read.tensors.get(variable.name)
     if refs is None:
         return np.empty(0, np.int64)
@@ -138,7 +145,7 @@ def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
-    """Raise CorruptFile if there is a tensor of no variable, whose values would be lost."""
+    """Raise CorruptFile if a tensor belongs to no variable: its values would be lost."""
     packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
     known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}
     if unknown := sorted(catalog.tensors.keys() - known):
@@ -160,7 +167,7 @@ def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
 def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
     """Read the header of a delta, and the number of rows that it declares.
 
-    UnsupportedFormat for another version or unknown flags, CorruptFile if its values cannot be.
+    UnsupportedFormat for another version or unknown flags, CorruptFile if its values are impossible.
     """
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
@@ -186,7 +193,7 @@ def _read(catalog: Catalog, key: str, dtype: DType, shape: tuple[int, ...]) -> A
 
 
 def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> TensorRef:
-    """Find the tensor `key`; CorruptFile unless it has this dtype and shape (None: any size).
+    """Return the tensor `key`; CorruptFile unless it has this dtype and shape (None: any size).
 
     UnsupportedFormat if it is absent.
     """
@@ -218,7 +225,9 @@ def _is_whole(ref: TensorRef) -> bool:
 
 
 def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
-    """The tensors of `tensor_keys`, none if the variable did not change; CorruptFile if they do not fit."""
+    """The tensors with the names of `tensor_keys`, none if the variable did not change; CorruptFile if they
+    do not fit.
+    """
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
         for key, dtype in zip(variable.keys, variable.dtypes, strict=True)
@@ -238,7 +247,7 @@ def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None
 
 
 def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef]) -> Change:
-    """Map the tensors of one variable; ValueError if they are no rows, or no value, of it."""
+    """Map the tensors of one variable; ValueError if they are not its rows or its value."""
     if not variable.is_table:
         return _array(catalog, refs[0])[0, ...]
     ids = _array(catalog, refs[0])
@@ -268,7 +277,7 @@ def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorR
 
 
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
-    """A tensor as a memory map; copied into memory if it holds strings or lies in slices."""
+    """Map a tensor; it is copied into memory if it holds strings or is stored in slices."""
     if ref.extent is None:
         return np.concatenate(_slices(catalog, ref))
     return read_array(catalog, ref) if ref.dtype is DType.STRING else memory_map(catalog, ref)
@@ -305,7 +314,7 @@ def _add(
 
 
 def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowValues]:
-    """Yield the arrays of `variable.keys`, empty for no change; ValueError if the change does not fit."""
+    """Yield the arrays for `variable.keys`, empty for no change; ValueError if the change does not fit."""
     numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
     if change is None:
         if variable.kind is ChangeKind.TABLE:

@@ -1,4 +1,6 @@
-"""How far served rows are from the trainer's, as manifests and documents tell it, and how far they may be."""
+"""The distance between served rows and the trainer's, in the form of manifests and documents, and its
+limits.
+"""
 
 from __future__ import annotations
 
@@ -12,66 +14,70 @@ from exporter.wire.json_documents import Count, Measure, Moment, Text, doc
 
 
 class LeftOut(Struct, frozen=True, omit_defaults=True):
-    """Rows that were not sent, and how far what is served stays behind, as Euclidean norms."""
+    """Rows that were not sent, and their distances from the trainer's, as Euclidean norms."""
 
-    bound: Annotated[Measure, doc("each row's distance is below it")]
-    rows: Annotated[Count, doc("how many")]
+    bound: Annotated[Measure, doc("a number that is greater than each row's distance")]
+    rows: Annotated[Count, doc("the number of rows")]
     largest: Annotated[Measure, doc("the largest distance of a row")]
     since: Annotated[
-        Moment | None, doc("since when the oldest of them waits; absent: neither time nor size is limited")
+        Moment | None, doc("when the oldest began to wait; absent: neither time nor size is limited")
     ] = None
-    wild: Annotated[Count, doc("how many of them are beyond `--max-norm`; absent: none")] = 0
+    wild: Annotated[Count, doc("the number of these rows beyond `--max-norm`; absent: none")] = 0
 
 
 class Rounded(Struct, frozen=True):
     """Rows that are served rounded."""
 
-    dtype: Annotated[DeltaDtype, doc("what to")]
-    rows: Annotated[Count, doc("how many")]
+    dtype: Annotated[DeltaDtype, doc("the type that they were rounded to")]
+    rows: Annotated[Count, doc("the number of rows")]
     largest: Annotated[Measure, doc("the largest absolute error of an element")]
 
     def since(self, before: Rounded | None) -> Rounded:
-        """With rows that were rounded in the same way before: at most so many, and so far off at most."""
+        """Add the rows that were rounded to the same type before: an upper bound, as a row may be counted
+        twice.
+
+        The rows before are ignored if they were rounded to another type.
+        """
         if before is None or before.dtype is not self.dtype:
             return self
         return Rounded(self.dtype, self.rows + before.rows, max(self.largest, before.largest))
 
 
 class Used(Struct, frozen=True):
-    """What a delta sends of all changes."""
+    """The part of all changes that a delta sends."""
 
-    sent: Annotated[Count, doc("the bytes that it was planned to hold")]
+    sent: Annotated[Count, doc("the planned size of the delta in bytes")]
     changes: Annotated[Count, doc("the bytes that all changes would have taken")]
-    due: Annotated[Count, doc("the bytes of what went whatever the budget")]
-    share: Annotated[Measure, doc("which part of all rows' distances together it sends, from 0 to 1")]
+    due: Annotated[Count, doc("the bytes that are sent whatever the budget")]
+    share: Annotated[Measure, doc("the sent part of the sum of all rows' distances, from 0 to 1")]
 
 
 class Budgeted(Used, frozen=True):
-    """How a delta of `--delta-budget` used its budget."""
+    """The use that a delta made of its `--delta-budget`."""
 
-    allowed: Annotated[Count, doc("the bytes that it might hold")]
-    planned: Annotated[Moment, doc("when it was planned")]
-    seconds: Annotated[Measure, doc("how long after the delta before it, or after the base")]
+    allowed: Annotated[Count, doc("the size limit of the delta in bytes")]
+    planned: Annotated[Moment, doc("the time when it was planned")]
+    seconds: Annotated[Measure, doc("the time since the delta before it, or since the base")]
 
     @property
     def excess(self) -> int:
-        """By how many bytes what had to go exceeds the budget; 0 if it does not."""
+        """The bytes by which the rows that had to be sent exceed the budget; 0 if they do not."""
         return max(0, self.due - self.allowed)
 
 
 class WildRows(Struct, frozen=True):
-    """Rows of a table whose Euclidean norm is beyond its bound."""
+    """Rows of a table whose Euclidean norms exceed the table's bound."""
 
     table: Annotated[Text, doc("the variable that holds them")]
-    rows: Annotated[Count, doc("how many")]
-    row: Annotated[Count, doc("the number of the one with the largest norm")]
-    norm: Annotated[Measure, doc("its norm; the greatest number if that is infinite")]
+    rows: Annotated[Count, doc("the number of rows")]
+    row: Annotated[Count, doc("the number of the row with the largest norm")]
+    norm: Annotated[Measure, doc("that row's norm; the greatest number if it is infinite")]
     bound: Annotated[Measure, doc("the bound of the table")]
     held: Annotated[bool, doc("true: servers keep the rows that they have")]
 
     @property
     def said(self) -> str:
-        """A sentence about them."""
+        """A sentence about these rows, for a person."""
         rows, kept = f"{self.rows} row{'s' * (self.rows != 1)}", "; servers keep what they have of them"
         found = (
             f"{rows} of {self.table!r} beyond the norm {self.bound:.3g}: row {self.row} has {self.norm:.3g}"
@@ -80,12 +86,13 @@ class WildRows(Struct, frozen=True):
 
 
 class Tolerance(Struct, frozen=True):
-    """How far what is served may be from the trainer's: rows by less than `bound`, and rounded.
+    """The permitted distance of served rows from the trainer's: less than `bound`, and the rounding to
+    `delta_dtype`.
 
-    With `room`, a number of bytes, the delta holds no more, as far as that is possible: rows go first that
-    are furthest from what is served. Rows that wait since before `overdue`, in seconds since 1970, are not
-    held back. `norms` are the bounds of rows' norms by table, beyond which `on_wild` says what becomes of
-    them.
+    `room` is the size limit of the delta in bytes (None: no limit), kept as far as that is possible: the rows
+    that are furthest from the served ones are sent first. Rows that wait since before `overdue`, in seconds
+    since 1970, are not held back. `norms` are the bounds of rows' norms by table; `on_wild` decides about
+    rows beyond them.
     """
 
     bound: float = 0.0
@@ -97,10 +104,10 @@ class Tolerance(Struct, frozen=True):
 
     @property
     def counts_time(self) -> bool:
-        """True if it is told since when rows wait."""
+        """True if a delta must record when rows began to wait."""
         return self.room is not None or self.overdue is not None
 
     @property
     def is_nothing(self) -> bool:
-        """True if what is served is to be the trainer's bit for bit."""
+        """True if served values must equal the trainer's bit for bit."""
         return self == Tolerance(overdue=self.overdue)

@@ -1,11 +1,11 @@
 """Compare two states bit for bit: which rows of tables and which whole variables differ.
 
 Tables stream in chunks of whole rows, several at a time. Only changed rows are kept, in a scratch file when
-they are many. Where hashes of the old rows are known, old bytes are read only in the blocks whose hashes
-differ. Values are compared as bytes: NaN equals the same NaN, -0.0 is not 0.0.
+they are many. If hashes of the old rows are known, old bytes are read only in the blocks whose hashes differ.
+Values are compared as bytes: NaN equals the same NaN, -0.0 is not 0.0.
 
-A range of a table in an object store is fetched into a scratch file, compared, and removed when the next one
-comes (`_Table`). Old rows that are read because a hash differs are not even written to a file: see
+A range of a table in an object store is fetched into a scratch file, compared, and removed before the next
+one is fetched (`_Table`). Old rows that are read because a hash differs are not even written to a file: see
 `exporter.delta.row_reader`.
 """
 
@@ -50,14 +50,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STORE_BYTES = 128 << 20  # of a store, on each side: what all threads together fetch at a time
+_STORE_BYTES = 128 << 20  # fetched from a store at a time, on each side, by all threads together
 
-_SMALL = 1024  # such a part of what one task reads is a small table
-_AHEAD = 2  # chunks in work for each thread: enough to keep it busy, few enough to bound memory
+_SMALL = 1024  # a table is small below this fraction of a task's bytes
+_AHEAD = 2  # chunks submitted for each thread: enough to keep it busy, few enough to bound memory
 
 
 class Compared(Struct, frozen=True):
-    """The changes from the old state to the new one, the new rows' hashes by table, and bytes compared."""
+    """The changes from the old state to the new one, the new rows' hashes by table, and the number of bytes
+    compared.
+    """
 
     changes: dict[str, Change]
     hashes: dict[str, Array]
@@ -65,10 +67,12 @@ class Compared(Struct, frozen=True):
 
 
 class Comparison(Struct, frozen=True):
-    """How to compare: `known` are hashes of the old state; `scratch` is a directory for large results.
+    """Options of a comparison: `known` are hashes of the old state; `scratch` is a directory for large
+    results.
 
-    With a `runner` tables are compared by its tasks, not by threads of this process. If only `changes` are
-    asked for, not hashes, bytes that both states are made of are not read.
+    With a `runner`, its tasks compare tables instead of threads of this process. With `changes`, only changes
+    are wanted and no hashes: bytes that both states share are not read. `workers` 0 means one thread per
+    processor.
     """
 
     scratch: Path
@@ -86,11 +90,12 @@ class Comparison(Struct, frozen=True):
 
 
 def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
-    """Compare two states variable by variable: the changes that lead from `old` to `new`.
+    """Compare two states variable by variable and return the changes from `old` to `new`.
 
-    The checksums of everything stored of `new` are compared on the way: a damaged row must not get a checksum
-    that calls it right. So are those of `old`, of which a damaged row could hide a change; where hashes of
-    its rows are known, they show whether the blocks that are read are as they were.
+    All stored bytes of `new` that are read are verified by their checksums: a damaged row must not get a new,
+    right checksum. So are those of `old`, where a damaged row could hide a change; if hashes of its rows are
+    known, these verify the blocks that are read. With `how.changes`, bytes that both share are neither read
+    nor verified.
 
     Raises:
         CorruptFile: a checksum differs.
@@ -126,17 +131,17 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
                 changes[variable.name] = change
         if tasks is not None:
             tasks.check()
-    _complete(changes, new, schema)
+    _add_other_halves(changes, new, schema)
     return Compared(changes, hashes, total)
 
 
 def _tasks(
     old: LayeredState, new: LayeredState, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
-    """Begin to compare tables by tasks: those that lie in bundles, and that no change replaces."""
+    """Start to compare tables by tasks: tables stored in bundles that no change replaces as a whole."""
     # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
     # do.
-    from exporter.delta.compare_rows import TaskComparison  # few ask for it, and a delta takes no time
+    from exporter.delta.compare_rows import TaskComparison  # late: few use it, and imports slow every delta
 
     assert how.runner is not None
     tables = [
@@ -154,7 +159,9 @@ def _tasks(
 
 
 def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
-    """True if a variable is made of the same bytes in both, and only rows of changes on top can differ."""
+    """True if both states store a variable in the same bytes, so that only rows of changes on top can
+    differ.
+    """
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False
@@ -164,7 +171,7 @@ def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -
 def _changed_since(
     old: LayeredState, new: LayeredState, variable: ServedVariable, scratch: Path
 ) -> Change | None:
-    """Compare the rows that changes touch, of a variable that `_is_shared`; None if none differs."""
+    """Compare the rows that changes touch, for a variable that `_is_shared`; None if none differs."""
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
     if variable.kind is ChangeKind.DENSE:
@@ -181,18 +188,18 @@ def _changed_since(
 
 
 def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
-    """The changes that make the lookup tables of `old` those of `new`, every checksum compared."""
+    """Return the changes from the lookup tables of `old` to those of `new`; every checksum is compared."""
     names = [half.name for pair in schema.lookups for half in pair]
     values = {name: new.whole(name) for name in names}
     changes: dict[str, Change] = {
         name: value for name, value in values.items() if not same_bits(old.whole(name), value)
     }
-    _complete(changes, new, schema)
+    _add_other_halves(changes, new, schema)
     return changes
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """True if two arrays of one dtype have one shape and the same bytes; strings are compared as strings."""
+    """True if two arrays of one dtype have the same shape and bytes; strings are compared as strings."""
     if a.shape != b.shape:
         return False
     if a.dtype == object:
@@ -200,8 +207,8 @@ def same_bits(a: Array, b: Array) -> bool:
     return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
 
 
-def _complete(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
-    """Add to `changes` the other half of each lookup table of which one half changed."""
+def _add_other_halves(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
+    """Add to `changes` the other half of each lookup table of which only one half changed."""
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
             changes |= {half.name: new.whole(half.name) for half in pair if half.name not in changes}
@@ -229,9 +236,10 @@ class _Table:
         self.bytes_ = variable.bytes_
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
-        """The changed rows (None without any) and the hashes of all; found by tasks, or by threads here.
+        """Return the changed rows (None without any) and the hashes of all blocks; found by tasks, or by
+        threads here.
 
-        Compares the stored checksums of what was read, except where tasks read it.
+        Compares the stored checksums of the bytes that were read, unless tasks read them.
         """
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
@@ -245,11 +253,11 @@ class _Table:
                 at += len(found.hashes)
                 spill.add(found.ids, found.values)
                 self._how.progress.advance(found.bytes_)
-            if by_tasks is None:  # else checksums are compared when all tables are through
+            if by_tasks is None:  # else checksums are compared after all tables
                 new_read.check([self._name])
                 if self._rows.known is None or not self._rows.is_old_as_known:
                     old_read.check([self._name])
-                else:  # all rows that may differ lie in blocks that were compared with their hashes
+                else:  # all rows that may differ are in blocks that were compared with their hashes
                     self._old.trust(self._old.stored[self._name].runs)
             return spill.rows(), hashes
 
@@ -281,7 +289,7 @@ class _Table:
                 old_state, new_state, self._variable, self._hasher, known, chunk, checksums=False
             )
             found = []
-            # With known hashes the range is one chunk: so old rows are asked for by few requests.
+            # With known hashes the range is one chunk, so that few requests fetch the old rows.
             for part in rows.chunks() if old else (chunk,):
                 found.append(rows.compare(part))
                 for side in (old, new):
@@ -297,7 +305,7 @@ class _Table:
     def _fetched(
         self, state: LayeredState, chunk: tuple[int, int]
     ) -> Iterator[tuple[LayeredState, SideChecksums]]:
-        """Fetch a range of one side into a scratch file, which goes with the context."""
+        """Fetch a range of one side into a scratch file, which is removed at the end of the context."""
         name, reader = self._name, state.stored[self._name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
         task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
@@ -308,7 +316,9 @@ class _Table:
 def _in_order(
     pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
 ) -> Iterator[T]:
-    """Yield results in the order of the chunks, at most `ahead` in work; what is left is cancelled."""
+    """Yield results in the order of the chunks, with at most `ahead` pending; at the end, pending ones are
+    cancelled.
+    """
     pending: deque[Future[T]] = deque()
     try:
         for chunk in chunks:

@@ -1,9 +1,9 @@
-"""The format of deltas, version 1: what changed between two positions, as a tensor bundle.
+"""The format of deltas, version 1: the changes between two positions, as a tensor bundle.
 
-A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`, or several
-shards if it is a large merged delta, in which the ids and values of a table may lie in slices; positions have
-20 digits, are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served
-variables by their *schema*. It always holds the same tensors, so that a graph can name them beforehand:
+A delta is `delta.index` and `delta.data-00000-of-00001` in `<model>/deltas/<log>/<from>-<to>/`; a large
+merged delta has several shards, and the ids and values of a table may be in slices. Positions have 20 digits,
+are below 10**18, and `from < to`. It is tied to a log by its *lineage* and to the served variables by their
+*schema*. It always holds the same tensors, so that a graph can name them beforehand:
 
     delta/position   int64 [6]   version (1), from, to, step, flags, rows (of all tables together)
     delta/lineage    string []   the log's random id
@@ -15,20 +15,20 @@ and for each variable of the schema, under its name:
             <name>/values   dtype [n, ...]       their values, whole rows
     dense:  <name>/value    dtype [k, ...]       k = 1: the whole value; k = 0: it did not change
 
-A lookup table that training fills is two dense variables, its keys and its values, as the checkpoint has
-them: of as many entries as it has then (a table with all buckets: of as many buckets). A delta holds both or
+A lookup table that training fills is two dense variables, its keys and its values, as in the checkpoint, with
+as many entries as it has then (a table with all buckets: as many as it has buckets). A delta holds both or
 neither, and both of one length:
 
     <name of keys>/value    dtype [k, n, ...]
     <name of values>/value  dtype [k, n, ...]
 
 Values are absolute: a delta may be applied twice, and it fits every state of its log at a position `p` with
-`from <= p < to`. Flag 1 (`only_from`) says that it fits `p = from` alone, because rows were left out or
-rounded; merged deltas of such fit every state inside (`exporter.delta.spans`). Flags that a reader does not
-know make a delta unreadable to it.
+`from <= p < to`. Flag 1 (`only_from`) says that it fits only `p = from`, because rows were left out or
+rounded; merged deltas of such deltas fit every state inside (`exporter.delta.spans`). A reader must refuse a
+delta with flags that it does not know.
 
 Flags 2 and 4 (not both) say that rows are packed, as bfloat16 or as int8 (`exporter.delta.packing`). Tables
-of float32 and float64 whose rows get smaller by it have these tensors then, where n = e + m:
+of float32 and float64 whose rows get smaller by it then have these tensors, where n = e + m:
 
     <name>/ids      int64 [n]                all rows, as above
     <name>/values   dtype [e, ...]           rows that no codes give exactly
@@ -36,16 +36,17 @@ of float32 and float64 whose rows get smaller by it have these tensors then, whe
     <name>/packed   bfloat16|int8 [m, ...]   the codes of the other rows, in order
     <name>/scales   float32 [m]              for int8: 0, or from 2**-126 to 2**120
 
-A row is what its codes give, bit for bit. Packing is how a delta is stored; that rows were *rounded* before,
-so that they would pack, is in its manifest. A graph that takes deltas reads all three forms.
+A packed row equals the values of its codes, bit for bit. Packing concerns only the storage of a delta;
+whether rows were *rounded* before, so that they would pack, is in its manifest. A graph that takes deltas
+reads all three forms.
 
-The *schema* is what is served and how the graph reads it, variable by variable in the order of their names:
-name, dtype and shape as served, kind. A variable that the graph only gathers rows from is a *table*, one that
-it reads whole is *dense*. Each part of a partitioned variable is a variable of its own, `<key>[<its slice>]`,
-with row numbers of its own: the graph needs no arithmetic to find a row, and the encoder, which knows the
-order of the parts' rows, does it once. The contents of a lookup table have the shape [-1, ...], and a fifth
-field: the table, "keys" or "values", and if they are buckets. The digest is the SHA-256 of the schema's JSON
-form without spaces.
+The *schema* has the served variables and how the graph reads them, in the order of their names: name, dtype
+and shape as served, kind. A variable that the graph only gathers rows from is a *table*, one that it reads
+whole is *dense*. Each part of a partitioned variable is a variable of its own, `<key>[<its slice>]`, with row
+numbers of its own: the graph needs no arithmetic to find a row, and the encoder, which knows the order of the
+parts' rows, does it once. The contents of a lookup table have the shape [-1, ...], and a fifth field: the
+table, "keys" or "values", and whether they are buckets. The digest is the SHA-256 of the schema's JSON form
+without spaces.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY = "delta/position", "delta/lineage", "delta/schema"
 POSITION_LIMIT = 10**18
-"""Positions are smaller: 20 digits of a name that always fit an int64."""
+"""All positions are smaller: the 20 digits of a name then always fit an int64."""
 
 
 def log_name(first_position: int) -> str:
-    """The name under `deltas/` of the directory of the log that began with a base at this position."""
+    """The name under `deltas/` of the log that began with a base at this position."""
     return f"{first_position:020d}"
 
 
@@ -86,11 +87,11 @@ def span_name(start: int, end: int) -> str:
     return f"{start:020d}-{end:020d}"
 
 
-_LARGE_DENSE_BYTES = 16 << 20  # from here on a person is told that each delta holds the whole variable
+_LARGE_DENSE_BYTES = 16 << 20  # from this size on a note says that each delta holds the whole variable
 
 
 class ChangeKind(StrEnum):
-    """How a served variable changes: by rows, or as a whole."""
+    """The way in which a served variable changes: by rows, or as a whole."""
 
     TABLE = "table"
     DENSE = "dense"
@@ -101,16 +102,16 @@ OPEN = -1
 
 
 class TableSide(StrEnum):
-    """Which of the two tensors of a lookup table."""
+    """One of the two tensors of a lookup table."""
 
     KEYS = "keys"
     VALUES = "values"
 
 
 class TableContents(Struct, frozen=True, array_like=True):
-    """Which part of a lookup table a variable holds; `table` is the node that makes the table.
+    """The half of a lookup table that a variable holds; `table` is the node that makes the table.
 
-    With `has_all_buckets` it has an entry for each bucket, which are a power of two.
+    With `has_all_buckets` it has an entry for each bucket; their number is a power of two.
     """
 
     table: str
@@ -131,7 +132,7 @@ PACKINGS = {DeltaDtype.BFLOAT16: Flag.BFLOAT16, DeltaDtype.INT8: Flag.INT8}
 
 
 class PackedTensor(Struct, frozen=True):
-    """A further tensor of packed rows: its name, its dtype, and its shape behind the first dimension."""
+    """A further tensor of packed rows: its name, its dtype, and its shape after the first dimension."""
 
     key: str
     dtype: DType
@@ -139,9 +140,9 @@ class PackedTensor(Struct, frozen=True):
 
 
 class ServedVariable(Struct, frozen=True, array_like=True):
-    """A variable as a delta sees it, with dtype and shape as served: a row of the schema.
+    """A variable in a delta, with dtype and shape as served: a row of the schema.
 
-    `contents` is None unless it is half of a lookup table; that has a shape [OPEN, ...].
+    `contents` is None unless it is half of a lookup table, whose shape is [OPEN, ...].
     """
 
     name: str
@@ -162,29 +163,29 @@ class ServedVariable(Struct, frozen=True, array_like=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes of all its values; 0 of texts."""
+        """Bytes of all values; 0 for texts."""
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a table's row, as served."""
+        """Bytes of one row, as served."""
         return math.prod(self.shape[1:]) * self.dtype.numpy.itemsize
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of its tensors in a delta: ids and values, or the value."""
+        """The names of the variable's tensors in a delta: ids and values, or the value."""
         if self.kind is ChangeKind.TABLE:
             return f"{self.name}/ids", f"{self.name}/values"
         return (f"{self.name}/value",)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The dtypes of the tensors that `keys` names."""
+        """The dtypes of the tensors in `keys`."""
         return (DType.INT64, self.dtype) if self.kind is ChangeKind.TABLE else (self.dtype,)
 
     @property
     def element_shape(self) -> tuple[int | None, ...]:
-        """The shape of a table's row, or of a dense variable; None where any size fits."""
+        """The shape of a table's row, or of a dense variable; None in dimensions where any size fits."""
         if self.kind is ChangeKind.TABLE:
             return self.shape[1:]
         return self.shape if self.contents is None else (None, *self.shape[1:])
@@ -197,7 +198,9 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         )
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
-        """The further tensors of a table that packs: `exact`, `packed`, for int8 `scales`; else none."""
+        """The further tensors of a table that packs: `exact`, `packed`, and for int8 `scales`; none for
+        others.
+        """
         from exporter.delta.packing import shrinks
 
         if (
@@ -222,7 +225,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
-        """Sort variables; ValueError if tensors would share a name, or a lookup table lacks a half."""
+        """Sort variables by name; ValueError if tensors would share a name, or a lookup table lacks a
+        half.
+        """
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
         if doubled := [key for key, count in Counter(keys).items() if count > 1]:
@@ -247,7 +252,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The dtypes of the tensors that `keys` names."""
+        """The dtypes of the tensors in `keys`."""
         return tuple(dtype for variable in self.variables for dtype in variable.dtypes)
 
     @cached_property
@@ -257,7 +262,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each large dense variable, which every delta that changes it holds whole."""
+        """One sentence for each large dense variable: every delta that changes it holds all of it."""
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         return tuple(
             f"variable {v.name!r} is read whole by the graph: every delta that changes it holds all its "
@@ -267,7 +272,9 @@ class Schema(Struct, frozen=True, dict=True):
         )
 
     def to_json(self) -> list[list[Any]]:
-        """The schema as a JSON value: `[name, dtype, shape, kind]` of each variable, contents last if any."""
+        """The schema as a JSON value: `[name, dtype, shape, kind]` for each variable, followed by its
+        contents if any.
+        """
         return [
             to_builtins([v.name, v.dtype.label, [*v.shape], v.kind, *([v.contents] if v.contents else [])])
             for v in self.variables
@@ -275,7 +282,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """The schema that `to_json` gave; ValueError if `value` is something else."""
+        """Read a schema in the form of `to_json`; ValueError if `value` is something else."""
         found = convert(value, list[_Row])
         named = convert([row[:2] for row in found], list[tuple[Any, DtypeLabel]])
         rows = [[name, DType.of(label), *row[2:]] for (name, label), row in zip(named, found, strict=True)]
@@ -283,7 +290,7 @@ class Schema(Struct, frozen=True, dict=True):
 
 
 class DeltaHeader(Struct, frozen=True):
-    """Which states a delta fits, where it leads, and how its rows are packed."""
+    """The states that a delta fits, the position at its end, and how its rows are packed."""
 
     lineage: str
     schema_digest: str
@@ -306,7 +313,7 @@ class Rows(Struct, frozen=True):
 
 
 Change: TypeAlias = "Rows | Array"
-"""What a delta holds for a variable: rows of a table, or a dense variable's whole value."""
+"""A variable's change in a delta: rows of a table, or a dense variable's whole value."""
 
 
 def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
@@ -332,10 +339,10 @@ class Delta(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """The number of changed rows, of all tables together."""
+        """The number of changed rows of all tables together."""
         return count_rows(self.changes)
 
 
 def count_rows(changes: Mapping[str, Change]) -> int:
-    """The number of changed rows, of all tables together."""
+    """The number of changed rows of all tables together."""
     return sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))

@@ -1,10 +1,10 @@
 """The values of every served variable at one position: a bundle with changes applied on top of it.
 
-Both sides of a comparison are states: what is published (a base and its deltas) and what the trainer has (a
-full checkpoint and its increments). Nothing is copied until it is asked for, and then by rows.
+Both sides of a comparison are states: the published values (a base and its deltas) and the trainer's (a full
+checkpoint and its increments). Values are read only when they are asked for, and then by rows.
 
-Rows of tables are read through memory maps, without their checksums: code that publishes them, or what
-follows from them, calls `check` first. Variables that are read as a whole are checked as they are read.
+Rows of tables are read through memory maps, without their checksums: code that publishes them, or values
+derived from them, calls `check` first. Variables that are read as a whole are verified on reading.
 
 `CheckedFiles` remembers which checksums were verified, in a file beside the log:
 
@@ -12,7 +12,7 @@ follows from them, calls `check` first. Variables that are read as a whole are c
 
 Published files are never written to. A delta that holds rows back asks for the distance of some rows of a
 base, again and again; it need not read the whole base each time as long as these five numbers stay the same.
-A rollback or a new base, which publish the bytes as they were read, do not use this cache.
+A rollback or a new base, which publish the bytes that they read, do not use this cache.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ class CheckedFiles(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path, variables: Iterable[RowReader]) -> CheckedFiles:
-        """The cache for the shards of these variables, whose identities are noted now."""
+        """Return the cache for the shards of these variables; the shards' identities are read now."""
         shards = {run.path for variable in variables for run in variable.runs}
         found = {shard.name: _identity(shard) for shard in shards}
         return cls(path, {name: identity for name, identity in found.items() if identity})
 
     def known(self, variables: Iterable[RowReader]) -> frozenset[StoredRun]:
-        """The runs that the cache says were compared, in files that have not changed since."""
+        """Return the runs that the cache lists as verified, in files that have not changed since.
+
+        Empty if the cache is missing or damaged.
+        """
         try:
             document = json.loads(read_regular(self.path, _MAX_BYTES))
             same = {name for name, was in document["files"].items() if self.identities.get(name) == was}
@@ -64,7 +67,7 @@ class CheckedFiles(Struct, frozen=True):
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 
     def save(self, checked: Collection[StoredRun]) -> None:
-        """Write the cache with these runs; an error of the file system is passed over."""
+        """Write the cache with these runs; errors of the file system are ignored."""
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)})
         temporary = beside(self.path)
@@ -90,7 +93,9 @@ Changes = Mapping[str, Change]
 
 
 class LayeredState(Struct, frozen=True, eq=False):
-    """Readers of stored variables by name, changes on top, oldest first, and a hint for damage."""
+    """Readers of stored variables by name, with changes on top, oldest first, and a hint for errors of
+    damage.
+    """
 
     stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()
@@ -99,7 +104,8 @@ class LayeredState(Struct, frozen=True, eq=False):
     _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify the stored checksums of these variables, each once however often this is called.
+        """Verify the stored checksums of these variables; a run that was verified before is not read
+        again.
 
         CorruptFile if one differs.
         """
@@ -113,24 +119,24 @@ class LayeredState(Struct, frozen=True, eq=False):
         return frozenset(self._checked)
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
-        """Have `check` skip these runs, which are known to be right; they do not become `checked`."""
-        self._trusted.update(runs)  # hashes of blocks vouch for them: no checksum was compared
+        """Let `check` skip these runs, which are known to be right; they are not added to `checked`."""
+        self._trusted.update(runs)  # verified by hashes of blocks: no checksum was compared
 
     def note_checked(self, runs: Iterable[StoredRun]) -> None:
-        """Note that the checksums of these runs were verified while values were streamed."""
+        """Record that the checksums of these runs were verified while values were streamed."""
         self._checked.update(runs)
 
     def is_remote(self, name: str) -> bool:
-        """True if a variable's stored rows lie in an object store: they are asked for by few requests."""
+        """True if a variable's stored rows are in an object store, where few large requests are better."""
         return self.stored[name].is_remote
 
     def touched(self, name: str) -> Array:
-        """The numbers of a table's rows that changes touch, ascending."""
+        """The numbers of the table's rows that changes contain, ascending."""
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
     def is_stored_as(self, other: LayeredState, name: str) -> bool:
-        """True if a variable is made of the same bytes in both, apart from changes on top."""
+        """True if both states store a variable in the same bytes, apart from changes on top."""
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)
         is_same = (a.box, a.dtype, a.order, a.part) == (b.box, b.dtype, b.order, b.part)
@@ -143,11 +149,13 @@ class LayeredState(Struct, frozen=True, eq=False):
         )
 
     def replaces(self, name: str) -> bool:
-        """True if a change replaces a variable as a whole."""
+        """True if a change replaces the variable as a whole."""
         return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Rows `start` to `stop` of a table: a view of the stored ones if no change touches them."""
+        """Return rows `start` to `stop` of a table: a view of the stored rows if no change touches them, else
+        a copy.
+        """
         values = self.stored[name].rows(start, stop)
         own = False
         for layer in self.layers:
@@ -165,18 +173,18 @@ class LayeredState(Struct, frozen=True, eq=False):
         return values
 
     def rows_at(self, name: str, ids: Array) -> Array:
-        """Rows `ids` (int64 [n], in any order) of a table, as a copy."""
+        """Return rows `ids` (int64 [n], in any order) of a table, as a copy."""
         values = self.stored[name].rows_at(ids)
         for layer in self.layers:
             change = layer.get(name)
             if isinstance(change, Rows):
-                _lay_over(values, ids, change)
+                _overwrite(values, ids, change)
             elif change is not None:
                 values = change[ids]
         return values
 
     def whole(self, name: str) -> Array:
-        """A whole variable, checksum verified, with changes of the variable or of its rows applied."""
+        """Return a whole variable, checksum verified, with changes of the variable or of its rows applied."""
         with self._naming_damage():
             value = self.stored[name].whole()
         own = False
@@ -192,7 +200,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     @contextmanager
     def _naming_damage(self) -> Iterator[None]:
-        """Give errors of damaged files the hint of this state."""
+        """Add the hint of this state to errors of damaged files."""
         try:
             yield
         except CheckpointError as error:
@@ -201,11 +209,11 @@ class LayeredState(Struct, frozen=True, eq=False):
 
 
 _SPARSE = (
-    64  # times as many rows: up to there a byte for each between first and last is cheaper than a search
+    64  # rows between first and last per row wanted: below this, a byte for each is cheaper than a search
 )
 
 
-def _lay_over(values: Array, ids: Array, change: Rows) -> None:
+def _overwrite(values: Array, ids: Array, change: Rows) -> None:
     """Write the rows of a change into `values`, which are the rows `ids`."""
     if not len(ids) or not len(change.ids):
         return

@@ -1,6 +1,6 @@
-"""Changes in memory, layer on layer: of each row that any of them touched, the newest value.
+"""Merge changes in memory: of each row that any layer contains, the newest value.
 
-The changes that bring the values of an earlier position back are computed here, too.
+The changes that restore the values of an earlier position are computed here, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from exporter.wire.dtypes import Array
 def restoring(
     since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
 ) -> dict[str, Change]:
-    """The changes that bring the rows and variables in `since` back to the state `then`, checksums verified.
+    """Return the changes that bring all rows and variables in `since` back to the state `then`, checksums
+    verified.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
@@ -47,7 +48,7 @@ def restoring(
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
     """Merge `layers`, oldest first, in bounded memory: of each row and dense variable the newest value.
 
-    Large results lie in `scratch`. Rows of a dense variable have to be folded before (`fold_whole`).
+    Large results are stored in `scratch`. Rows of a dense variable have to be folded before (`fold_whole`).
 
     Raises:
         ValueError: rows of a dense variable are among the layers.
@@ -71,13 +72,15 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
 
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
-    """True if rows of a dense variable are among the layers, which `merge_changes` does not take."""
+    """True if the layers contain rows of a dense variable, which `merge_changes` refuses."""
     whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """The layers, with each dense variable that has rows in them as one value, on top of `old`."""
+    """Return the layers with each dense variable that has rows in them as one whole value, on top of
+    `old`.
+    """
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:
@@ -91,7 +94,7 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
 
 
 def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
-    """Yield ids and newest values of all rows, ascending, a bounded number at a time; the last table wins."""
+    """Yield ids and newest values of all rows, ascending, a bounded number at a time; later tables win."""
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
     while any(start < len(table.ids) for start, table in zip(starts, newest_first, strict=True)):
@@ -109,9 +112,9 @@ def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
-    """The id at which the next range ends: no table has more rows before it than its share.
+    """Return the id at which the next range ends, so that each table has at most its share of rows in it.
 
-    It is beyond all ids if what is left of each table fits.
+    It is greater than all ids if the rest of each table is within its share.
     """
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [

@@ -1,6 +1,6 @@
 """Write the variables of a base with deltas applied on top: each byte is read once, by tasks.
 
-A merged base is made so, and a base that begins with a trainer's increments.
+This makes merged bases, and bases that begin with a trainer's increments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCK_BYTES = 4 << 20
 class BaseMerger:
     """Writes the variables of a base, `stored`, with `deltas` applied on top, oldest first.
 
-    Those that servers map, `mapped`, get files of their own.
+    Variables that servers map, `mapped`, get files of their own.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BaseMerger:
 
     @property
     def bytes_(self) -> int:
-        """How many bytes the tasks read."""
+        """The number of bytes that the tasks read."""
         return self._job.bytes_
 
     def write(
@@ -72,9 +72,10 @@ class BaseMerger:
         state: Callable[[], LayeredState],
         progress: Progress | None = None,
     ) -> None:
-        """Write `variables/`. A job that is kept ends with the stack.
+        """Write `variables/`, and wait for all tasks. A job that is kept ends with the stack.
 
-        `state` has the values of what lies in the base in boxes that are no ranges of rows: no task's.
+        `state` gives the values that the base stores in boxes that are not ranges of rows: no task writes
+        these.
         """
         self._prefix.parent.mkdir()
         others = bool(self._left) or not self.tasks
@@ -106,7 +107,9 @@ class BaseMerger:
                 yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
 
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
-        """Yield a section that copies a whole value, of the newest delta or the base; note what has none."""
+        """Yield a section that copies a whole value, of the newest delta or the base; note values that no
+        extent has.
+        """
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]
         if copied is None and reader.extent is not None:
@@ -118,7 +121,9 @@ class BaseMerger:
             yield copied_value(name, copied, self._files)
 
     def _runs(self, variable: ServedVariable) -> list[tuple[int, Range]]:
-        """Return a table's rows as runs (count, range) of whole rows in the base; [] if there are none."""
+        """Return a table's rows as runs (count, range) of whole rows in the base; [] if they are not stored
+        so.
+        """
         reader = self._stored[variable.name]
         tensor, box = reader.tensor, reader.box
         if reader.order != SliceOrder() or reader.dtype is not tensor.dtype or not _has_whole_rows(box):
@@ -149,7 +154,7 @@ class BaseMerger:
             for key, part, name in self._left:
                 variable = self._variables[name]
                 if variable.is_table:
-                    values.stored[name].fetch()  # it is read twice: for its checksums, and to be written
+                    values.stored[name].fetch()  # it is read twice: to verify its checksums, and to write it
                     values.check([name])
                     writer.add_chunks(
                         key, variable.dtype, variable.shape, _row_blocks(values, variable), part
@@ -181,7 +186,7 @@ class BaseMerger:
                     yield source.key, self._variables[name].dtype, SliceRef(box, each.extents[0])
 
     def _shape(self, each: Placed[str], name: str) -> tuple[int, ...]:
-        """Return a variable's shape; the contents of a lookup table have that of the value written."""
+        """Return a variable's shape; for the contents of a lookup table, the shape of the value written."""
         variable, copied = self._variables[name], each.place.copied
         if variable.contents is None or copied is None:
             return variable.shape

@@ -1,4 +1,4 @@
-"""Write the delta that holds the newest rows and values of several."""
+"""Write the delta that holds the newest rows and values of several deltas."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NOTHING = Extent(0, 0, 0, mask(0))
 class DeltaMerger:
     """Merges `deltas`, oldest first, into the delta of a header."""
 
-    # A small one is written by one task as one shard. If there are many tasks the header has its own shard:
-    # it holds the number of rows, which is known when all tasks are done.
+    # A small delta is written by one task as one shard. With many tasks the header has its own shard, because
+    # it holds the number of rows, which is known only when all tasks are done.
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class DeltaMerger:
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
-        """Write the delta; its number of rows. A job that is kept ends with the stack."""
+        """Write the delta, wait for all tasks and return its number of rows. A job that is kept ends with the
+        stack.
+        """
         own = self.tasks != 1
         placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed
         rows = sum(each.counts[0] for each in placed if each.counts)
@@ -66,7 +68,7 @@ class DeltaMerger:
         return rows
 
     def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
-        """Yield the sections of each variable that changed, and those of strings."""
+        """Yield the sections of each variable that changed, and of every variable of strings."""
         for variable in self._schema.variables:
             name, packing = variable.name, self._header.packing
             if variable.is_table:
@@ -81,7 +83,7 @@ class DeltaMerger:
                 yield copied_value(name, Stored(catalog, catalog.tensors[variable.keys[0]]), files)
 
     def _tensors(self, placed: Sequence[Placed[str]]) -> Iterator[TensorRef]:
-        """Yield the index entries of all variables, given where their sections were written."""
+        """Yield the index entries of all variables, given the places where their sections were written."""
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:
             found[each.place.what].append(each)
@@ -120,7 +122,9 @@ class DeltaMerger:
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
     ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Dtype and shape of each tensor of a table with so many rows, or of a dense variable's empty one."""
+        """Return dtype and shape of each tensor of a table with `rows` rows, or of a dense variable's empty
+        one.
+        """
         if not variable.is_table:
             return {variable.keys[0]: (variable.dtype, (0, *(size or 0 for size in variable.element_shape)))}
         ids, values = variable.keys
@@ -134,7 +138,7 @@ class DeltaMerger:
         return found
 
     def _header_tensors(self, shard: int, offset: int, rows: int) -> Iterator[TensorRef]:
-        """Yield the index entries of the header, which lies in a shard from `offset` on."""
+        """Yield the index entries of the header, which is stored in a shard from `offset` on."""
         arrays = header_tensors(self._header, rows)
         for key, data, crc in header_bytes(self._header, rows):
             dtype = DType.INT64 if crc is None else DType.STRING
@@ -144,12 +148,12 @@ class DeltaMerger:
 
 
 def copied_value(what: str, copied: Stored, files: Sources) -> Place[str]:
-    """The section that copies a stored run as it is."""
+    """Make the section that copies a stored run unchanged."""
     return Place(MovedRows.copied(what, files.range_of(copied)), what, copied)
 
 
 def newest_value(name: str, deltas: Sequence[DeltaTensors]) -> Stored | None:
-    """Where the newest value of a dense variable lies, None if none of the deltas has one."""
+    """Return the place of the newest value of a dense variable; None if none of the deltas has one."""
     for delta in reversed(deltas):
         if refs := delta.tensors.get(name):
             return Stored(delta.catalog, refs[0])

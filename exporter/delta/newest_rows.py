@@ -1,8 +1,8 @@
 """Sections with the newest rows of deltas: merged with one another, or applied on top of a base.
 
 A section reads contiguous ranges of the deltas' tensors, all of them and each once, so that the checksums of
-ranges add up to those of tensors. A very large table is divided into ranges of ids: then what is written are
-slices, which RestoreV2 joins.
+ranges add up to those of tensors. A very large table is divided into ranges of ids, which are written as
+slices, and RestoreV2 joins them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from exporter.wire.crc32c import chunks_of
 from exporter.wire.dtypes import JOINABLE, Array, DType
 
 _BLOCK_BYTES = 4 << 20
-_SAMPLES = 64  # ids for each piece that a table is divided into: none is a tenth larger than planned, or so
+_SAMPLES = 64  # ids sampled for each piece of a table: pieces are at most about a tenth too large
 
 Layer = tuple[Range, ...]
-"""Where the rows of one delta lie: ids, values; if packed, exact places and codes; if int8, scales."""
+"""The places of one delta's rows: ids, values; if packed, exact places and codes; if int8, scales."""
 
 
 class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
     """Writes rows `low` to `high` of a table: the newest of `layers`, which are oldest first.
 
-    With `base`, which holds these rows one behind another, it writes every row. Without it, it writes those
-    of the layers, with their ids, packed by `packing`.
+    With `base`, which holds these rows in order, it writes every row. Without it, it writes only the rows of
+    the layers, with their ids, packed by `packing`.
     """
 
-    counted: ClassVar[int] = 2  # rows, and how many of them are not packed
+    counted: ClassVar[int] = 2  # the number of rows, and of those that are not packed
 
     variable: ServedVariable
     low: int
@@ -72,7 +72,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of the delta's tensors that it writes, in the order of its runs."""
+        """The names of the delta's tensors that the section writes, in the order of its runs."""
         ids, values = self.variable.keys
         packed = [tensor.key for tensor in self.variable.packed(self.packing)]
         return (values, *packed[1:], *packed[:1], ids)
@@ -121,7 +121,9 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
-        """Write rows as codes if these give back every bit, else exactly; how many rows, how many exact."""
+        """Write rows as codes if these give back every bit, else exactly; return the number of rows and of
+        exact ones.
+        """
         packing = self.packing
         assert packing is not None
         ids: list[Array] = []
@@ -183,7 +185,7 @@ class Header(Section, frozen=True, array_like=True, tag="header"):
 
 
 class Merge(WriteShard, frozen=True, kw_only=True):
-    """Write a shard of a merged delta, or of a base with deltas applied on top."""
+    """A task that writes a shard of a merged delta, or of a base with deltas applied on top."""
 
     operation: ClassVar[str] = "merge"
 
@@ -191,7 +193,9 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
-    """Yield key, stored bytes and checksum (None: not of a string) of each header tensor of a delta."""
+    """Yield key, stored bytes and checksum (None: compute it from the bytes) of each header tensor of a
+    delta.
+    """
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:
             yield key, *encode_strings([array.item()])
@@ -200,7 +204,10 @@ def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, i
 
 
 def _layer_rows(section: NewestRows, streams: Sequence[ReadRun]) -> Rows:
-    """The rows of one layer, ids read; CorruptFile if they do not increase, or are outside of the section."""
+    """Read the ids of one layer; CorruptFile if they do not increase, or are outside the section.
+
+    The values are read later, in order.
+    """
     ids = streams[0].take((streams[0].size // 8,), np.dtype(np.int64))
     if len(ids) and not ((ids[1:] > ids[:-1]).all() and section.low <= ids[0] <= ids[-1] < section.high):
         raise CorruptFile(
@@ -245,9 +252,12 @@ def table_sections(
     task_bytes: int,
     base: Sequence[tuple[int, Range]] = (),
 ) -> Iterator[NewestRows]:
-    """Yield the sections that write a table's newest rows of `deltas`, oldest first, or a base below them."""
-    # A very large table is divided into ranges of ids. `base` has the number of rows and the place of each
-    # run.
+    """Yield the sections that write a table's newest rows of `deltas`, oldest first, on top of a base if
+    given.
+
+    A very large table is divided into ranges of ids. `base` has the number of rows and the range of each run.
+    Nothing if no delta changes the table and there is no base.
+    """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
         return
@@ -289,7 +299,7 @@ def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[
 
 
 def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
-    """The bounds of `count` ranges of ids that hold about as many rows of all layers each."""
+    """Return the bounds of at most `count` ranges of ids with about equally many rows of all layers."""
     step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
     samples = np.sort(np.concatenate([some[::step] for some in ids]))
     inner = {int(samples[len(samples) * number // count]) for number in range(1, count)}
@@ -297,13 +307,15 @@ def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
 
 
 def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
-    """Where the rows of a layer lie whose ids are in a range; empty if there are none."""
+    """Return the ranges of a layer's rows with ids from `low` to `high`; empty if there are none."""
     first, last = (int(place) for place in np.searchsorted(ids, (low, high)))
     return tuple(_part(each, len(ids), first, last) for each in layer) if first < last else ()
 
 
 def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
-    """Yield where the base's rows `low` to `high` lie, given the rows and the place of each run."""
+    """Yield the ranges of the base's rows `low` to `high`, given the number of rows and the range of each
+    run.
+    """
     start = 0
     for count, each in base:
         first, last = max(low - start, 0), min(high - start, count)
@@ -313,6 +325,6 @@ def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Ite
 
 
 def _part(whole: Range, count: int, first: int, last: int) -> Range:
-    """Elements `first` to `last` of a range that holds `count` of one size."""
+    """Return the range of elements `first` to `last` of a range with `count` elements of one size."""
     size = whole.size // count
     return Range(whole.input, whole.offset + first * size, (last - first) * size)

@@ -3,12 +3,12 @@
     bfloat16   the values as bfloat16: by way of float32 to the nearest, ties to even
     int8       codes q from -127 to 127 and a float32 scale for the row; a value is q * scale, in float32
 
-Two things are kept apart. *Rounding* changes values, and is what a user asks for. *Packing* is how rows are
-stored, and never changes a bit: a row is packed if it is read back as it is, and else stored exactly. Rows
-that were rounded always pack, also when they are merged or reverted later.
+Two things are kept apart. *Rounding* changes values, and only if a user asks for it. *Packing* is how rows
+are stored, and never changes a bit: a row is packed if unpacking restores it exactly, and else stored
+exactly. Rows that were rounded always pack, also when they are merged or reverted later.
 
-Codes are those of `exporter.wire.int8_codes`: what was unpacked packs into the same ones. A row that holds
-NaN or infinity, or would, is not rounded. Tables of 16 bits, and those whose rows would not shrink, are not
+Codes are those of `exporter.wire.int8_codes`: unpacked values pack into the same ones. A row that holds NaN
+or infinity, or would, is not rounded. Tables of 16 bits, and those whose rows would not shrink, are not
 rounded either.
 """
 
@@ -40,7 +40,9 @@ def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -
 
 
 class Codes(Struct, frozen=True):
-    """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n]: False where codes fail."""
+    """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n] is False where codes
+    fail.
+    """
 
     codes: Array
     scales: Array | None
@@ -48,13 +50,15 @@ class Codes(Struct, frozen=True):
 
 
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
-    """The nearest codes of rows [n, ...] in float32 or float64; they do not fit NaN, infinity, overflow."""
+    """Return the nearest codes of rows [n, ...] in float32 or float64; NaN, infinity and overflow do not
+    fit.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
 
 
 def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
-    """The rows in `dtype` that codes, for int8 with their scales, stand for."""
+    """Return the rows in `dtype` that codes represent, for int8 with their scales."""
     values = codes.astype(np.float32)
     if scales is not None:
         values *= scales.reshape(-1, *[1] * (codes.ndim - 1))
@@ -62,7 +66,7 @@ def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
 
 
 def round_rows(rows: Array, packing: DeltaDtype) -> Array:
-    """Rows [n, ...] rounded to what their codes give; rows that codes do not fit stay as they are."""
+    """Return rows [n, ...] rounded to the values of their codes; rows that codes do not fit are unchanged."""
     found = encode(rows, packing)
     rounded = decode(found.codes, found.scales, rows.dtype)
     rounded[~found.fits] = rows[~found.fits]
@@ -70,7 +74,7 @@ def round_rows(rows: Array, packing: DeltaDtype) -> Array:
 
 
 def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
-    """The codes of rows [n, ...]; `fits` is False also where they do not give back every bit."""
+    """Return the codes of rows [n, ...]; `fits` is False also where they do not give back every bit."""
     found = encode(rows, packing)
     word = f"u{rows.dtype.itemsize}"
     given_back = decode(found.codes, found.scales, rows.dtype).view(word)
@@ -79,7 +83,7 @@ def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
 
 
 class StoredRows:
-    """The base of rows in files, read when they are asked for: by slice or by places."""
+    """The base class of rows in files, which are read on access: by slice or by places."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -99,7 +103,7 @@ class StoredRows:
 
 
 class PackedRows(StoredRows):
-    """Packed rows, which are unpacked when they are asked for.
+    """Packed rows, which are unpacked on access.
 
     `exact` int64 [e] are the places of the rows that are in `values` [e, ...]; `codes` and `scales` hold the
     others, in their order.
@@ -123,7 +127,7 @@ class PackedRows(StoredRows):
 
 
 class SlicedRows(StoredRows):
-    """Rows that lie in several arrays, one behind another."""
+    """Rows in several arrays that follow each other."""
 
     def __init__(self, parts: Sequence[Array]) -> None:
         self._parts = parts
@@ -158,7 +162,7 @@ class SlicedRows(StoredRows):
 
 
 class ChosenRows(StoredRows):
-    """The rows at some places of others, copied when they are asked for."""
+    """The rows at some places of other rows, copied on access."""
 
     def __init__(self, rows: RowValues, places: Array) -> None:
         self._rows, self._places = rows, places
@@ -170,11 +174,13 @@ class ChosenRows(StoredRows):
 
 
 RowValues: TypeAlias = "Array | StoredRows"
-"""Rows in memory or in a map of a file, in several of them, or packed."""
+"""Rows in memory or in one or several maps of files, perhaps packed."""
 
 
 class Packing(Struct, frozen=True):
-    """Rows at the places `exact` as they are, those at `packed` as codes, for int8 with `scales` float32."""
+    """Rows divided by how they are stored: places `exact` unchanged, places `packed` as codes, with int8's
+    `scales`.
+    """
 
     rows: RowValues
     dtype: DeltaDtype
@@ -184,7 +190,7 @@ class Packing(Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
-        """Pack those of `rows` whose codes give back every bit; all are read once, piece by piece."""
+        """Pack the rows whose codes give back every bit; all are read once, piece by piece."""
         found = [pack_rows(rows[piece], dtype) for piece in _pieces(len(rows))]
         fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])
         scales = [piece.scales[piece.fits] for piece in found if piece.scales is not None]
@@ -214,7 +220,7 @@ def _pieces(count: int) -> Iterator[slice]:
 def _to_bfloat16(rows: Array) -> Codes:
     bfloat16 = DType.BFLOAT16.numpy
     nearest = rows.astype(np.float32).astype(bfloat16).astype(np.float32)
-    # TensorFlow's kernels take subnormal values for zero, so they are rounded to it here; the sign stays.
+    # TensorFlow's kernels flush subnormal values to zero, so they are rounded to it here; the sign stays.
     nearest[np.abs(nearest) < SMALLEST_SCALE] *= 0
     fits = np.asarray(_flat(np.isfinite(nearest)).all(axis=1))
     return Codes(nearest.astype(bfloat16), None, fits)

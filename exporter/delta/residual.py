@@ -1,10 +1,10 @@
 """Rows that a delta left out, kept beside the log until a later delta holds them.
 
 <log>/.state/left-out-<position>-<state>.index, .data-*         the trainer's values of them, as a delta
-<log>/.state/left-out-<position>-<state>.since.index, .data-*   a bundle: since when each waits, float64 [n]
+<log>/.state/left-out-<position>-<state>.since.index, .data-*   a bundle: when each began to wait, float64 [n]
 
-The second is there if time or size is limited. Both are a cache of the exporter's, of the newest state alone,
-and named by it: after a rollback, or beside another command, nothing is taken for what it is not.
+The second exists if time or size is limited. Both are a cache of the exporter's, of the newest state only,
+and carry its name: so after a rollback, or beside another command, no file is mistaken for another.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _SINCE = ".since"
 
 
 class Waiting(Struct, frozen=True):
-    """Rows that were left out so far, as the trainer had them.
+    """Rows that were left out so far, with the trainer's values.
 
-    `since` is when each began to wait, in seconds since 1970; rows that are not among them, since
-    `otherwise`.
+    `since` is when each began to wait, in seconds since 1970; all other rows began to wait at `otherwise`.
     """
 
     changes: Changes = field(default_factory=dict)
@@ -43,11 +42,11 @@ class Waiting(Struct, frozen=True):
 
     @property
     def oldest(self) -> float:
-        """Since when the row waits that waits longest; infinite without any."""
+        """The time when the first of the rows began to wait, in seconds since 1970; infinite without any."""
         return min((float(each.min()) for each in self.since.values() if len(each)), default=math.inf)
 
     def since_of(self, name: str, ids: Array) -> Array:
-        """float64 [n]: since when each of these rows, in ascending order, waits."""
+        """Return when each of these rows, in any order, began to wait: float64 [n], seconds since 1970."""
         change = self.changes.get(name)
         if not isinstance(change, Rows) or not len(change.ids):
             return np.full(len(ids), self.otherwise)
@@ -63,10 +62,11 @@ def save_residual(
     held_back: Changes,
     since: Mapping[str, Array],
 ) -> None:
-    """Write the trainer's values of rows that the delta `header` left out as a delta; remove older ones.
+    """Write the trainer's values of rows that the delta `header` left out, as a delta; remove all other such
+    files.
 
-    `state` distinguishes the delta from another one at its position. Since when they wait is written beside
-    it, as a bundle. The files are a cache: if they are lost or damaged, states are compared.
+    `state` distinguishes the delta from another one at its position. The times when they began to wait are
+    written beside it, as a bundle. The files are a cache: if they are lost or damaged, states are compared.
 
     Raises:
         DiskFull, PublishError: they cannot be written.
@@ -93,10 +93,10 @@ def load_residual(
     now: float = 0.0,
     unknown: float = 0.0,
 ) -> Waiting | None:
-    """The rows that `save_residual` wrote for a state of a log; None if they are lost or damaged.
+    """Read the rows that `save_residual` wrote for a state of a log; None if they are lost or damaged.
 
-    They wait since `unknown` where no times are kept, or these are lost. A clock that is behind
-    `now` counts as right.
+    They wait since `unknown` if no times are kept, or these are lost. A time after `now`, from another clock,
+    counts as `now`.
     """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:

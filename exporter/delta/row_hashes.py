@@ -3,9 +3,9 @@
     <file>: 8 bytes magic, 8 bytes checksum, then a numpy .npz of `names`, `meta` and one uint64 array a table
 
 A block is as many whole rows as fit into 4 KiB, one at least; its hash is XXH3 in 64 bits with a seed that is
-drawn for each index, so that no two blocks of a trainer's are bound to share one: two different blocks
-do with a probability of about 2**-64. The file is a cache: it names the position it belongs to, its own
-checksum guards it, and whatever is wrong with it, or of an earlier release, means that it is made again.
+drawn for each index, so that no data of a trainer's collides for certain: two different blocks do with a
+probability of about 2**-64. The file is a cache: it names the position it belongs to, its own checksum guards
+it, and if anything is wrong with it, or it is of an earlier release, it is made again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from exporter.wire.dtypes import Array
 BLOCK_BYTES = 4096
 
 _MAGIC = b"EMHASH03"
-_LEAST_BLOCK_BYTES = BLOCK_BYTES // 2  # as many whole rows as fit fill more than half of a block
+_LEAST_BLOCK_BYTES = BLOCK_BYTES // 2  # as many whole rows as fit always fill more than half of a block
 _BESIDE_BYTES = 4096
-"""More than a table, or the index itself, takes beside its hashes and its name."""
+"""An upper bound of the bytes that a table, or the index itself, takes besides its hashes and its name."""
 
 
 def block_rows(row_bytes: int) -> int:
@@ -44,19 +44,19 @@ class BlockHasher(Struct, frozen=True):
 
     @classmethod
     def fresh(cls) -> BlockHasher:
-        """A hasher with a random seed."""
+        """Make a hasher with a random seed."""
         import secrets
 
         return cls(secrets.randbits(63))
 
     @classmethod
     def of(cls, name: str) -> BlockHasher:
-        """The hasher whose seed is derived from `name`, for processes that need the same one."""
+        """Make the hasher whose seed is derived from `name`, for processes that need the same one."""
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def hash_rows(self, rows: Array) -> Array:
-        """The hashes, uint64 [blocks], of rows [n, ...], n > 0; the last block may be short."""
-        # 9 GB/s of a core; the hash that it replaced took 3.3 GB/s.
+        """Return the hashes, uint64 [blocks], of rows [n, ...], n > 0; the last block may be short."""
+        # 9 GB/s on one core; the hash used before reached 3.3 GB/s.
         from xxhash import xxh3_64_intdigest as hash_of
 
         flat = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
@@ -69,7 +69,7 @@ class BlockHasher(Struct, frozen=True):
 
 
 class HashIndex(Struct, frozen=True):
-    """The hashes of all tables of a state; `lineage`, `position` and `state` say which.
+    """The hashes of all tables of a state, which `lineage`, `position` and `state` identify.
 
     A delta can be removed and another be published at its position: `state` distinguishes them.
     """
@@ -81,13 +81,15 @@ class HashIndex(Struct, frozen=True):
     state: str
 
     def find(self, name: str, rows: int, row_bytes: int) -> Array | None:
-        """The hash of each block of a table's rows; None if it is absent or has another number of blocks."""
+        """Return the hash of each block of a table's rows; None if it is absent or has another number of
+        blocks.
+        """
         found = self.tables.get(name)
         return found if found is not None and len(found) == -(-rows // block_rows(row_bytes)) else None
 
 
 def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
-    """A copy of a table's hashes with those of these rows' blocks made wrong: they are compared again."""
+    """Copy a table's hashes and invalidate the blocks of these rows, so that they are compared again."""
     forgotten = hashes.copy()
     blocks = distinct(rows // block_rows(row_bytes))
     forgotten[blocks] = ~forgotten[blocks]

@@ -1,12 +1,12 @@
 """Read served variables by rows from a checkpoint, in the row order and dtype in which they are served.
 
-A served variable is a box of a tensor. The tensor lies in a bundle whole or in slices; its rows may have to
-be taken out of `mod` partitions (row i is row i // n of slice i % n), laid out in others, and cast. Three
-numberings meet here: *stored* rows count through the slices as they lie in the file, *natural* rows are the
-ids that a lookup uses, *served* rows are those of one served variable.
+A served variable is a box of a tensor. The tensor is stored in a bundle whole or in slices; its rows may have
+to be read from `mod` partitions (row i is row i // n of slice i % n), arranged in others, and cast. Three
+numberings are used here: *stored* rows count through the slices in the order of the file, *natural* rows are
+the ids that a lookup uses, *served* rows are those of one served variable.
 
-Rows of a local file are views of a map. Of a tensor in an object store the rows that are asked for are
-fetched, and no others (`RowMap`).
+Rows of a local file are views of a map. Of a tensor in an object store only the rows that are asked for are
+fetched (`RowMap`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from exporter.storage.requests import GAP_BYTES
 from exporter.wire.dtypes import Array, DType
 from exporter.wire.int8_codes import SCALE_BYTES
 
-_NEAR_BYTES = 4096  # between two rows: they come with them, because a piece of its own costs more
-_PASSED_BYTES = 32 << 20  # about what comes so in one call; a few rows between two always may
+_NEAR_BYTES = 4096  # gaps up to this size are fetched too: another request would cost more
+_PASSED_BYTES = 32 << 20  # limit of such gaps in one call, except that gaps of a few rows are always allowed
 _FEW_ROWS = 16
 
 
 class RowMap:
     """Reads rows of a tensor, or of one stored slice of it: views of a map, or fetched from a store.
 
-    Of a shard that stands for an object of a store, rows are read when they are asked for, and no others.
-    They are not kept, because a pass over a table reads each row once. Kept are rows of one element, as of
-    an index, and ranges that are smaller than what a request should fetch.
+    From a shard that stands for an object of a store, only rows that are asked for are read. They are not
+    kept, because a pass over a table reads each row once. Kept are rows of one element, as of an index, and
+    ranges that are smaller than a sensible request.
     """
 
     def __init__(self, catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> None:
@@ -64,7 +64,7 @@ class RowMap:
             self._object.fetch(np.array([0]), np.array([self._object.extent.size]))
 
     def at(self, rows: Array) -> Array:
-        """The rows of these numbers, in their order, as a copy."""
+        """Return the rows with these numbers, in their order, as a copy."""
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
             if are_elements(self._values.shape):
@@ -79,7 +79,7 @@ class RowMap:
         return np.asarray(self._values[rows])
 
     def box(self, box: tuple[slice, ...]) -> Array:
-        """A box, given by slices with a start and a stop: a view of the file, or a copy."""
+        """Return a box, given by slices with a start and a stop: a view of the file, or a copy."""
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
             start, stop = np.array([box[0].start]), np.array([box[0].stop])
@@ -91,13 +91,13 @@ class RowMap:
         return np.asarray(self._values[box])
 
     def _rows_of(self, source: _ObjectRange, starts: Array, stops: Array, size: int) -> Array | None:
-        """Runs of rows (start, stop) one behind another, read from the store; None if the file has them."""
+        """Read runs of rows (start, stop) from the store, joined; None if the local file has them."""
         found = source.read(starts * size, stops * size)
         return found if found is None else found.view(self._values.dtype).reshape(-1, *self._values.shape[1:])
 
 
 def are_elements(shape: tuple[int, ...]) -> bool:
-    """True if a row is one element: few bytes, which may be asked for in any order, and again."""
+    """True if a row is one element: few bytes, which may be read in any order, and repeatedly."""
     return len(shape) == 1
 
 
@@ -114,9 +114,9 @@ class _ObjectRange(Struct, frozen=True):
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """Read ranges of the extent from the store and keep nothing; None if the file has them.
+        """Read ranges of the extent from the store without keeping them; None if the file has them.
 
-        CheckpointChanged if the object is another one now.
+        CheckpointChanged if the object was replaced.
         """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
@@ -132,7 +132,9 @@ class _ObjectRange(Struct, frozen=True):
 
 
 def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
-    """Coalesce ascending rows into runs, bridging gaps up to `gap`: starts, stops, each row's place."""
+    """Coalesce ascending rows into runs, bridging gaps of up to `gap`; return starts, stops, and each row's
+    place.
+    """
     is_new = np.append(True, np.diff(rows) > gap + 1)
     starts, ends = rows[is_new], rows[np.append(is_new[1:], True)] + 1
     before = np.cumsum(ends - starts) - (ends - starts)
@@ -140,7 +142,7 @@ def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
 
 
 def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:
-    """Coalesce ranges (start, stop), in any order, into ranges of whole blocks: of a million rows, few."""
+    """Coalesce ranges (start, stop), in any order, into few ranges of whole blocks."""
     first, last = starts // GAP_BYTES, np.maximum(stops - 1, starts) // GAP_BYTES
     order = np.argsort(first, kind="stable")
     first, last = first[order], np.maximum.accumulate(last[order])
@@ -152,11 +154,13 @@ def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:
     ]
 
 
-_STORE_RUNS = 2  # that are checked at a time: for each many requests of 8 MB are under way
+_STORE_RUNS = 2  # checked at a time: each has many requests of 8 MB pending
 
 
 class SliceOrder(Struct, frozen=True):
-    """How natural rows are dealt out: to `gather` slices of a tensor, to `scatter` parts; 0 for neither."""
+    """The distribution of natural rows: over `gather` slices of a tensor, over `scatter` parts; 0 for
+    consecutive rows.
+    """
 
     gather: int = 0
     scatter: int = 0
@@ -165,7 +169,7 @@ class SliceOrder(Struct, frozen=True):
 class RowReader(Struct, frozen=True, dict=True):
     """Reads the values of one served variable from a bundle.
 
-    The variable is the `box` of the tensor, the box number `part`; `dtype` is the served one.
+    The variable is the `box` of the tensor, the part with number `part`; `dtype` is the served one.
     """
 
     name: str
@@ -178,20 +182,22 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape as served: in 8 bits, rows have their scales behind them."""
+        """The shape as served: in 8 bits, rows are followed by their scales."""
         lengths = self.box.lengths
         is_quantised = self.dtype is DType.INT8 and self.tensor.dtype is not DType.INT8
         return (*lengths[:-1], lengths[-1] + SCALE_BYTES) if is_quantised else lengths
 
     def rows(self, start: int, stop: int) -> Array:
-        """Served rows `start` to `stop`: a view of the file if they lie there so, else a copy."""
+        """Return served rows `start` to `stop`: a view of the file if they are contiguous there, else a
+        copy.
+        """
         if self.order != SliceOrder():
             return self.rows_at(np.arange(start, stop))
         first = self.box.starts[0] + start
         return self._cast(self._contiguous(first, first + stop - start))
 
     def rows_at(self, ids: Array) -> Array:
-        """Served rows `ids`, int64 [n], in their order, as a copy."""
+        """Return served rows `ids`, int64 [n], in their order, as a copy."""
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
         columns, is_wide = self.box.slices[1:], self.box.lengths[1:] == self.box.full_shape[1:]
         if is_wide and len(self._pieces) == 1 and self._pieces[0].spec.is_full:
@@ -218,7 +224,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return any(mirror.is_remote(run.path) for run in self.runs)
 
     def whole(self) -> Array:
-        """All values, checksums verified; strings as `bytes` in an object array."""
+        """Return all values, checksums verified; strings as `bytes` in an object array."""
         if self.shape and self.order != SliceOrder():
             self.fetch()
             check_stored([self])
@@ -228,13 +234,13 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def has_own_runs(self) -> bool:
-        """True if no other variable is made of the same stored runs, as parts and columns of a table are."""
+        """True if no other variable is in the same stored runs, unlike parts and columns of one table."""
         specs = (run.part.spec if run.part else SliceSpec.whole(self.tensor.shape) for run in self.runs)
         return not self.order.scatter and all(contains(self.box, spec) for spec in specs)
 
     @property
     def extent(self) -> Extent | None:
-        """The run of bytes that is exactly the served rows, in order; None if they are made of other runs."""
+        """The extent that holds exactly the served rows, in order; None if there is none."""
         if self.order != SliceOrder() or self.dtype is not self.tensor.dtype:
             return None
         if self.tensor.extent is not None:
@@ -243,7 +249,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def runs(self) -> Iterator[StoredRun]:
-        """Yield the stored runs that the values are made of."""
+        """Yield the stored runs that contain the values."""
         if self.tensor.extent is not None:
             yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
         for part in self.tensor.slices:
@@ -256,7 +262,9 @@ class RowReader(Struct, frozen=True, dict=True):
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """The slices, perhaps a few of thousands, that may hold rows `first` to `last` of the tensor."""
+        """Return the slices, perhaps a few of thousands, that may hold rows `first` to `last` of the
+        tensor.
+        """
         slices, starts, longest = self._by_rows
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
 
@@ -284,7 +292,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return [_Piece(part.spec, RowMap(self.catalog, self.tensor, part)) for part in needed]
 
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
-        """The places of the natural rows that lie in a piece, and their numbers in the piece."""
+        """Return the places of the natural rows that are in a piece, and their numbers in the piece."""
         if self.order.gather:
             inside = np.flatnonzero(natural % self.order.gather == number)
             return inside, natural[inside] // self.order.gather
@@ -293,7 +301,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:
-        """Natural rows `first` to `last` in the box's columns, joined from the pieces.
+        """Return natural rows `first` to `last` in the box's columns, joined from the pieces.
 
         CorruptFile if some of them are in no piece.
         """
@@ -336,7 +344,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
 
 class StoredRun(Struct, frozen=True):
-    """A run of bytes with one checksum: a tensor, or one slice of it."""
+    """A run of stored bytes with one checksum: a tensor, or one slice of it."""
 
     path: Path
     extent: Extent
@@ -344,10 +352,12 @@ class StoredRun(Struct, frozen=True):
 
 
 def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
-    """Compare the checksums of stored runs, but for `known` ones; the runs that were read."""
+    """Verify the checksums of the stored runs not in `known`, several at a time; return the runs read.
+
+    CorruptFile if one differs.
+    """
     from exporter.storage.waiting import workers  # late: with logging
 
-    # Several runs are read at a time, in bounded memory.
     found = {run: variable for variable in variables for run in variable.runs if run not in known}
     if not found:
         return frozenset()
@@ -376,7 +386,7 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield readers of the same variables over a published bundle, where they lie as they are served.
+    """Yield readers of the same variables over a published bundle, where they are stored as served.
 
     CorruptFile if the bundle has no such tensor.
     """
@@ -390,7 +400,7 @@ def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
-    """The reader of a lookup table's keys or values: a tensor as it is, of any length."""
+    """The reader of a lookup table's keys or values: a whole tensor of any length."""
     box = SliceSpec.whole(tensor.shape)
     return RowReader(tensor.name, catalog, tensor, box, tensor.dtype)
 
@@ -418,15 +428,15 @@ def translate(
             ids = natural[inside] - box.starts[0]
         wanted: tuple[slice, ...] = (slice(None), *box.slices[1:])
         order = np.argsort(ids, kind="stable")
-        rows = values[wanted][_in_a_row(inside[order])]
+        rows = values[wanted][_slice_if_consecutive(inside[order])]
         translated[name] = Rows(ids[order], rows)
     return translated
 
 
-def _in_a_row(places: Array) -> Array | slice:
-    """The places as a slice if each follows the one before: rows in their order, as most are, stay a view.
+def _slice_if_consecutive(places: Array) -> Array | slice:
+    """Return the places as a slice if they are consecutive, as most are: then the rows stay a view.
 
-    To copy the rows of an increment of 25 MB, which are read once more, took a tenth of a small delta's time.
+    Copying the rows of an increment of 25 MB, which are read once more, took a tenth of a small delta's time.
     """
     if len(places) and (np.diff(places) == 1).all():
         return slice(int(places[0]), int(places[-1]) + 1)
@@ -456,7 +466,7 @@ def _parts_of_whole(
 
 
 def _natural(source: TensorSource, stored: Array) -> Array:
-    """The natural numbers of rows with these stored numbers."""
+    """Return the natural numbers of rows with these stored numbers."""
     if not source.gather_parts:
         return stored
     starts = np.array(sorted(part.spec.starts[0] for part in source.tensor.slices), np.int64)
@@ -473,7 +483,7 @@ def overlaps(a: SliceSpec, b: SliceSpec) -> bool:
 
 
 def contains(a: SliceSpec, b: SliceSpec) -> bool:
-    """True if box `a` holds all of box `b`."""
+    """True if box `a` contains all of box `b`."""
     return all(
         start <= other and other + many <= start + count
         for start, count, other, many in zip(a.starts, a.lengths, b.starts, b.lengths, strict=True)
@@ -481,7 +491,7 @@ def contains(a: SliceSpec, b: SliceSpec) -> bool:
 
 
 def _intersection(piece: SliceSpec, region: SliceSpec) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The box that two have in common, as slices of each."""
+    """Return the intersection of two boxes, as slices of each."""
     source, target = [], []
     for a, b in zip(piece.slices, region.slices, strict=True):
         low, high = max(a.start, b.start), min(a.stop, b.stop)

@@ -1,4 +1,4 @@
-"""Rows of a table that are found one after another: in memory, or in a file when they are many."""
+"""Rows of a table that are found one after another: in memory, or in a file if they are many."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from exporter.delta.format import Rows, ServedVariable
 from exporter.wire.dtypes import Array
 
 ROWS_AT_ONCE = 1 << 16
-"""Rows of a table that are worked on at a time."""
+"""The number of a table's rows that are processed at a time."""
 SPILL_BYTES = 256 << 20
-"""Rows of a table in memory before they go to the scratch file."""
+"""The bytes of a table's rows in memory above which they are written to the scratch file."""
 
 
 class RowSpill:
-    """Collects rows of a table in ascending order, in a file when they are many. A context manager."""
+    """Collects rows of a table in ascending order, in a file if they are many; a context manager."""
 
-    # The file has no name and is closed at the end: `rows` lives on in its map of it.
+    # The file has no name and is closed at the end; the map in the result of `rows` keeps it alive.
 
     def __init__(self, variable: ServedVariable, scratch: Path, limit: int = SPILL_BYTES) -> None:
         self._variable, self._scratch, self._limit = variable, scratch, limit
@@ -38,7 +38,9 @@ class RowSpill:
             self._file.close()
 
     def add(self, ids: Array, values: Array) -> None:
-        """Keep these rows, which follow those before; writes to disk what exceeds `limit` bytes."""
+        """Add rows, whose ids follow those before; if all in memory exceed `limit` bytes, they are written to
+        disk.
+        """
         if not len(ids):
             return
         self._ids.append(ids)
@@ -48,7 +50,7 @@ class RowSpill:
             self._spill()
 
     def rows(self) -> Rows | None:
-        """All rows that were added, as arrays or a map of the file; None without any."""
+        """Return all rows that were added, as arrays or a map of the file; None without any."""
         if not self._ids:
             return None
         ids = np.concatenate(self._ids)
@@ -80,5 +82,5 @@ def spilled(variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array
 
 
 def in_pieces(ids: Array) -> Iterator[Array]:
-    """Cut an array into pieces of `ROWS_AT_ONCE`."""
+    """Yield an array in pieces of `ROWS_AT_ONCE`."""
     return (ids[start : start + ROWS_AT_ONCE] for start in range(0, len(ids), ROWS_AT_ONCE))

@@ -1,13 +1,13 @@
-"""Plan with deltas as ranges of positions: which fit a state, which lead on, which to merge or remove.
+"""Plan with deltas as ranges of positions: which fit a state, which continue it, which to merge or remove.
 
 A state of a log is a *position*. A delta is a *span* of positions, `start` to `end`: it fits every state `p`
-with `start <= p < end` and leads it to `end`. A delta that rounded or left out rows (`only_from`) fits `p =
-start` alone. A merged delta of such deltas fits every state inside again: it holds each row that any of its
+with `start <= p < end` and brings it to `end`. A delta that rounded or left out rows (`only_from`) fits only
+`p = start`. A merged delta of such deltas fits every state inside again: it holds each row that any of its
 parts changed, with the value that is served at its end, and rows that were left out differ in none of these
 states.
 
-Everything here is values; the rules are those by which the served graph itself plans (the delta that leads
-furthest goes first), so that what the exporter promises is what a server does.
+Everything here is values; the rules are those by which the served graph itself plans (the delta with the
+greatest end goes first), so that servers do what the exporter promises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exporter.errors import (
 )
 
 FANOUT = 8
-"""How many neighbouring deltas of one size are merged into one of the next."""
+"""The number of neighbouring deltas of one magnitude that are merged into one of the next."""
 
 
 class Position(Struct, frozen=True, order=True):
@@ -44,30 +44,30 @@ class Position(Struct, frozen=True, order=True):
 
 
 class SpanLike(Protocol):
-    """A delta to plan with, as `Span` is one."""
+    """A delta to plan with, for example a `Span`."""
 
     @property
     def start(self) -> int:
-        """The first position from which it leads on."""
+        """The first position that the delta fits."""
 
     @property
     def end(self) -> int:
-        """The position to which it leads."""
+        """The position of a state after the delta."""
 
     @property
     def only_from(self) -> bool:
-        """True if the delta fits `start` alone."""
+        """True if the delta fits only `start`."""
 
     @property
     def merged_count(self) -> int:
-        """The number of publications that were merged into it."""
+        """The number of publications that were merged into the delta."""
 
     def accepts(self, position: int) -> bool:
-        """True if a state at `position` may take it."""
+        """True if a state at `position` may take the delta."""
 
 
 class Reach:
-    """The one rule which states a delta fits, by its `start`, `end` and `only_from`."""
+    """The one rule for which states a delta fits, by its `start`, `end` and `only_from`."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class Reach:
 
 
 class Span(Struct, Reach, frozen=True, order=True):
-    """The positions between which a delta leads, and the number of publications in it."""
+    """The positions before and after a delta, and the number of publications in it."""
 
     start: int
     end: int
@@ -107,7 +107,7 @@ def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, positio
         ForeignLineage: the delta is of another log.
         SchemaChanged: it was made for other variables.
         StaleDelta: it ends at `position` or before.
-        DeltaGap: it begins after `position`, or fits its first position alone.
+        DeltaGap: it begins after `position`, or fits only its first position.
     """
     span = Span.of(header)
     if header.lineage != lineage:
@@ -126,14 +126,14 @@ def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, positio
 
 
 def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) -> tuple[SpanT, ...]:
-    """The deltas that lead a state at `start` to `target` (None: as far as they lead), in order.
+    """Return the deltas, in order, that bring a state from `start` to `target` (None: as far as possible).
 
-    At each position the one that leads furthest without passing `target` is next; of several the one that
-    begins last, which is the smallest.
+    At each position the delta with the greatest end up to `target` is next; of several, the one with the
+    greatest start, which is the smallest.
 
     Raises:
-        DeltaGap: no delta leads on, and `target` is not reached, or there are deltas beyond.
-        StaleDelta: `target` lies behind `start`.
+        DeltaGap: no delta fits before `target` is reached, or (without a target) before the last delta.
+        StaleDelta: `target` is before `start`.
     """
     if target is not None and target < start:
         raise StaleDelta(f"the state is at {start}, beyond {target}")
@@ -149,7 +149,7 @@ def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) ->
 
 
 def furthest(spans: Collection[SpanT], start: int) -> tuple[SpanT, ...]:
-    """The deltas that lead a state at `start` as far as any do, in order; none if none fits it."""
+    """Return the deltas, in order, that bring a state at `start` as far as possible; none if none fits it."""
     chain: list[SpanT] = []
     position = start
     while fitting := [span for span in spans if span.accepts(position)]:
@@ -159,10 +159,10 @@ def furthest(spans: Collection[SpanT], start: int) -> tuple[SpanT, ...]:
 
 
 def merged(spans: Sequence[SpanLike]) -> Span:
-    """The span of a delta that holds the rows of these, newest last; it fits every state inside.
+    """Return the span of a delta that holds the rows of these, newest last; it fits every state inside.
 
     Raises:
-        DeltaGap: one does not fit where the one before it leads.
+        DeltaGap: a delta does not fit the end of the one before it.
         ValueError: there are none.
     """
     if not spans:
@@ -174,11 +174,11 @@ def merged(spans: Sequence[SpanLike]) -> Span:
 
 
 def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
-    """Neighbouring deltas that should become one now, oldest first; none if the log is in order.
+    """Return the neighbouring deltas that should be merged now, oldest first; none if nothing is due.
 
     As in a log-structured merge tree: `FANOUT` neighbours of one magnitude (of publications, to base
     `FANOUT`) become one of the next. A reader is then at most `FANOUT - 1` deltas of each magnitude behind,
-    and each row is merged once a magnitude.
+    and each row is merged once per magnitude.
     """
     run: list[SpanT] = []
     for span in reversed(_tiles(spans)):  # the newest first: they are small, and merging is due there first
@@ -193,10 +193,10 @@ def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
 def expendable(
     spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int]
 ) -> tuple[SpanT, ...]:
-    """The deltas that may be removed, oldest first. Without them, and by the same chains as before,
+    """Return the deltas that may be removed, oldest first. Without them, and by the same chains as before,
 
     - every base still reaches the newest position and each of `needed`, if it did before;
-    - every state that a base led to, and every one of `needed`, still reaches the newest position.
+    - every state that a base reached, and every one of `needed`, still reaches the newest position.
     """
     furthest_first = sorted(spans, key=lambda span: (span.end, span.start), reverse=True)
     newest = max([*(span.end for span in furthest_first), *bases], default=0)
@@ -209,11 +209,13 @@ def expendable(
 
 
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
-    """The Python ids of the deltas that states at `starts` take towards `goal`, even if they miss it."""
+    """Return the Python ids of the deltas that states at `starts` take towards `goal`, even if they miss
+    it.
+    """
     within = [span for span in furthest_first if span.end <= goal]
     by_start = sorted(range(len(within)), key=lambda number: within[number].start)
     begins = [within[number].start for number in by_start]
-    furthest = [*accumulate(by_start, min)]  # of those that begin there or before
+    furthest = [*accumulate(by_start, min)]  # of the deltas that begin there or before
     taken: set[int] = set()
     seen: set[int] = set()
     for start in starts:
@@ -231,10 +233,10 @@ def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: i
 
 
 def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int) -> int:
-    """The base from which the fewest deltas lead to `target`.
+    """Return the base from which the fewest deltas reach `target`; of several, the newest.
 
     Raises:
-        PositionUnknown: no base leads there.
+        PositionUnknown: no base reaches it.
     """
     reached = []
     for base in bases:
@@ -248,7 +250,7 @@ def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int)
 
 
 def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
-    """The chain of the largest deltas that ends at the newest position, oldest first."""
+    """Return the chain of the largest deltas that ends at the newest position, oldest first."""
     by_end: dict[int, SpanT] = {}
     for span in spans:
         if span.end not in by_end or span.start < by_end[span.end].start:

@@ -1,9 +1,9 @@
 """Changes of dynamic tables: rows by keys become rows by number of a table's four variables.
 
 Trainers write rows by keys (`KeyedRows`). A dynamic table is served from four ordinary variables
-(`exporter.tables.geometry`), and the published ones tell where each key's row is, which rows are free, and
-how keys are placed. So a delta of such a table holds rows of four tables, and the code that applies, merges
-or reverts deltas knows nothing of keys.
+(`exporter.tables.geometry`), and the published ones say in which row each key is, which rows are free, and
+how keys are placed. So a delta of a dynamic table holds rows of four tables, and the code that applies,
+merges or reverts deltas does not handle keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exporter.wire.dtypes import Array
 class KeyedRows(Struct, frozen=True, eq=False):
     """Rows of table `name`, in any order: row i of `values` belongs to `keys[i]`, int64, no key twice.
 
-    `freqs` has the number of times that each key was seen, None if that was not recorded.
+    `freqs` has the number of times that each key was seen; None if that was not recorded.
     """
 
     name: str
@@ -42,12 +42,12 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return len(self.keys)
 
     def at(self, which: Array) -> KeyedRows:
-        """The rows that a mask or row numbers choose."""
+        """Return the rows that a mask or row numbers choose."""
         freqs = None if self.freqs is None else self.freqs[which]
         return KeyedRows(self.name, self.keys[which], self.values[which], freqs)
 
     def rows_of(self, keys: Array) -> Array:
-        """int64 [n]: for each key its row here, -1 if it has none."""
+        """Return for each key its row here, -1 if it has none: int64 [n]."""
         if not len(self.keys):
             return np.full(len(keys), -1)
         order = np.argsort(self.keys)
@@ -56,7 +56,7 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return np.where(self.keys[rows] == keys, rows, -1)
 
     def same_as(self, other: KeyedRows) -> Array:
-        """A mask of the rows that `other` has, bit for bit, under the same keys."""
+        """Return a mask of the rows that `other` has, bit for bit, under the same keys."""
         from exporter.delta.compare_rows import differing_rows
 
         rows = other.rows_of(self.keys)
@@ -74,7 +74,7 @@ class KeyedChange(Struct, frozen=True, eq=False):
     removed: Array
 
     def then(self, later: KeyedChange) -> KeyedChange:
-        """One change with the effect of this one followed by a `later` one of the same table."""
+        """Return one change with the effect of this one followed by a `later` one of the same table."""
         ours = self.rows
         stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
         kept = ours.at(stays)
@@ -108,11 +108,11 @@ class KeyedSource(Protocol):
         """The keys that are to be served, int64."""
 
     def values(self, places: Array) -> Array:
-        """The rows of the keys at these places of `keys`, in the dtype that is served."""
+        """Return the rows of the keys at these places of `keys`, in the dtype that is served."""
 
 
 class ServedTable(Struct, frozen=True):
-    """Reads a published dynamic table at any places, without checksums: `check` it first."""
+    """Reads a published dynamic table at any places, without verifying checksums: call `check` first."""
 
     state: LayeredState
     variables: tuple[ServedVariable, ServedVariable, ServedVariable, ServedVariable]
@@ -132,7 +132,7 @@ class ServedTable(Struct, frozen=True):
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:
-        """Compare the checksums of all its variables, fetched whole if they are in a store.
+        """Verify the checksums of all variables of the table, fetched whole if they are in a store.
 
         CorruptFile if one differs.
         """
@@ -143,7 +143,7 @@ class ServedTable(Struct, frozen=True):
 
     @property
     def index_names(self) -> tuple[str, ...]:
-        """The names of its variables, but for the values."""
+        """The names of the table's variables except the values."""
         return tuple(variable.name for variable in self.variables[:-1])
 
     @property
@@ -164,7 +164,7 @@ class ServedTable(Struct, frozen=True):
         return self._at(2, rows)
 
     def find(self, keys: Array) -> Array:
-        """The row of each key, int64; -1 for those that are absent."""
+        """Return the row of each key, int64; -1 for keys that are absent."""
         found = [
             find_rows(self.geometry, self, keys[start : start + _KEYS_AT_ONCE])
             for start in range(0, len(keys), _KEYS_AT_ONCE)
@@ -172,14 +172,14 @@ class ServedTable(Struct, frozen=True):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def live(self) -> tuple[Array, Array]:
-        """The numbers of the rows in use, increasing, and their keys; all of the index is read."""
+        """Return the numbers of the rows in use, increasing, and their keys; reads all of the index."""
         rows = np.flatnonzero(live_rows(self.geometry, self))
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """Plan how the index changes if these keys are added and dropped.
+        """Plan the change of the index that adds and drops these keys.
 
-        TableFull if there is no room, CorruptFile if the index is of another number of default rows.
+        TableFull if there is no room, CorruptFile if the index has another number of default rows.
         """
         cursor, *others = self.keys(np.arange(self.geometry.cursor_row, self.geometry.capacity)).tolist()
         is_last, unused = others[-1] == EMPTY_KEY, set(others[:-1]) <= _NO_KEYS
@@ -191,7 +191,7 @@ class ServedTable(Struct, frozen=True):
             full = TableFull(f"table {self.name!r} is full: {error.message}", cause=error.cause)
             full.hint = error.hint
             raise full from None
-        fresh = np.unique(self.keys(change.added[change.added >= cursor]))  # of rows that no key had so far
+        fresh = np.unique(self.keys(change.added[change.added >= cursor]))  # rows that no key has used yet
         if not set(fresh.tolist()) <= _NO_KEYS:
             raise self._inconsistent()
         return change
@@ -213,10 +213,10 @@ class ServedTable(Struct, frozen=True):
 
 
 def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, Change]:
-    """The changes of a table's variables that remove keys, then put these rows, also of new keys.
+    """Return the changes of a table's variables that remove keys, then put these rows, also of new keys.
 
-    Values are as they are served. A key that is removed and put keeps its place. TableFull if there is no
-    room for the new keys, CorruptFile if the index does not fit the manifest.
+    Values are in the served form. A key that is removed and put keeps its row. TableFull if there is no room
+    for the new keys, CorruptFile if the index does not fit the manifest.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -227,7 +227,7 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """The changes that make a table hold just the trainer's keys and rows.
+    """Return the changes after which a table holds exactly the trainer's keys and rows.
 
     TableFull without room, CorruptFile if the index does not fit the manifest.
     """
@@ -239,7 +239,7 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
     rows[new] = change.added
     is_new = np.zeros(len(rows), bool)
     is_new[new] = True
-    from exporter.delta.compare_rows import differing_rows  # late: told changes are not compared
+    from exporter.delta.compare_rows import differing_rows  # late: changes from increments do not need it
 
     changes = _index_changes(table, change)
 
@@ -258,7 +258,7 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
 
 
 def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield row numbers in ascending order with their places in `rows`, as many at a time as 4 MB hold."""
+    """Yield row numbers in ascending order with their places in `rows`, at most 4 MiB of rows at a time."""
     order = np.argsort(rows)
     step = max(1, _BYTES_AT_ONCE // max(1, table.row_values.row_bytes))
     for start in range(0, len(order), step):

@@ -1,17 +1,17 @@
-"""Approximate deltas: which changed rows are sent, which are rounded, which are held back, and what is told.
+"""Approximate deltas: which changed rows are sent, rounded or held back, and the report on them.
 
-Each changed row has a *distance*: the Euclidean norm of what is to be served less what is. Rows below
-`--min-change` are held back; with a budget the nearest ones are, as many as must be for the others to fit.
-One threshold divides the rows of all tables: it is the given one, or chooses itself. What is held back is
-remembered, with the time since when, and competes again with its whole distance.
+Each changed row has a *distance*: the Euclidean norm of its new value less the served one. Rows below
+`--min-change` are held back; with a budget the nearest rows are held back until the others fit. One threshold
+divides the rows of all tables: the given one, or the lowest that fits the budget. Rows that are held back are
+remembered, with the time when they began to wait, and compete again with their whole distance.
 
-All is done only if asked for, and what is published says how far served values may be from the trainer's.
-A row whose distance is NaN or infinite is always sent, and so is what has no distance: variables that are
-served whole, tables of other types than floating point, and rows of new keys.
+All is done only if asked for, and each publication says how far served values may be from the trainer's. A
+row whose distance is NaN or infinite is always sent, and so are changes without a distance: variables that
+are served whole, tables of other types than floating point, and rows of new keys.
 
 *Ranking.* A row's score is its distance for each byte that it takes. A pass over the rows keeps it as a
-float32. Positive floats are in the order of their bits, so that two histograms, of the upper and of the lower
-16, find the threshold for any number of rows of any sizes.
+float32. Positive floats sort in the order of their bits, so that two histograms, of the upper and of the
+lower 16, find the threshold for any number of rows of any sizes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from exporter.wire.int8_codes import values_of
 
 _ROWS = 1 << 12  # at a time: of 64 floats, their differences in float64 stay in a processor's cache
 _SAME, _WILD, _HELD = -3.0, -2.0, -1.0
-"""Scores of rows that are served already as they would be sent, and of those that are held back anyway: as
-they are beyond their norm, or below `--min-change`."""
+"""Scores of rows that are served already in the form in which they would be sent, and of rows that are held
+back in any case: beyond their norm, or below `--min-change`."""
 _FURTHEST = sys.float_info.max  # infinity is no number of JSON
 
 
 class Divided(Struct, frozen=True):
     """The `changes` to send: without the rows that are held back, others rounded.
 
-    By table, `held_back` has the rows left out, as the trainer has them, `since` when each waits, if that
-    counts, and `stale` the numbers int64 [n] of all rows that will not be the trainer's. `left_out`,
-    `rounded` and `used` are None if there is nothing to say.
+    By table, `held_back` has the rows left out, with the trainer's values, `since` when each began to wait
+    (only if time matters), and `stale` the numbers int64 [n] of all rows that will differ from the trainer's.
+    `left_out`, `rounded` and `used` are None if there is nothing to report.
     """
 
     changes: dict[str, Change]
@@ -75,14 +75,16 @@ def divide(
     coded: Collection[str] = (),
     first: Mapping[str, Array] | None = None,
 ) -> Divided:
-    """Divide `changes` into what is sent, some of it rounded, and what is held back, given what is published.
+    """Divide `changes` into rows that are sent, some of them rounded, and rows that are held back.
 
-    Rows that are served already as they would be sent are left out, too, and not counted as such. The
-    checksums of what is published are compared first: a damaged row would give a wrong distance. The tables
-    `coded` hold rows in 8 bits. Of a table the rows `first` are sent in any case.
+    Rows that are served already in the form in which they would be sent are left out, too, and not counted as
+    held back. The checksums of published values are verified first: a damaged row would give a wrong
+    distance. The tables `coded` hold rows in 8 bits. The rows `first` of a table are sent unless their norm
+    forbids it.
 
     Raises:
-        WildValues: rows are beyond their bound, and that is to be refused.
+        WildValues: rows are beyond their bound and `on_wild` refuses them; or a variable that is served whole
+            is, unless `on_wild` only warns.
         CheckpointError: a published value cannot be read, or is damaged.
         DiskFull, PublishError: the scratch file cannot be written.
     """
@@ -132,13 +134,15 @@ def divide(
 
 
 def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
-    """The Euclidean distances [n] of the rows of two arrays [n, ...] of one shape, computed in `dtype`."""
+    """Return the Euclidean distances [n] of the rows of two arrays [n, ...] of one shape, computed in
+    `dtype`.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         return row_norms(np.subtract(a, b, dtype=_at_least_single(dtype), casting="unsafe"), dtype)
 
 
 def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
-    """The Euclidean norms [n] of rows [n, ...], computed in `dtype`."""
+    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`."""
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(_at_least_single(dtype), copy=False)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", flat, flat)))
@@ -150,14 +154,14 @@ def _at_least_single(dtype: Any) -> Any:
 
 
 class _Cut:
-    """The score up from which rows are sent, and the bytes for those that have just this score."""
+    """The score above which rows are sent, and the bytes left for rows with exactly this score."""
 
     def __init__(self, score: float = 0.0, room: int = sys.maxsize) -> None:
         self._score, self._room = np.float32(score), room
 
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
-        """The lowest score from which on all rows that are not due fit into `room` bytes."""
+        """Return the lowest score from which on all rows that are not due fit into `room` bytes."""
         room = max(0, room)
         pools = [(sieve.competing.view(np.uint32), sieve.row_bytes) for sieve in sieves]
         if sum(len(bits) * size for bits, size in pools) <= room:
@@ -175,7 +179,9 @@ class _Cut:
         return cls(float(np.uint32(score).view(np.float32)), room)
 
     def passes(self, scores: Array, row_bytes: int) -> Array:
-        """A mask of the rows that are sent."""
+        """Return a mask of a table's rows that are sent; rows with exactly the limit's score use up the
+        room.
+        """
         sent = scores > self._score
         level = np.flatnonzero(scores == self._score)[: self._room // row_bytes]
         sent[level] = True
@@ -184,7 +190,7 @@ class _Cut:
 
 
 class _Sieve:
-    """The changed rows of one table: measured, then divided into those that are sent and the others."""
+    """The changed rows of one table: measured, then divided into rows to send and rows to hold back."""
 
     def __init__(
         self,
@@ -214,22 +220,22 @@ class _Sieve:
 
     @property
     def competing(self) -> Array:
-        """The scores of the rows that are neither due nor held back anyway."""
+        """The scores of the rows that are neither due nor held back in any case."""
         return self._scores[(self._scores >= 0) & (self._scores < np.inf)]
 
     @property
     def changed_rows(self) -> int:
-        """How many rows would be sent without a budget."""
+        """The number of rows that would be sent without a budget."""
         return int(np.count_nonzero(self._scores >= 0))
 
     @property
     def due_rows(self) -> int:
-        """How many rows are sent whatever the budget."""
+        """The number of rows that are sent whatever the budget."""
         return int(np.count_nonzero(self._scores == np.inf))
 
     @property
     def wild(self) -> WildRows | None:
-        """What is to say of rows beyond the table's bound; None without any."""
+        """A report on the rows beyond the table's bound; None without any."""
         if not self._wild_rows:
             return None
         norm, row = self._wildest
@@ -237,13 +243,13 @@ class _Sieve:
         return WildRows(name, self._wild_rows, row, norm, self._allowed.norms[name], is_held)
 
     def measure(self, waiting: Waiting) -> None:
-        """Give each row its score, and note those that are served rounded already."""
+        """Give each row its score, and record the rows that are served rounded already."""
         step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
         for start in range(0, len(self._change.ids), step):
             ids, values = self._change.ids[start : start + step], self._change.values[start : start + step]
             before = self._published.rows_at(self._variable.name, ids)
             distances = self._distances(values, before)
-            same = np.flatnonzero(~(distances > 0))  # nothing moved; or NaN, which has no distance
+            same = np.flatnonzero(~(distances > 0))  # 0 or NaN: only a comparison of bits shows a change
             same = np.delete(same, differing_rows(before[same], values[same]))
             moved: Array | slice = slice(None)
             if len(same):
@@ -259,7 +265,9 @@ class _Sieve:
             self._scores[start : start + step][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
-        """The distances of rows; where no number of them counts, of float32 in float32, which is quicker."""
+        """Return the distances of rows; in float32 for rows of float32 if no exact number matters, which is
+        faster.
+        """
         if self._is_coded:
             a, b = values_of(a), values_of(b)
         is_bounded = self._allowed.bound or self._allowed.norms
@@ -295,21 +303,24 @@ class _Sieve:
         return scores
 
     def _is_new(self, ids: Array) -> Array:
-        """A mask of the rows of new keys."""
+        """Return a mask of the rows of new keys."""
         return np.isin(ids, [] if self._first is None else self._first)
 
     def since(self, waiting: Waiting) -> Array:
-        """Since when the rows wait that are held back; those beyond their norm never do for too long."""
+        """Return when each held-back row began to wait, in seconds since 1970.
+
+        Infinite for rows beyond their norm, which are never overdue.
+        """
         assert self.held_back is not None
         ids = self.held_back.ids
         is_wild = np.isin(ids, self._change.ids[self._scores == _WILD])
         return np.where(is_wild, np.inf, waiting.since_of(self._variable.name, ids))
 
     def send(self, cut: _Cut, scratch: Path) -> None:
-        """Divide the rows by their scores; fills the other fields."""
+        """Divide the rows by their scores; sets the fields for the report."""
         goes = cut.passes(self._scores, self.row_bytes)
         stays = ~goes & (self._scores > _SAME)
-        # What is served at the row of a new key is another key's: it gets zeros, if its own are rubbish.
+        # The served row of a new key has another key's values: if its own are beyond the norm, send zeros.
         blank = self._is_new(self._change.ids) & (self._scores == _WILD)
         self.sent, self.held_back = self._chosen(goes | blank), self._chosen(stays)
         if self.sent is not None and blank.any():
@@ -337,7 +348,7 @@ class _Sieve:
             yield ids, image
 
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
-        """Count the rows that are served as `image`, where that is not what the trainer has."""
+        """Count the rows that are served as `image` and differ from the trainer's."""
         rounded = differing_rows(image, values)
         if len(rounded):
             self.stale.append(ids[rounded])
@@ -354,7 +365,7 @@ def _blanked(rows: Rows, blank: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _wild_whole(whole: Mapping[str, Change], norms: Mapping[str, float]) -> Iterator[WildRows]:
-    """Yield what is to say of variables that are served whole and beyond their bounds."""
+    """Yield a report on each variable that is served whole and beyond its bound."""
     for name, value in whole.items():
         if name in norms and not isinstance(value, Rows):
             norm = float(np.nan_to_num(row_norms(value[np.newaxis]), nan=np.inf)[0])
@@ -368,7 +379,7 @@ def _left_out(sieves: Collection[_Sieve], allowed: Tolerance, since: float) -> L
         return None
     furthest, wild = max(sieve.furthest for sieve in sieves), sum(sieve.wild_held for sieve in sieves)
     is_within = furthest < allowed.bound
-    # A score is rounded to float32: the bound is to be above what it was made of.
+    # A score is rounded to float32: the bound must be above the distance that it was computed from.
     bound = (
         allowed.bound if is_within else min(float(np.nextafter(furthest * (1 + 2**-22), np.inf)), _FURTHEST)
     )
@@ -408,7 +419,7 @@ def _refused(wild: Collection[WildRows], *, can_hold: bool) -> WildValues:
 
 
 def _row_bytes(variable: ServedVariable, packing: DeltaDtype | None) -> int:
-    """The bytes of a row in a delta, with its number; of a packed one, if it packs."""
+    """The bytes of a row in a delta, with its number; of a packed row if `packing` is given."""
     elements = math.prod(variable.shape[1:])
     if packing is None:
         return 8 + elements * variable.dtype.numpy.itemsize
@@ -423,12 +434,12 @@ def _bytes_of(change: Change) -> int:
 
 
 def _fixed_bytes(schema: Schema) -> int:
-    """The most that a delta's header, its index, and its manifest take, in bytes."""
+    """An upper bound of the bytes that a delta's header, index and manifest take."""
     return 4096 + sum(320 + 3 * len(variable.name) * len(variable.keys) for variable in schema.variables)
 
 
 def _mask(places: Array, count: int) -> Array:
-    """True at these places of `count`."""
+    """A mask of `count` with True at these places."""
     mask = np.zeros(count, bool)
     mask[places] = True
     return mask
