@@ -1,1 +1,1 @@
-"""Publish versions and deltas: staging, commit, manifests, locks, retention; and read what is published."""
+"""Publish versions and deltas (staging, commit, manifests, locks, retention), and read published models."""

@@ -1,11 +1,11 @@
-"""How far a canary has approved a log: its hold, moved on by compare-and-set under the model's lock.
+"""A canary's approval of a log: its hold, advanced by compare-and-set under the model's lock.
 
-The agent's canary lets one server pass the hold, and moves the hold on when that server answers as it should.
-The hold that it expects to find tells it whether a person, a rollback or another agent decided meanwhile.
+The agent's canary lets one server pass the hold, and advances the hold when that server answers as it should.
+If the hold is not where the canary expects it, a person, a rollback or another agent decided meanwhile.
 
-What a canary failed is never approved by itself. Its rollbacks stay in the log and say so
-(`DeltaEntry.failed`): a canary that begins without a hold begins no later than the newest of them, whatever
-is served by then.
+Values that a canary rejected are never approved without a new judgement. Its rollbacks stay in the log and
+are marked (`DeltaEntry.failed`): a canary that begins without a hold begins no later than at the newest of
+them, whatever servers have by then.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from exporter.publish.staging import Staging
 def approve(log: Path, model: Path, *, expected: int | None, position: int) -> int | None:
     """Move the canary's hold of a log from `expected` to a position, and return where it is now.
 
-    None if something else is there, or the hold of a canary in the store of this copy, which no canary here
-    moves: nothing is changed then. `expected` is None where there is no hold, and
-    what servers serve by then is to be approved; the hold goes no further than a canary's last rollback.
+    None, with nothing changed, if the hold is not at `expected`, a person's or a rollback's hold is in force,
+    the hold came from the store of this copy (no canary here moves that one), or, with `expected` None,
+    another log is the newest.
+
+    `expected` is None where there is no hold: then all that servers have by then is approved, but nothing
+    beyond a canary's last rollback.
 
     Raises:
         ManifestError: the newest version's manifest cannot be read.
@@ -46,9 +49,9 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
 
 
 def did_fail(log: DeltaLog, position: int) -> bool:
-    """True if a canary judged the values of a position, and they did not pass; nor has one passed them since.
+    """True if a canary rejected the values of a position, and no canary has approved them since.
 
-    A resumption of such values is of them, until a canary approves it.
+    A resumption that publishes such values again counts as rejected until a canary approves it.
     """
     taken_back = [(delta.entry.back_to or 0, delta.end) for delta in _failed(log)]
     found = log.standing(position)
@@ -60,7 +63,7 @@ def did_fail(log: DeltaLog, position: int) -> bool:
 
 
 def _last_rollback(log: DeltaLog) -> list[int]:
-    """Where the newest rollback of a canary stands, if its values can still be had; else empty."""
+    """The position of a canary's newest rollback, in a list; empty without one, or if no base is that old."""
     oldest = min(base.at.position for base in log.bases)
     ends = [delta.end for delta in _failed(log) if delta.end >= oldest]
     return [max(ends)] if ends else []

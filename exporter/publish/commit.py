@@ -73,11 +73,11 @@ _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
 
 
 def seal(bundle: Path) -> tuple[FileEntry, ...]:
-    """Make the staged tree readable and durable; its files by path. Directories come after what they hold."""
+    """Make the staged tree readable and durable; return its files, sorted by path."""
     mode = stat.S_IMODE(bundle.stat().st_mode)
     files: list[FileEntry] = []
     for name, directories, names in os.walk(bundle, topdown=False, onerror=_raise):
-        directory = Path(name)  # after all that it holds: its sync makes their names durable
+        directory = Path(name)  # bottom-up: syncing a directory makes the names in it durable
         links = [child for child in directories if (directory / child).is_symlink()]
         files += [_seal_file(bundle, directory / child, mode) for child in names + links]
         _set_mode(directory, mode)
@@ -105,7 +105,7 @@ def _masked_crc(path: Path) -> int:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Set a file's mode if it has another: temporary files are private, and servers run as other users."""
+    """Set a file's mode if it differs: temporary files are private, and servers run as other users."""
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
 
@@ -131,11 +131,11 @@ __all__ = [
 ]
 
 LOCK_SECONDS = 60.0
-"""How long to wait for another exporter; it holds the lock for some milliseconds."""
+"""The longest wait for another exporter, which holds the lock for some milliseconds."""
 
 _MAX_VERSION = (1 << 63) - 1
 LARGEST_ASKED = _MAX_VERSION >> 1
-"""The largest version or step that is taken as it is: as many numbers are left for what is published next."""
+"""The largest version or step that is accepted: as many numbers stay free for later publications."""
 
 
 class VersionRule(Struct, frozen=True):
@@ -165,10 +165,11 @@ class VersionRule(Struct, frozen=True):
     def choose(
         self, step: int | None, *, newest: int | None, last: int | None, now: float
     ) -> tuple[int, int]:
-        """Version and position of what is published next.
+        """Return the version and the position of the next publication.
 
-        VersionExists if the one asked for is not the newest. `newest` is the greatest version number in use,
-        `last` the greatest position.
+        `newest` is the greatest version number in use, `last` the greatest position; None if there is none.
+        `now` is in seconds since 1970. VersionExists if the version that was asked for would not be the
+        newest.
         """
         if self.choice == "position":
             position = next_position(step, greatest(newest, last))
@@ -188,10 +189,11 @@ _BY_POSITION = VersionRule()
 
 
 class ReservedPosition(Struct, frozen=True):
-    """A position that is known before publishing, because it is baked into what is published.
+    """A position that is known before publishing, because it is stored inside the files to publish.
 
     `last` was the greatest position then. Publishing fails with PositionMoved if the log advanced since,
-    except for a base in a log that goes on (`is_passed`): deltas that were published since lead on from it.
+    except for a base in a log that continues (`is_passed`): the deltas published meanwhile apply to that
+    base, too.
     """
 
     position: int
@@ -202,7 +204,7 @@ class ReservedPosition(Struct, frozen=True):
 class PublishedVersion(Struct, frozen=True):
     """A version that was published; `removed` and `kept` are the older ones beyond `keep`.
 
-    `warnings` are what went wrong after the version could be seen.
+    `warnings` are failures after readers could see the version.
     """
 
     path: Path
@@ -217,14 +219,14 @@ class PublishedVersion(Struct, frozen=True):
 
     @property
     def position(self) -> int:
-        """Where a server stands that has loaded it."""
+        """The position of a server right after loading this version."""
         return self.manifest.position
 
 
 class PublishedDelta(Struct, frozen=True):
-    """A delta that was published; `warnings` are what went wrong after readers could see it.
+    """A delta that was published; `warnings` are failures after readers could see it.
 
-    `log` is the newest version's log as it was right after that, under the model's lock.
+    `log` is the newest version's log right after that, read under the model's lock.
     """
 
     path: Path
@@ -237,12 +239,12 @@ class PublishedDelta(Struct, frozen=True):
 
 
 class UnderLock(Struct, frozen=True):
-    """How a delta is published under the model's lock.
+    """The conditions under which a delta is published while the model is locked.
 
-    `is_ours` says that the caller has the lock already, and has read the log under it. `permit` raises if the
-    delta may not be published; it is given the log as it is under the lock. With `holds` the log is held
-    where the delta leads, from the instant in which it can be seen; or, if a canary's hold keeps everybody
-    before the delta, right after it (`follows_canary`); `why` is kept with the hold.
+    `is_ours`: the caller has the lock already, and has read the log under it. `permit` gets the log as it is
+    under the lock, and raises if the delta may not be published. With `holds` the log is held at the delta's
+    end from the instant in which readers can see the delta; or right after it, if a canary's hold keeps all
+    servers before the delta (`follows_canary`). `why` is the reason kept with the hold.
     """
 
     is_ours: bool = False
@@ -253,11 +255,11 @@ class UnderLock(Struct, frozen=True):
 
 
 TAKING_THE_LOCK = UnderLock()
-"""The usual way: the lock is taken for the commit."""
+"""The default: the lock is acquired for the commit."""
 
 
 def reserve_position(model: Path, step: int | None) -> ReservedPosition:
-    """Reserve the next position; its number is also free as a version.
+    """Return the next position, reserved: no version or abandoned publication has its number.
 
     Raises:
         ManifestError: the newest version's manifest is damaged.
@@ -270,7 +272,7 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
 
 
 def next_delta_position(log: DeltaLog, step: int | None) -> int:
-    """The position after `log.last` for a delta of a log; no other process has begun there.
+    """The next position for a delta of a log: beyond all positions in use, and all that were abandoned.
 
     Raises:
         VersionExists: see `next_position`.
@@ -282,7 +284,7 @@ def next_delta_position(log: DeltaLog, step: int | None) -> int:
 def _next_of_log(step: int | None, last: int | None) -> int:
     """The next position of a delta, or of a base that takes deltas.
 
-    PositionError if no delta counts so far.
+    PositionError if it is beyond the largest position of deltas (`POSITION_LIMIT`).
     """
     position = next_position(step, last)
     if position >= POSITION_LIMIT:
@@ -297,7 +299,8 @@ def _next_of_log(step: int | None, last: int | None) -> int:
 def next_position(step: int | None, last: int | None) -> int:
     """The training step if it is greater than the last position, else the last position + 1.
 
-    Without a step and a last position it is 1. A step beyond `LARGEST_ASKED` is no count of anything.
+    Without a step and a last position it is 1. A step above `LARGEST_ASKED` is ignored. VersionExists if no
+    number is left.
     """
     if step is not None and (last is None or step > last) and step <= LARGEST_ASKED:
         return step
@@ -316,18 +319,22 @@ def publish_version(
     grace_seconds: float = GRACE_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> PublishedVersion:
-    """Turn `staging.path` into `<model>/<version>` and, with `keep`, move older versions away.
+    """Rename `staging.path` to `<model>/<version>` and, with `keep`, move older versions away.
 
     A reserved position is the version's number, too. `permit` is called under the model's lock, and raises if
-    the version may not be published; `is_locked` says that the caller has that lock already.
+    the version may not be published; `is_locked`: the caller has that lock already.
 
-    When this returns the version survives a power cut, as far as its bytes are ours: a file with a second
-    link (the trainer's shards) is neither synced, which would cost O(bytes), nor changed in its mode.
+    When this returns, the version survives a power cut, except files with a second link (the trainer's
+    shards):
+    these are neither synced, which would cost O(bytes), nor changed in their mode.
 
     Raises:
-        ModelHeld, ChainEnds, UsageError: see `Permission.check`; nothing was published.
-        VersionExists: see `VersionRule.choose`, or a version of the reserved position or above is there.
+        UsageError: `keep` would leave no version; or see `Permission.check`; nothing was published.
+        ModelHeld, ChainEnds: see `Permission.check`; nothing was published.
+        VersionExists: see `VersionRule.choose`; or a directory without a manifest has the reserved number, or
+            a greater one.
         PositionMoved: something was published since the position was reserved.
+        NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
         ManifestError: the newest version's manifest is damaged, so that the next position is unknown.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
@@ -368,13 +375,11 @@ def publish_delta(
     last: int | None,
     under_lock: UnderLock,
 ) -> PublishedDelta:
-    """Turn `staging.path` into the delta `<from>-<position>` of a log; whole, durable and immutable.
+    """Rename `staging.path` to the delta `<from>-<position>` of a log: whole, durable and immutable.
 
-    PositionMoved if that is published already, or another process published meanwhile. UsageError if the log
-    is signed, and this would not be.
-
-    `last` was the greatest position of the model when the delta was made; None where that does not matter,
-    as for a merger of deltas that are published already.
+    `last` was the greatest position of the model when the delta was made; None where that does not matter, as
+    for a merger of published deltas. PositionMoved if this delta is published already, or another process
+    published meanwhile. UsageError if the log is signed, and this delta would not be.
     """
     with writing(staging.model):
         held = None
@@ -386,7 +391,7 @@ def publish_delta(
             # Others may have published, merged or removed since the log was read; under the lock none can.
             now = log if under_lock.is_ours else _log_now(log, last)
             under_lock.permit(now)
-            if not under_lock.follows_canary:  # whose rollback is the copy's own, and no reader's
+            if not under_lock.follows_canary:  # a canary's rollback stays in its copy: nobody else reads it
                 require_signer(staging.model, now.newest.manifest)
             make_directories(log.path)
             delta = LogDelta(log.path, draft.from_position or 0, position)
@@ -442,20 +447,25 @@ def _commit(
 
 
 def _identity(model: Path, versions: Sequence[VersionDir]) -> str:
-    """The identity of a model, which its first version is given, and later ones carry on."""
+    """The identity of a model: its versions', or a new random one for the first version."""
     _require_one_model(model, versions)
     return next(iter(identities_of(versions)), "") or os.urandom(16).hex()
 
 
 def _require_one_model(model: Path, versions: Sequence[VersionDir]) -> None:
-    """Refuse to sign what leads on from versions of several models; NotTrusted if they lie there."""
+    """Refuse to sign a publication that follows versions of several models: NotTrusted.
+
+    Nothing is refused where nothing is signed.
+    """
     if signer_of(model) is not None and len(found := identities_of(versions)) > 1:
         raise several_models(model, found)
 
 
 def _log_now(log: DeltaLog, last: int | None) -> DeltaLog:
-    """The log of the newest version: still this one, and `last` the model's greatest position, if that
-    matters.
+    """Read the newest version's log again; PositionMoved if it is another, or `last` is not the newest
+    position.
+
+    With `last` None neither is compared.
     """
     model = log.model
     versions = version_dirs(model)
@@ -479,7 +489,7 @@ def _require(model: Path, expected: int | None, found: int | None, *, is_same_lo
 
 
 def _sealed(staging: Staging) -> tuple[FileEntry, ...]:
-    """`seal` of what is staged, with the digests of its files if it is to be signed."""
+    """Seal the staged directory; return its files, with their SHA-256 if it is to be signed."""
     files = seal(staging.path)
     if signer_of(staging.model) is None:
         return files
@@ -497,7 +507,7 @@ def _complete(
     now: float,
     identity: str | None,
 ) -> Manifest:
-    """Write the manifest, signed for `target` if a key is in force; the bundle is whole, and on disk."""
+    """Write the manifest and return it, signed for `target` if a key is in force. It is the last file."""
     manifest = replace(draft, identity=identity).complete(
         position=position,
         created=datetime.fromtimestamp(now, timezone.utc),
@@ -514,10 +524,10 @@ def _complete(
 
 
 def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
-    """Rename the bundle to `target` and wait until that is on disk; returns warnings.
+    """Rename the bundle to `target` and wait until that is on disk; return warnings.
 
-    From the rename on readers have it, and no failure can take it back: what failed then is a warning. A file
-    system that cannot sync is told of once.
+    From the rename on readers have it, so that a later failure is a warning, not an error. That a file system
+    cannot sync is reported once per process and model.
     """
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
     try:
@@ -532,13 +542,13 @@ def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
 
 
 _told_of: set[Path] = set()
-"""Models whose file systems were named once by this process: a watch publishes there a thousand times."""
+"""Models for which this process has warned already: a watch publishes a thousand times."""
 
 NO_SYNC_HINT = "keep the model on a local disk or NFS and push it from there, if that is not enough"
 
 
 def cannot_sync(model: Path) -> str:
-    """The sentence about durability for a file system that cannot sync directories."""
+    """The warning for a model whose file system cannot sync directories."""
     return (
         f"the file system of {model} does not say when the names of files are on disk: readers see what is "
         "published whole or not at all, but a power cut of its server may lose the last of it"
@@ -569,7 +579,7 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
 
 
 def _locked(model: Path, *, is_ours: bool) -> AbstractContextManager[None]:
-    """The model's lock, unless the caller has it."""
+    """Lock the model, unless the caller has the lock already."""
     return nullcontext() if is_ours else model_lock(model)
 
 

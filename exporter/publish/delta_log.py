@@ -59,7 +59,9 @@ class LogBase(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> LogBase:
-        """The base in a version's directory; NotUpdatable if it takes no deltas."""
+        """The base in a version's directory; NotUpdatable if it takes no deltas, ManifestError if it cannot
+        be read.
+        """
         manifest = read_manifest(path)
         check_place(manifest, path)
         if not isinstance(manifest.incremental, BaseEntry):
@@ -72,11 +74,15 @@ class LogBase(Struct, frozen=True):
 
     @property
     def at(self) -> Position:
-        """Where a server stands that has loaded it."""
+        """The position of a server right after loading this base, and its training step."""
         return Position(self.manifest.position, self.manifest.step)
 
     def stored(self) -> dict[str, RowReader]:
-        """Its served variables by name."""
+        """Readers of its served variables, by name.
+
+        VerificationError if a signed file differs, CheckpointError if the bundle is damaged or not the
+        manifest's.
+        """
         from exporter.checkpoint.tensor_bundle import read_catalog
         from exporter.delta.row_reader import served_in
 
@@ -88,7 +94,7 @@ class LogBase(Struct, frozen=True):
 
 
 class LogDelta(Struct, Reach, frozen=True, dict=True):
-    """A delta, known by its name until more is asked for: there may be thousands."""
+    """A delta, of which only the name is read until more is needed: there may be thousands."""
 
     log: Path
     start: int
@@ -101,14 +107,14 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Its manifest, checked against its name."""
+        """Its manifest; ManifestError if that is damaged or belongs to another place."""
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
         return manifest
 
     @property
     def entry(self) -> DeltaEntry:
-        """Its place in the log, by its manifest; ManifestError if that names none."""
+        """The log entry in its manifest; ManifestError if there is none."""
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
             raise ManifestError(f"{self.path / MANIFEST_FILE} does not say which log the delta is of")
@@ -116,12 +122,12 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def at(self) -> Position:
-        """Where it leads."""
+        """The position where it ends, and the training step there."""
         return Position(self.end, self.manifest.step)
 
     @property
     def only_from(self) -> bool:
-        """True if it fits its first position alone."""
+        """True if it applies at its first position only."""
         return self.entry.only_from
 
     @property
@@ -131,10 +137,10 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
 
 class DeltaLog(Struct, frozen=True, dict=True):
-    """A log as it was at one moment, from one listing of the model's directory and one of the log's own.
+    """A log at one moment, by one listing of the model's directory and one of its own.
 
     `base` is the newest of `versions`, which are as `version_dirs` lists them; `deltas` are sorted by their
-    positions. A command reads its log once and hands it on. It reads it again under the model's lock, where
+    positions. A command reads its log once and passes it on. It reads it again under the model's lock, where
     others may have published meanwhile.
     """
 
@@ -145,7 +151,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def number(self) -> int:
-        """The position of its first base, by which its directory is named."""
+        """The position of its first base, which names its directory."""
         return self.base.entry.log
 
     @property
@@ -165,7 +171,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def bases(self) -> tuple[LogBase, ...]:
-        """Every base of the log that is still there, newest first."""
+        """The bases of the log that still exist and can be read, newest first."""
         found = []
         for child in self.versions:
             if not child.has_manifest:
@@ -180,12 +186,12 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """The delta that leads to the newest position, or the base that stands there."""
+        """The delta with the greatest end; or the newest base, if no delta ends beyond it."""
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
 
     def has(self, position: int) -> bool:
-        """True if a base of the log stands at a position, or a delta leads there."""
+        """True if a base of the log is at a position, or a delta ends there."""
         return any(base.at.position == position for base in self.bases) or any(
             delta.end == position for delta in self.deltas
         )
@@ -202,7 +208,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def last(self) -> int:
-        """The greatest position in use of the model, in this log as it was listed or elsewhere."""
+        """The greatest position in use in the model, by this log or another."""
         ends = [delta.end for delta in self.deltas]
         others = [*unread_positions(self.versions), *delta_positions(self.model, but=self.path)]
         return max([self.base.at.position, *ends, *others])
@@ -214,11 +220,17 @@ class DeltaLog(Struct, frozen=True, dict=True):
         )
 
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
-        """The deltas that lead from `start` to `target`, or to the newest position."""
+        """The deltas that a server applies to get from `start` to `target`, or to the newest position, in
+        order.
+
+        DeltaGap if they do not reach it, StaleDelta if `target` is before `start`.
+        """
         return plan_chain(self.deltas, start, target)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
-        """The delta's changes as memory maps, every checksum compared; of variables `only`."""
+        """The delta's changes as memory maps, of variables `only` if given; the checksums of all of these are
+        verified.
+        """
         from exporter.delta.delta_files import with_values
 
         tensors = self.tensors(delta)
@@ -231,7 +243,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
-        """The numbers of the rows of some tables that a delta holds, checksums compared; no row is read."""
+        """The row numbers that a delta holds of some tables, checksums verified; no row's values are read."""
         from exporter.delta.delta_files import row_numbers
 
         tensors = self.tensors(delta)
@@ -240,9 +252,9 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return {variable.name: row_numbers(tensors, variable) for variable in chosen}
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
-        """The delta's tensors, whose values are not read.
+        """The delta's tensors; their values are not read.
 
-        CorruptFile if its positions or tensors are not those of its name and manifest.
+        CorruptFile if its positions or tensors differ from its name and manifest.
         """
         from exporter.delta.delta_files import read_tensors
 
@@ -258,9 +270,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
-        """The values at a position, by default at the newest; of variables `only`, if these are named.
+        """The values at a position (default: the newest); only of variables `only`, if given.
 
-        Opens the deltas that lead there: DeltaGap if none do, CheckpointError if one is damaged.
+        Opens the deltas from the nearest base on: PositionUnknown if no base and deltas reach the position,
+        CheckpointError if one is damaged.
         """
         from exporter.delta.layered_state import LayeredState
 
@@ -273,7 +286,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
     def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
-        """The trainer's state at a position, and its step."""
+        """The trainer's state at a position, and the training step there."""
         found = self.standing(position)
         return found.entry.trained, found.at.step
 
@@ -284,11 +297,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def approved(self) -> int | None:
-        """The position up to which a canary has approved the log; None if no canary's hold stands."""
+        """The position up to which a canary has approved the log; None if no canary's hold is in force."""
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """The delta that leads to a position, or the base that stands there.
+        """The base at a position, or the longest delta that ends there.
 
         Raises:
             PositionUnknown: there is neither.
@@ -318,7 +331,8 @@ def _hinted() -> Iterator[None]:
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
-    """Compare the checksums of a delta's tensors, or of those of some variables, which are not packed.
+    """Verify the checksums of a delta's tensors, or only of the tensors of variables `only` (which are not
+    packed).
 
     CorruptFile if one differs.
     """
@@ -334,7 +348,7 @@ def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) ->
 def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
     """Raise CorruptFile unless a bundle's index and the manifest beside it list the same tensors.
 
-    The values are not read.
+    No value is read.
     """
     listed, found = (
         {entry.name: entry for entry in entries} for entries in (manifest.tensors, tensor_entries(catalog))
@@ -357,7 +371,7 @@ def read_log(model: Path) -> DeltaLog:
 
 
 def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
-    """The log of the newest of a model's versions, which `version_dirs` has listed.
+    """The log of the newest of a model's versions, as listed by `version_dirs`.
 
     Raises:
         NotUpdatable, ManifestError: as `read_log`.
@@ -370,9 +384,9 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
 
 
 def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]:
-    """The logs that any of a model's versions is a base of, newest first.
+    """The logs of which a base is among a model's versions, newest first.
 
-    Versions are as `version_dirs` lists them. Those that take no deltas, or cannot be read, are passed over.
+    Versions are as `version_dirs` lists them; those that take no deltas, or cannot be read, are skipped.
     """
     found: dict[int, DeltaLog] = {}
     for child in versions:
@@ -390,5 +404,5 @@ def log_path(model: Path, log: int) -> Path:
 
 
 def list_deltas(log: Path) -> tuple[LogDelta, ...]:
-    """Every delta in a log's directory, by its name; whatever is not one is passed over."""
+    """The deltas in a log's directory, by their names; other names are skipped."""
     return tuple(LogDelta(log, start, end) for _, start, end in delta_names(log))

@@ -24,9 +24,9 @@ from exporter.version import __version__
 
 
 class Publication(Struct, frozen=True):
-    """A delta that is to be published: where it leads, and its `entry` but for what its files say.
+    """A delta that is to be published: its span, and its `entry` without the fields that its files determine.
 
-    With `packing` rows are stored in fewer bytes; `hint` says what helps if the model refuses the values.
+    With `packing` rows are stored in fewer bytes; `hint` is the advice if the model refuses the values.
     """
 
     span: Span
@@ -39,7 +39,7 @@ class Publication(Struct, frozen=True):
     def of(
         cls, log: DeltaLog, span: Span, step: int | None, made: DeltaOrigin, trained: TrainerVersion
     ) -> Publication:
-        """A publication in a log; `step` and `trained` are those of the values that it leads to."""
+        """A publication in a log; `step` and `trained` describe the values at the end of the span."""
         entry = DeltaEntry(log=log.number, schema=log.schema.digest, made=made, rows=0, trained=trained)
         return cls(span, step, entry)
 
@@ -68,9 +68,10 @@ def publish_changes(
     under_lock: UnderLock = TAKING_THE_LOCK,
     check: Callable[[Catalog], object] | None = None,
 ) -> PublishedDelta:
-    """Publish `changes` as the delta `what.span` of `log`; `last` and `under_lock` as for `publish_delta`.
+    """Write `changes` as the delta at `what.span` of `log`, and publish it.
 
-    `check` is given what was written, before it is published.
+    `check` gets the written delta's catalog before it is published. `last` and `under_lock`: see
+    `publish_delta`.
 
     Raises:
         NotFinite: the log's model would refuse it; nothing was published.
@@ -95,7 +96,7 @@ def publish_written(
 ) -> PublishedDelta:
     """Publish the staged delta, which holds `rows` rows and has `header_of` as its header.
 
-    Where the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
+    If the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
 
     Raises:
         PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.

@@ -1,8 +1,8 @@
 """Keep NaN and infinity out of a log whose model refuses them.
 
-A base that was exported with `--require-finite` refuses, inside its graph, each delta that holds either.
-Nothing leads a server past such a delta but one that spans it and holds newer, finite values: so none is
-published. What is published says that it was checked; earlier releases published unchecked.
+A base that was exported with `--require-finite` refuses, inside its graph, each delta that holds either. A
+server gets past such a delta only by one that spans it and holds newer, finite values: so none is published.
+Each delta published since is marked as checked; earlier releases published without a check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 _VALUES_AT_ONCE = 1 << 20
 _WHOLE = np.zeros(1, np.int64)
-"""Stands for a variable that is served as a whole, as if it had one row."""
+"""The row numbers of a variable that is not a table: it counts as one row."""
 
 
 def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str) -> None:
@@ -41,7 +41,7 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
 
 
 def require_base_finite(catalog: Catalog) -> None:
-    """Refuse the variables of a new base whose model refuses such values in deltas; every value is read.
+    """Refuse a new base with NaN or infinity, whose model would refuse them in deltas; every value is read.
 
     Raises:
         NotFinite: a tensor holds NaN or infinity.
@@ -60,7 +60,8 @@ def require_base_finite(catalog: Catalog) -> None:
 
 
 def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hint: str = "") -> None:
-    """Refuse a merged delta that the log's model refuses; deltas that were checked are not read for it.
+    """Refuse a merged delta that the log's model would refuse; checked deltas are read only after unchecked
+    ones.
 
     Raises:
         NotFinite: the newest value of something in the deltas is not finite, and the model wants that.
@@ -72,7 +73,7 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 
 
 def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
-    """The rows that are NaN or infinite where a run of deltas ends, by variable; oldest first they are read.
+    """The rows that are NaN or infinite at the end of a run of deltas, by variable; `run` is oldest first.
 
     Raises:
         CheckpointError: a delta is damaged.
@@ -94,7 +95,7 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
 
 
 def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
-    """The deltas that are not checked, and that no checked one spans."""
+    """The deltas that were not checked and that no checked delta spans."""
     checked = [delta for delta in deltas if delta.entry.finite]
     others = (delta for delta in deltas if not delta.entry.finite)
     return tuple(
@@ -103,7 +104,7 @@ def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
 
 
 def refused(log: DeltaLog, delta: LogDelta) -> bool:
-    """True if a delta is there that the log's model refuses for its values.
+    """True if the log's model refuses a delta for its values; a checked one is not read.
 
     Raises:
         CheckpointError: it is damaged.
@@ -113,7 +114,7 @@ def refused(log: DeltaLog, delta: LogDelta) -> bool:
 
 
 def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[str, Array]]:
-    """The variables of which something is NaN or infinite, each with the numbers of its rows."""
+    """Yield each variable with a NaN or infinite value, and the numbers of its rows with one."""
     for variable in log.schema.variables:
         change = changes.get(variable.name)
         if change is None or not variable.dtype.is_floating:
@@ -128,7 +129,7 @@ def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[
 
 
 def _places(values: RowValues) -> Array:
-    """The places of rows [n, ...] that hold NaN or infinity; a bounded number of rows is read at a time."""
+    """The indices of rows [n, ...] that hold NaN or infinity; a bounded number of rows is read at a time."""
     found = [np.empty(0, np.int64)]
     for start in range(0, len(values), ROWS_AT_ONCE):
         piece = values[start : start + ROWS_AT_ONCE]

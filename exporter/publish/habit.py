@@ -1,7 +1,7 @@
-"""How often a model is usually published, learned from the times of its publications.
+"""Learn from the times of publications how often a model is usually published.
 
-A day on which training stood still is not a habit, and a few quick publications after a start are none
-either: of the last intervals the largest few do not count, and without enough of them nothing is expected.
+One day's pause of training is not a habit, and neither are a few quick publications after a start: the
+longest few of the last intervals do not count, and with too few intervals nothing is expected.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from datetime import datetime
 from itertools import pairwise
 
 _LAST, _LEAST = 64, 8
-"""How many intervals count, and how many there must be."""
+"""The number of newest intervals that count, and the least number needed."""
 _ONE_IN = 20
-"""Of so many intervals one may be a pause."""
+"""One in this many intervals may be a pause."""
 _TIMES, _SHORTEST_S = 3.0, 60.0
-"""A publisher is silent after so many of its usual intervals, and not before a minute."""
+"""A publisher is silent after this many of its usual intervals, but not before a minute (seconds)."""
 
 
 def longest_silence_s(times: Iterable[datetime]) -> float | None:
-    """The seconds after which a publisher is silent for longer than usual; None with too few times."""
+    """The seconds without a publication from which a publisher is unusually silent; None with too few."""
     newest = sorted(set(times))[-_LAST - 1 :]
     intervals = sorted((later - earlier).total_seconds() for earlier, later in pairwise(newest))
     if len(intervals) < _LEAST:

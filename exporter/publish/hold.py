@@ -1,4 +1,4 @@
-"""The hold: a position that servers do not pass by themselves. A person's hold binds publishers, too.
+"""The hold: a position that servers do not pass by themselves. A person's hold also binds publishers.
 
     <model>/deltas/<log>/hold      of a log: `up_to = -1` does not go beyond it
     <model>/hold                   of versions that take no deltas: it binds publishers alone
@@ -6,18 +6,18 @@
 
 The file `hold` has a position in digits: it alone decides, and graphs in servers read nothing else. A
 person's hold, or a rollback's, also keeps exporters from publishing versions. A *canary's* hold does not: it
-is how far the agent's canary has approved the log. The agent moves it on, and the trainer goes on publishing
+is how far the agent's canary has approved the log. The agent advances it, and the trainer goes on publishing
 behind it. `hold.json` says which it is; a hold without it is a person's. Releases up to 0.2 wrote a canary's
-position with 18 digits or more, the first of them a zero, and no document: that is read for ever.
+position with 18 digits or more, the first of them a zero, and no document: every release reads that.
 
-Two files do not change at once. The document is written first, and has the hold that it takes the place of
-in `instead_of`: whichever position the number says, before and after it changes, is one of the two. A
-document of neither is a left-over, and is ignored: an earlier release has set the number since.
+Two files do not change at once. The document is written first, and has the previous hold in `instead_of`:
+whichever position the number says, before and after it changes, is one of the two. A document with neither is
+a left-over of an earlier release, which has set the number since, and is ignored.
 
-A copy of a model in a store has *two* holds: its own, which its canary or its operator set, and that of the
-store. Servers get the lesser; `Decided.in_force` alone says which that is, and `beside` keeps the other one.
-A rollback's hold counts as the position whose values it brought back: a canary that approved these stops
-nobody from going to where they are published again.
+A copy of a model in a store has *two* holds: its own, which its canary or its operator set, and the store's.
+Servers get the lesser; `Decided.in_force` alone decides which that is, and `beside` keeps the other one. A
+rollback's hold counts as the position whose values it brought back: a canary that approved these values does
+not keep servers from the position where they are published again.
 
 A hold that cannot be read binds as well: servers then do not move by themselves. While a rollback is
 published the file is, for an instant, a symbolic link into the delta that is about to appear
@@ -48,42 +48,42 @@ if TYPE_CHECKING:
     from exporter.publish.staging import Staging
 
 LONGEST_HOLD = 64
-"""Bytes that are read of a hold: a position has 18 digits at the most, a canary's one more."""
+"""Most bytes read of a hold: a position has up to 18 digits, a canary's one more."""
 
 LONGEST_DOCUMENT = 1 << 14
-"""Bytes that are read of a hold's document: two holds, each with a reason that is cut off."""
+"""Most bytes read of a hold's document: it has up to three holds, each with a shortened reason."""
 
 _LONGEST_REASON = 1_000  # in the document: the whole reason is in the manifest of the rollback
 _LOOKS = 3  # a number and its document are read one after the other, and may change in between
 
 _CANARY = re.compile(rb"0[0-9]{17,18}\n?")
 _LEFT_OVER = re.compile(r"\.hold\.[0-9a-f]{8}", re.ASCII)
-"""Names that earlier releases left behind when they were killed."""
+"""Names of temporary files that earlier releases left behind when they were killed."""
 
 
 class HeldBy(Struct, frozen=True):
-    """Who holds a model at a position, since when, and why."""
+    """A hold on a model: its position, who set it, when, and why."""
 
     position: Count
-    """Where it is held."""
+    """The position at which it is held."""
     who: Text
-    """The user and the machine that set the hold: `user@machine`; empty if nothing says so."""
+    """The user and the machine that set the hold: `user@machine`; empty if that is not recorded."""
     when: Moment
     """When it was set."""
     why: Text = ""
-    """The reason that was given; empty if none was, cut off if it is long."""
+    """The reason that was given; empty if none was, shortened if it is long."""
     canary: bool = False
-    """True if it is how far the canary of an agent approved: it binds nobody who publishes."""
+    """True if it is the position that an agent's canary has approved: it does not bind publishers."""
     url: Text = ""
-    """The model in a store where it was set; empty if it was set in this directory."""
+    """The URL of the model in a store where it was set; empty if it was set in this directory."""
     values_of: Count | None = None
-    """The position whose values a rollback brought back to where it is held; null if no rollback set it."""
+    """The position whose values a rollback published again where it is held; null if no rollback set it."""
 
     @classmethod
     def now(
         cls, position: int, why: str | None = "", *, canary: bool = False, values_of: int | None = None
     ) -> HeldBy:
-        """A hold that this process sets now, for its user; a long reason is cut off."""
+        """A hold set now by this process's user; a long reason is shortened."""
         why = why or ""
         if len(why) > _LONGEST_REASON:
             why = f"{why[: _LONGEST_REASON - 3]}..."
@@ -92,7 +92,7 @@ class HeldBy(Struct, frozen=True):
 
     @property
     def origin(self) -> str:
-        """Who set it and when, for people."""
+        """The author and time of the hold, as a phrase for people."""
         where = f" in {self.url}" if self.url else ""
         if not self.who:
             return f"set{where or ' here'}, and nothing says by whom"
@@ -101,27 +101,27 @@ class HeldBy(Struct, frozen=True):
 
     @property
     def reach(self) -> int:
-        """The newest position whose values it lets servers have, by which two holds are compared."""
+        """The newest position whose values it lets servers have; two holds are compared by this."""
         return self.position if self.values_of is None else self.values_of
 
     def place(self, model: Path) -> str | Path:
-        """Where to lift or change it: the URL where it was set, or `model`, the directory that has it."""
+        """The URL or directory in which the hold can be changed: `model`, unless it was set in a store."""
         return self.url or model
 
     def lifting(self, model: Path) -> list[str]:
-        """The words of the command that lifts it, where it was set."""
+        """The words of the command that lifts the hold in the place where it was set."""
         return ["export-model", "resume", str(self.place(model)), *(["--lift-canary"] if self.canary else [])]
 
     @property
     def text(self) -> str:
-        """Who set it, when and why, for people."""
+        """The author, time and reason of the hold, as a phrase for people."""
         return f"{self.origin}: {self.why}" if self.why else self.origin
 
 
 class HoldDocument(HeldBy, frozen=True):
-    """The file `hold.json`: `instead_of` is the hold before, which stands until the number has changed.
+    """The file `hold.json`: `instead_of` is the previous hold, in force until the number has changed.
 
-    `beside` is the hold of the other place, store or copy, which leads further and stops nobody now.
+    `beside` is the hold of the other place (store or copy): it allows more, so it is not in force now.
     """
 
     instead_of: HeldBy | None = None
@@ -129,14 +129,14 @@ class HoldDocument(HeldBy, frozen=True):
 
 
 class Decided(Struct, frozen=True):
-    """The holds of a directory: its own, and that of the store of which it is a copy; None without one."""
+    """The holds of a directory: its own, and the store's if it is a copy; None if not set."""
 
     own: HeldBy | None = None
     stored: HeldBy | None = None
 
     @property
     def in_force(self) -> HeldBy | None:
-        """The lesser, which servers get; None without a hold."""
+        """The lesser of the two holds, which servers get; None without a hold."""
         if self.own is None or self.stored is None:
             return self.own or self.stored
         own, stored = ((by.reach, -by.position) for by in (self.own, self.stored))
@@ -150,8 +150,8 @@ class Decided(Struct, frozen=True):
     def following(self, stored: HeldBy | None) -> Decided:
         """The same with another hold of the store.
 
-        Where a rollback of the store brings back what the copy's canary has approved, the canary has approved
-        the rollback: it need not judge these values again.
+        If a rollback of the store brings back values that the copy's canary has approved, the canary's hold
+        moves to the rollback: it need not judge these values again.
         """
         own = self.own
         is_rollback = stored is not None and stored.values_of is not None
@@ -162,7 +162,7 @@ class Decided(Struct, frozen=True):
 
 
 def this_user() -> str:
-    """Who runs this process, and where: `user@machine`."""
+    """The user and the machine of this process: `user@machine`."""
     import getpass  # late: most commands read holds, and few set one
 
     try:
@@ -173,10 +173,10 @@ def this_user() -> str:
 
 
 class HeldAt(Struct, frozen=True):
-    """A hold as servers take it: they stop at `position`, -1 if the number cannot be read.
+    """A hold as servers read it: they stop at `position`; -1 if the number cannot be read.
 
-    `is_canary`: a canary set it. `by` says who set it; None if nothing does. `bound` is where the hold of the
-    store stands that a canary's keeps servers before: the canary may not pass it either.
+    `is_canary`: a canary set it. `by` is who set it; None if that is not recorded. `bound` is the position of
+    the store's hold behind a canary's hold: the canary may not pass it either.
     """
 
     position: int
@@ -186,39 +186,39 @@ class HeldAt(Struct, frozen=True):
 
 
 class Hold(Struct, frozen=True):
-    """The hold in a directory; it is changed under the model's lock."""
+    """The hold in a directory; changes need the model's lock."""
 
     directory: Path
 
     @property
     def path(self) -> Path:
-        """The file, which need not exist."""
+        """The file; it need not exist."""
         return self.directory / HOLD_FILE
 
     @property
     def is_set(self) -> bool:
-        """True if there is a hold, also one that cannot be read."""
+        """True if there is a hold, even if it cannot be read."""
         return os.path.lexists(self.path)
 
     @property
     def is_canary(self) -> bool:
-        """True if it is how far a canary has approved the log."""
+        """True if a canary's hold is in force."""
         held = self.for_servers()
         return held is not None and held.is_canary
 
     @property
     def by(self) -> HeldBy | None:
-        """Who set it, why and when; None without a hold, or if nothing says that of its position."""
+        """The author, reason and time of the hold; None without a hold, or if they are not recorded."""
         held = self.for_servers()
         return None if held is None else held.by
 
     @property
     def binds(self) -> bool:
-        """True if it binds those who publish: there is a hold, and it is not a canary's."""
+        """True if it binds publishers: there is a hold, and it is not a canary's."""
         return self.is_set and not self.is_canary
 
     def read(self) -> int | None:
-        """The position; None without a hold."""
+        """The position; None without a hold. ManifestError if it cannot be read."""
         return self._position(self.content())
 
     @property
@@ -229,9 +229,9 @@ class Hold(Struct, frozen=True):
         return None
 
     def for_servers(self) -> HeldAt | None:
-        """The hold as servers take it, from one reading; None without one.
+        """The hold as servers read it, from one consistent reading; None without one.
 
-        Where it cannot be read they go nowhere, as while a rollback is published.
+        Position -1 if it cannot be read, as while a rollback is published: servers do not move then.
         """
         content, looks = self.content(), _LOOKS
         while True:
@@ -248,7 +248,7 @@ class Hold(Struct, frozen=True):
             content = again
 
     def decided(self) -> Decided:
-        """Its own hold and that of the store; of a hold of which nothing says who set it, it is its own."""
+        """The directory's own hold and the store's; a hold without a recorded author counts as its own."""
         content, said = self.content(), self._said()
         if content is None:
             return Decided()  # a document without a number says nothing
@@ -264,7 +264,7 @@ class Hold(Struct, frozen=True):
     def _said(self) -> HoldDocument | None:
         """The document; None if there is none, or if it cannot be read.
 
-        That of a store is believed in nothing but its own hold: anybody may have written it.
+        Of a document in a store only its own hold is used: anybody may have written it.
         """
         try:
             found = _document_in(read_regular(self._document, LONGEST_DOCUMENT))
@@ -281,7 +281,7 @@ class Hold(Struct, frozen=True):
         return self.directory / HOLD_DOCUMENT_FILE
 
     def approved(self) -> int | None:
-        """The position up to which a canary has approved the log; None if no canary's hold stands."""
+        """The position up to which a canary has approved the log; None if no canary's hold is in force."""
         held = self.for_servers()
         return held.position if held is not None and held.is_canary else None
 
@@ -305,14 +305,14 @@ class Hold(Struct, frozen=True):
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
-        """Set the directory's own hold atomically, a canary's or one that binds publishers, too."""
+        """Set the directory's own hold atomically: a canary's, or one that also binds publishers."""
         own = HeldBy.now(position, why, canary=canary)
         self.set(Decided(own, self.decided().stored), staging)
 
     def set(self, decided: Decided, staging: Staging, content: bytes | None = None) -> None:
-        """Set both holds atomically; without any, remove what is there.
+        """Write both holds atomically; without any, remove the files.
 
-        Where the store's number cannot be read, its `content` takes the place of the number.
+        If the store's number cannot be read, its bytes (`content`) are written in place of a position.
         """
         by = decided.in_force
         if by is None and content is None:
@@ -326,11 +326,11 @@ class Hold(Struct, frozen=True):
             self._replace(number)
 
     def announce(self, by: HeldBy, staging: Staging) -> None:
-        """Write who sets the hold, before the number says so; until it does, the hold before stands."""
+        """Write `hold.json` before the `hold` file; until that follows, the previous hold is in force."""
         self.announce_both(Decided(by, self.decided().stored), staging)
 
     def announce_both(self, decided: Decided, staging: Staging) -> None:
-        """As `announce`, where the store has a hold, too."""
+        """Write `hold.json` for both holds, as `announce`; nothing if there is none."""
         by = decided.in_force
         make_directories(self.directory)
         if by is None:
@@ -340,7 +340,9 @@ class Hold(Struct, frozen=True):
         sync(self.directory)
 
     def lift(self, staging: Staging | None = None) -> None:
-        """Remove the directory's own hold; that of the store takes its place, which needs a `staging`."""
+        """Remove the directory's own hold; the store's hold is in force then, if there is one and a
+        `staging`.
+        """
         stored = self.decided().stored
         if stored is None or staging is None:
             self._remove()
@@ -357,10 +359,10 @@ class Hold(Struct, frozen=True):
 
     @contextmanager
     def put_back_on_failure(self, staging: Staging) -> Iterator[None]:
-        """Set the hold as it was if the block fails; that takes no space, which may be what is missing.
+        """Restore the hold if the block fails; its files are written before, as disk space may run out.
 
-        A hold that cannot be put back stays: it binds more than the one before. A link that leads somewhere
-        stays, too: what it was made for is published.
+        A hold that cannot be restored stays as the block left it: it binds more than the previous one. A link
+        that points at a published file stays, too: the delta for which it was made is published.
         """
         content, document = self.content(), self._said()
         before = None if content is None else _written(staging, content)
@@ -376,10 +378,10 @@ class Hold(Struct, frozen=True):
             raise
 
     def promise(self, name: str, prepared: Path, staging: Staging) -> None:
-        """Make the hold a link to the file `hold` of the delta `name`, which is about to appear beside it.
+        """Make the hold a symbolic link into the delta `name`, which is about to appear beside it.
 
-        Until then the hold cannot be read, and no server moves; from then on it is what the delta says. Where
-        there are no links, it is at once the `prepared` file.
+        Until the delta appears the hold cannot be read, and no server moves; from then on the delta's file
+        counts. On a file system without links the `prepared` file becomes the hold at once.
         """
         link = _free_name(staging)
         try:
@@ -389,16 +391,16 @@ class Hold(Struct, frozen=True):
         self._replace(link)
 
     def settle(self, prepared: Path) -> None:
-        """Replace a link by the `prepared` file, which says the same; or a canary's hold, by a rollback's."""
-        with suppress(OSError, PublishError):  # the link says the same, or the file has its place already
+        """Replace a link, or a canary's hold, by the `prepared` file; a failure is ignored."""
+        with suppress(OSError, PublishError):  # the link has the same content, or the file is there already
             self._replace(prepared)
 
     def prepare(self, position: int, staging: Staging) -> Path:
-        """Write a file that can become the hold later."""
+        """Write a file with a position that can become the hold later; return its path."""
         return _written(staging, f"{position}\n".encode("ascii"))
 
     def sweep(self) -> None:
-        """Remove what earlier releases left behind when they were killed."""
+        """Remove temporary files that earlier releases left behind when they were killed."""
         with suppress(OSError), os.scandir(self.directory) as found:
             left = [entry.path for entry in found if _LEFT_OVER.fullmatch(entry.name)]
             for path in left:
@@ -412,9 +414,9 @@ class Hold(Struct, frozen=True):
 def as_set_there(
     decided: Decided, url: str, number: bytes | None, document: bytes | None
 ) -> dict[str, bytes]:
-    """The files of a hold, by their names, as they go to the store at `url`, which has these bytes of them.
+    """The files of a hold, by name, for the store at `url`, whose `number` and `document` are there now.
 
-    A hold that came from there is as it is there; and so is one that is the same there.
+    A hold that came from that store, or is the same as the one there, keeps the bytes there; so does no hold.
     """
     there = {
         name: content for name, content in ((HOLD_FILE, number), (HOLD_DOCUMENT_FILE, document)) if content
@@ -429,7 +431,7 @@ def as_set_there(
 
 
 def hold_in(number: bytes | None, document: bytes | None) -> HeldAt | None:
-    """The hold that the bytes of the two files say; None without a number."""
+    """The hold in the bytes of the two files; None without a number, position -1 if that cannot be read."""
     if number is None:
         return None
     if position_in(number) is None:
@@ -446,7 +448,7 @@ def _document_in(content: bytes) -> HoldDocument:
 
 
 def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
-    """The hold of a number that says a position, and of the document beside it."""
+    """The hold of a number, which has a position, and of the document beside it (or None)."""
     position = position_in(number)
     assert position is not None
     told = () if said is None else (_of(said), said.instead_of)
@@ -464,7 +466,7 @@ def _of(said: HoldDocument) -> HeldBy:
 
 
 def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
-    """The hold that a number alone says."""
+    """The hold of a number without a document, dated by its file."""
     try:
         since = path.lstat().st_mtime
     except OSError:
@@ -474,7 +476,7 @@ def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
 
 
 def position_in(content: bytes) -> int | None:
-    """The position that a hold's bytes say; None if they say none."""
+    """The position in a hold's bytes; None if they are not a position."""
     text = content.decode("ascii", "replace").strip()
     return int(text) if re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII) else None
 
@@ -483,7 +485,7 @@ _encoded = msgspec.json.encode
 
 
 def _written(staging: Staging, content: bytes) -> Path:
-    """A file beside the staged bundle: it goes with the staging if it does not become a hold."""
+    """Write a file beside the staged bundle; it is removed with the staging unless it becomes a hold."""
     path = _free_name(staging)
     write_durably(path, content)
     return path

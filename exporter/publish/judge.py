@@ -1,7 +1,7 @@
-"""Judge what servers serve by what is published: the one place that says whether one is behind, and why.
+"""Decide whether a server is behind the published model, and why: no other module does.
 
-`lag` compares one version with the model: the doctor, `serve-model status` and the agent take it from here.
-`judge` makes findings of what servers said. Each finding has a code, the same wherever it is printed;
+`lag` compares one version with the model: the doctor, `serve-model status` and the agent use it. `judge`
+makes findings from servers' answers. Each finding has a code, the same wherever it is printed;
 docs/reference/findings.md explains each.
 """
 
@@ -27,7 +27,7 @@ from exporter.terminal.progress import count, human_time
 
 
 class Level(StrEnum):
-    """The severity of a finding, the worst first; `BUSY` and `GOOD` need nobody."""
+    """The severity of a finding, the worst first; `BUSY` and `GOOD` need no action."""
 
     WRONG = "wrong"
     WARNING = "warning"
@@ -36,7 +36,7 @@ class Level(StrEnum):
 
     @property
     def on_page(self) -> str:
-        """Its name on the agent's page and in `/status.json`, which alerts read: there `wrong` is `bad`."""
+        """Its name on the agent's page and in `/status.json`, which alerts read: `wrong` is `bad` there."""
         return "bad" if self is Level.WRONG else self.value
 
 
@@ -48,7 +48,7 @@ class Code(StrEnum):
     rank: int
 
     def __new__(cls, code: str, word: str, level: Level) -> Code:
-        """A member, ranked as it is listed."""
+        """Make a member; its rank is its place in the list, from 0."""
         member = str.__new__(cls, code)
         member._value_ = code
         member.word, member.level, member.rank = word, level, len(cls.__members__)
@@ -113,10 +113,10 @@ class Code(StrEnum):
 
 
 class Finding(Struct, frozen=True):
-    """A finding: its text, why or since when, and the command that helps; the last two may be empty.
+    """A finding: its text, its cause or since when, and the command that helps; the last two may be empty.
 
-    `level` is that of its code, unless it is known better. `model` is its name where there are several.
-    `check` is what could not be looked at; other codes say what was.
+    `known_level` replaces the code's level where more is known. `model` is its name where there are several.
+    `check` names what could not be examined, with the code UNEXAMINED; other codes have the result.
     """
 
     code: Code
@@ -129,12 +129,12 @@ class Finding(Struct, frozen=True):
 
     @property
     def level(self) -> Level:
-        """The known level, else that of the code."""
+        """The known level, else the code's."""
         return self.known_level or self.code.level
 
 
 class Limits(Struct, frozen=True):
-    """The seconds for which a server may lack what is published before it is late."""
+    """The time after which a server that lacks a publication is late, in seconds."""
 
     late_s: float
 
@@ -149,11 +149,11 @@ class Server(Struct, frozen=True):
 
 
 class Lag(Struct, frozen=True):
-    """The distance of a served version from what is published.
+    """The distance of a served version from the published model.
 
-    `log` is its own, None if it takes no deltas or if no base of its log is there. `left` are the deltas that
-    it has not taken and may take, in order; `gap` says why they end before the log does. `since` is when the
-    oldest of what it lacks was published, `at` the publication that it serves.
+    `log` is its own; None if it takes no deltas or no base of its log exists. `left` are the deltas that it
+    has not applied and may apply, in order; `gap` is why they end before the log does. `since` is when the
+    oldest publication that it lacks was published, `at` the publication that it serves.
     """
 
     log: Log | None = None
@@ -164,7 +164,7 @@ class Lag(Struct, frozen=True):
 
 
 def lag(model: Model, served: Served) -> Lag:
-    """Compare a served version with the hold of its log, or with its end."""
+    """Compare a served version with its log up to the hold, or to the end."""
     log, position = model.logs.get(served.lineage), served.position
     if log is None or position is None:
         return Lag()
@@ -185,7 +185,7 @@ def seconds_since(time: datetime | None, now: datetime) -> float:
 
 
 def superseded_since(model: Model, served: Served) -> datetime | None:
-    """Since when only a version of a newer log can be fresh; None for a version of the newest log."""
+    """The time at which the newest log began, if a server needs it to be fresh; None if it does not."""
     newest = model.newest_log
     if newest is None or served.lineage == newest.lineage:
         return None
@@ -194,15 +194,15 @@ def superseded_since(model: Model, served: Served) -> datetime | None:
 
 
 class Distance(Protocol):
-    """What a snapshot keeps of a served version and its `Lag`: None where that is unknown."""
+    """The part of a served version and its `Lag` that a snapshot keeps; None where a value is unknown."""
 
     @property
     def number(self) -> int:
-        """The version."""
+        """The version number."""
 
     @property
     def position(self) -> int | None:
-        """What it serves; None if it takes no deltas."""
+        """The position that it serves; None if it takes no deltas."""
 
     @property
     def behind_deltas(self) -> int | None:
@@ -218,11 +218,11 @@ class Distance(Protocol):
 
 
 class Release(Protocol):
-    """What a snapshot keeps of a published model; None where its directory cannot be read."""
+    """The part of a published model that a snapshot keeps; None where its directory cannot be read."""
 
     @property
     def published(self) -> int | None:
-        """The newest position, whatever keeps servers from it."""
+        """The newest position, whatever the hold."""
 
     @property
     def position(self) -> int | None:
@@ -238,7 +238,7 @@ class Release(Protocol):
 
     @property
     def is_held(self) -> bool:
-        """True if a person or a rollback holds it."""
+        """True if a person's or a rollback's hold is in force."""
 
 
 def code_of(
@@ -246,7 +246,8 @@ def code_of(
 ) -> tuple[Code, str]:
     """The state of a server by the version that answers its requests, and why; "" if the code says it all.
 
-    `error` is what its last update failed with, `is_loading`: another version is about to be available.
+    `error` is the failure of its last update, empty without one. `is_loading`: another version is about to be
+    available.
     """
     is_of_log = served.position is not None and served.behind_deltas is not None
     at = served.position if served.position is not None else served.number
@@ -274,35 +275,36 @@ def code_of(
 
 
 class Silence(Struct, frozen=True):
-    """For how long nothing was published, and after how many seconds that is too long; None if unknown."""
+    """The seconds since the last publication, and how many would be too long; None if unknown."""
 
     seconds: float | None = None
     longest_s: float | None = None
 
     @property
     def is_too_long(self) -> bool:
-        """True if the publisher is silent for longer than it usually is, or than it may be."""
+        """True if nothing was published for longer than usual, or than expected."""
         return self.seconds is not None and self.longest_s is not None and self.seconds > self.longest_s
 
 
 class Habit(Struct, frozen=True):
-    """When a model was published last, and for how long it usually is not, at most; None if unknown."""
+    """The time of a model's newest publication, and the longest usual pause in seconds; None if unknown."""
 
     newest: datetime | None = None
     longest_s: float | None = None
 
     @classmethod
     def of(cls, model: Model) -> Habit:
-        """The habit of a model's publisher; nothing is known of one that cannot be read."""
+        """The habit of a model's publisher; both None if the model cannot be read."""
         times = model.times
         return cls(max(times, default=None), longest_silence_s(times))
 
     def silence(
         self, now: datetime, expected_s: float | None = None, in_store: datetime | None = None
     ) -> Silence:
-        """How long the publisher has been silent; without `expected_s` its habit says what is too long.
+        """The silence of the publisher at `now`, measured against `expected_s`, or against its habit without
+        that.
 
-        `in_store` is when the newest publication was made of the store that this is a copy of.
+        `in_store` is when the newest publication in the store was made, if this is a copy.
         """
         newest = max(filter(None, (self.newest, in_store)), default=None)
         seconds = None if newest is None else seconds_since(newest, now)
@@ -332,7 +334,7 @@ def two_publishers(place: str | Path, machines: Sequence[str]) -> Finding:
 
 
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:
-    """The findings about servers of a model; a server that lacks something only for a moment is a warning."""
+    """The findings about servers of a model; a server that has lacked something only briefly is a warning."""
     return [finding for server in servers for finding in _of_server(model, server, now, limits)]
 
 
@@ -372,7 +374,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def _to_start(model: Model, server: Server, cause: str) -> str:
-    """The command about a server that does not answer: on this machine it starts one."""
+    """The command for a server that does not answer: on this machine it starts one, else it examines."""
     host, _, port = server.address.rpartition(":")
     if "resolv" in cause or "lookup" in cause:
         return command("getent", "hosts", host)
@@ -384,7 +386,7 @@ def _to_start(model: Model, server: Server, cause: str) -> str:
 def _not_loaded(
     model: Model, server: Server, answer: Served | None, now: datetime, limits: Limits
 ) -> Finding:
-    """The server does not serve the newest version; it may be about to."""
+    """The finding for a server that does not serve the newest version; it may be about to."""
     newest = newest_of(model.versions)
     assert newest is not None
     serves = [str(each.number) for each in server.versions if each.is_available]
@@ -426,7 +428,7 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
 
 
 def _age(published: Path, now: datetime) -> float:
-    """Seconds since a version was published; 0 if it does not say."""
+    """Seconds since a version was published; 0 if its manifest cannot be read."""
     try:
         return seconds_since(read_head(published).created, now)
     except ManifestError:

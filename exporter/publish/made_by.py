@@ -1,9 +1,9 @@
-"""The command that publishes a new base of a model, whole, so that it can be typed.
+"""The command that publishes a new base of a model, complete, ready to be typed.
 
-An export keeps its own arguments beside the model, for its own user alone: neither servers nor stores read
-the file. Of a model in a store they are kept in this user's directory for states (`XDG_STATE_HOME`). Without
-it, as for models of earlier releases and copies, the base's manifest knows the names of what it was made
-from.
+An export keeps its own arguments beside the model, readable by its own user alone: neither servers nor stores
+read the file. For a model in a store they are kept in this user's directory for states (`XDG_STATE_HOME`).
+Without them, as for copies and models of earlier releases, the command is made from the names in the base's
+manifest.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LONGEST_BYTES = 1 << 16
 
 
 class _Kept(Struct, frozen=True):
-    """The file: the directory in which the arguments were typed."""
+    """The kept file: the arguments of an export, and the directory in which they were typed."""
 
     directory: str
     arguments: list[str]
 
 
 def _place(model: str | Path) -> Path:
-    """The file in which the arguments of a model's export are kept, by the model's path or URL."""
+    """The file with the arguments of a model's export, by the model's path or URL."""
     url = Url.parse(shown(os.fspath(model)))
     if url is None:
         return Path(model) / MADE_BY_FILE
@@ -48,19 +48,20 @@ def _place(model: str | Path) -> Path:
 
 
 def _kept(model: str | Path) -> _Kept | None:
-    """What an export of this user kept; None without it, or if it cannot be read."""
+    """The arguments that an export of this user kept; None if there are none, or they cannot be read."""
     place = _place(model)
     with suppress(OSError, RuntimeError, msgspec.DecodeError):
         if place.lstat().st_uid != os.getuid():
-            return None  # a command that others wrote is not one to type
+            return None  # never propose a command that another user wrote
         return msgspec.json.decode(read_regular(place, _LONGEST_BYTES), type=_Kept)
     return None
 
 
 def keep_command(request: ExportRequest) -> None:
-    """Keep an export's arguments beside its model; nothing is kept of one whose model has no name.
+    """Keep an export's arguments beside its model; remove kept ones if `--model` was not a name that can be
+    typed.
 
-    It is for people, so that a failure to write it fails nothing.
+    The file is only for people, so that a failure to write it is ignored.
     """
     with suppress(OSError, RuntimeError):
         place = _place(request.out)
@@ -91,8 +92,8 @@ def _arguments(request: ExportRequest) -> Iterator[str]:
 def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | None = None) -> str:
     """The command that publishes a new base of a model, by its path or URL.
 
-    Without the arguments of its export the manifest of the newest version has their names: of `model`, or of
-    `manifests`, which is a copy of it. `ckpt_dir` is where the trainer saves, where nothing else says it.
+    Without kept arguments it is made from the manifest of the newest version, read in `model`, or in
+    `manifests`, a copy of it. `ckpt_dir` is the trainer's directory; None takes it from the manifest.
     """
     if again := export_kept_of(model):
         return again
@@ -114,7 +115,7 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
 
 
 def export_kept_of(model: str | Path) -> str:
-    """The export of a new base with the arguments that an export of this user kept; empty without them."""
+    """The command for a new base with the arguments that an export of this user kept; empty without them."""
     kept = _kept(model)
     if kept is None:
         return ""
@@ -123,7 +124,7 @@ def export_kept_of(model: str | Path) -> str:
 
 
 def look_at_trainer(model: str | Path) -> str:
-    """The command that says whether the trainer writes, and whether an export would publish."""
+    """The command that checks whether the trainer writes, and whether an export would publish."""
     words = ["export-model", "doctor", model]
     if (kept := _kept(model)) is not None:
         given = (word.partition("=")[2] for word in kept.arguments if word.startswith("--ckpt-dir="))

@@ -1,5 +1,4 @@
-"""`manifest.json`: what a published directory holds and where it stands. Written last, and read without
-trust.
+"""`manifest.json`: the contents and the position of a published directory. Written last, read without trust.
 
     {"format_version": 1, "kind": "base", "position": 4200, "step": 4200, "lineage": null,
      "schema_digest": "<sha256>",
@@ -8,13 +7,15 @@ trust.
      "tensors": [{"name": "w", "dtype": "float32", "shape": [3, 2], "bytes": 24, "crc32c": ["9a4f01c2"]}],
      "files": [{"path": "saved_model.pb", "bytes": 812, "crc32c": "00c0ffee"}]}
 
-A delta has `from_position` too; a base that takes deltas, and a delta, have `incremental`: what they are in
-their log, and of which of the trainer's states. A version that a rollback or resumption published again has
-`taken_back`; one whose tables servers map has `mapped`.
-A version made from a checkpoint has `plan_digest`: what it was made by (`exporter.pipeline.full`).
-Every `crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for
-each of its slices; a data shard has none, because its tensors have theirs.
-A manifest that is signed ends with `signature` (`exporter.publish.signing`); its files have a `sha256`, too.
+A delta has `from_position`, too. A base that takes deltas, and a delta, have `incremental`: their place in
+their log, and the trainer's state. A version that a rollback or resumption published again has `taken_back`;
+one whose tables servers map has `mapped`.
+
+A version made from a checkpoint has `plan_digest`, the digest of its plan (`exporter.pipeline.full`). Every
+`crc32c` is TensorFlow's masked one, as in the bundle's index, in eight hex digits; a tensor has one for each
+of its slices; a data shard has none, because its tensors have theirs. A manifest that is signed ends with
+`signature` (`exporter.publish.signing`); its files have a `sha256`, too.
+
 Integers are integers below 2**63, digests and ids strings, times RFC 3339 in UTC. Readers ignore fields that
 they do not know and refuse a `format_version` that they do not know.
 """
@@ -65,7 +66,7 @@ from exporter.wire.json_documents import (
 
 
 class DeltaOrigin(StrEnum):
-    """How a delta came to be."""
+    """The operation that made a delta."""
 
     INCREMENTS = "increments"
     COMPARISON = "comparison"
@@ -86,12 +87,10 @@ class BaseEntry(
     log: Annotated[Count, doc("the position of the base that its log began with")]
     trained: Annotated[TrainerVersion, doc("the trainer's state that it serves")]
     schema_rows: Annotated[list[list[Any]], doc("name, dtype, shape and kind of each served variable")]
-    recipe: Annotated[MappingSpec, doc("how the next delta is made of a checkpoint")]
+    recipe: Annotated[MappingSpec, doc("how the next delta is made from a checkpoint")]
     updates: Annotated[Updates, doc("how its graph takes deltas")]
-    state: Annotated[Id | None, doc("the state that it was merged from")] = None
-    origin: Annotated[GraphOrigin | None, doc("what its graph was made from; absent: that was not kept")] = (
-        None
-    )
+    state: Annotated[Id | None, doc("the id of the state from which it was merged")] = None
+    origin: Annotated[GraphOrigin | None, doc("the source of its graph; absent: not recorded")] = None
 
     @classmethod
     def of(
@@ -110,11 +109,11 @@ class BaseEntry(
 
     @cached_property
     def mapping_spec(self) -> MappingSpec:
-        """How the next delta is made of a checkpoint, whatever release wrote it."""
+        """The recipe by which the next delta is made from a checkpoint, whatever release wrote it."""
         return resolved(self.recipe, self.schema)
 
     def check_updates(self, given: Updates | None) -> None:
-        """Refuse a later command line whose update options, if it gives any, differ from the base's."""
+        """Raise SchemaChanged if a later command line gives update options that differ from the base's."""
         if given is None or given == Updates():
             return
         was, now = asdict(self.updates), asdict(given)
@@ -131,47 +130,44 @@ class BaseEntry(
 
 
 def _as_typed(value: object) -> str:
-    """A value of an option as a person says it: a flag is there or not."""
+    """An option's value in words: "given" or "not given" for a flag."""
     return {True: "given", False: "not given"}[value] if isinstance(value, bool) else str(value)
 
 
 def _always_written(default: Any) -> Any:
-    """A default that is written, too: older releases expect the field. `omit_defaults` spares factories."""
+    """A default that is written although `omit_defaults` is set: older releases require the field."""
+    # `omit_defaults` omits plain defaults only, never values of a factory.
     return field(default_factory=lambda: default)
 
 
 class DeltaEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A delta's place in its log.
 
-    `rounded` counts the rows of this delta; `trained.rounded` counts those of all deltas so far.
-    Earlier releases wrote no `before`: it is where their delta begins. See `Manifest.state_id` for `state`.
+    `rounded` counts the rows of this delta; `trained.rounded` counts those of all deltas so far. Earlier
+    releases wrote no `before`: it is where their delta begins. See `Manifest.state_id` for `state`.
     """
 
     log: Annotated[Count, doc("the position of the base that its log began with")]
     schema: Annotated[Id, doc("the digest of the log's schema")]
     made: Annotated[DeltaOrigin, doc("how it came to be")]
     rows: Annotated[Count, doc("rows of all tables together")]
-    parts: Annotated[Count, doc("how many publications it holds")] = _always_written(1)
-    only_from: Annotated[bool, doc("true: it fits the position that it begins at alone")] = _always_written(
-        False
-    )
+    parts: Annotated[Count, doc("the number of publications in it")] = _always_written(1)
+    only_from: Annotated[bool, doc("true: it applies at its first position only")] = _always_written(False)
     back_to: Annotated[Count | None, doc("the position whose values came back; null: none")] = (
         _always_written(None)
     )
-    before: Annotated[Count | None, doc("of a rollback: the position that resuming leads back to")] = None
-    state: Annotated[Id | None, doc("of a merger: the state that its newest part leads to")] = None
-    reason: Annotated[str | None, doc("of a rollback: why, in words; null or absent: nobody said")] = None
-    canary: Annotated[bool, doc("of a rollback: resuming gives the log back to a canary")] = False
-    failed: Annotated[bool, doc("of a rollback: a canary made it, since what it took back did not pass")] = (
-        False
-    )
-    finite: Annotated[bool, doc("true: it was found to hold neither NaN nor infinity")] = False
+    before: Annotated[Count | None, doc("of a rollback: the position to which resuming returns")] = None
+    state: Annotated[Id | None, doc("of a merger: the id of the state at its end")] = None
+    reason: Annotated[str | None, doc("of a rollback: the reason; null or absent: none was given")] = None
+    canary: Annotated[bool, doc("of a rollback: resuming returns the log to a canary")] = False
+    failed: Annotated[bool, doc("of a rollback: a canary made it, rejecting the values before")] = False
+    finite: Annotated[bool, doc("true: it was checked, and has neither NaN nor infinity")] = False
     rounded: Annotated[Rounded | None, doc("rows that were rounded for it; null: none")] = _always_written(
         None
     )
-    budget: Annotated[Budgeted | None, doc("how it used a budget; absent: it had none")] = None
+    budget: Annotated[Budgeted | None, doc("its use of the budget; absent: it had none")] = None
     wild: Annotated[tuple[WildRows, ...], doc("rows beyond `--max-norm`, by table; absent: none")] = ()
-    trained: Annotated[TrainerVersion, doc("the trainer's state that it leads to")]
+    trained: Annotated[TrainerVersion, doc("the trainer's state at its end")]
 
 
 FORMAT_VERSION = 1
@@ -184,8 +180,8 @@ class TensorEntry(Struct, frozen=True, rename={"bytes_": "bytes"}):
     name: Annotated[Text, doc("its name in the bundle")]
     dtype: Annotated[DtypeLabel, doc("TensorFlow's name of its dtype")]
     shape: Annotated[Shape, doc("its shape")]
-    bytes_: Annotated[Count, doc("how many bytes it has")]
-    crc32c: Annotated[tuple[Crc, ...], doc("the masked checksum of each stored run of them, in hex")]
+    bytes_: Annotated[Count, doc("its size in bytes")]
+    crc32c: Annotated[tuple[Crc, ...], doc("the masked checksum of each stored run of bytes, in hex")]
 
     @classmethod
     def of(cls, ref: TensorRef) -> TensorEntry:
@@ -198,12 +194,12 @@ _INODE_BITS = (1 << 63) - 1  # the manifest's integers are below 2**63
 
 
 class LinkedFile(Struct, frozen=True):
-    """A file with another name elsewhere, a trainer's shard, as it was when it was published."""
+    """A file with another link elsewhere (a trainer's shard), with its status when it was published."""
 
-    inode: Annotated[Count, doc("its number; a copy has another one, and nobody else writes to it")]
-    links: Annotated[Count, doc("how many names it had")]
-    mtime_ns: Annotated[int, doc("when its bytes were written last, in nanoseconds since 1970")]
-    ctime_ns: Annotated[int, doc("when it was changed in any way, names among them")]
+    inode: Annotated[Count, doc("its inode; a copy has another one, and the trainer does not write to it")]
+    links: Annotated[Count, doc("its number of links")]
+    mtime_ns: Annotated[int, doc("when it was last written, in nanoseconds since 1970")]
+    ctime_ns: Annotated[int, doc("when it, or its links, last changed, in nanoseconds since 1970")]
 
     @classmethod
     def of(cls, found: os.stat_result) -> LinkedFile:
@@ -211,11 +207,13 @@ class LinkedFile(Struct, frozen=True):
         return cls(found.st_ino & _INODE_BITS, found.st_nlink, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_written(self, found: os.stat_result) -> bool:
-        """True if the file was written to since, by its time; False for a copy, which is another file."""
+        """True if the file was written since, by its modification time; False for a copy, which is another
+        file.
+        """
         return found.st_ino & _INODE_BITS == self.inode and found.st_mtime_ns != self.mtime_ns
 
     def may_be_written(self, found: os.stat_result) -> bool:
-        """As `is_written`; True, too, for a file that was changed without losing or getting a name."""
+        """True as `is_written`; also if the file changed without losing or getting a link."""
         # Trainers prune, and several versions link one shard: both change `ctime`, and no byte. Otherwise it
         # may be a write after which the time was set back, as `rsync -t` does.
         now = LinkedFile.of(found)
@@ -232,12 +230,14 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
         _always_written(None)
     )
     sha256: Annotated[Sha256 | None, doc("its digest; absent: it is not signed")] = None
-    linked: Annotated[LinkedFile | None, doc("that it is a trainer's file, too; absent: it is not")] = None
+    linked: Annotated[LinkedFile | None, doc("its status when published, if it is a trainer's, too")] = None
 
     def is_written(self, directory: Path, *, for_sure: bool = True) -> bool:
-        """True if it is a trainer's file, too, and was written to since it was published in this directory.
+        """True if the trainer has a link to this file, and wrote to it since it was published in this
+        directory.
 
-        By its size and times, which a program may set; without `for_sure` also if it only may have been.
+        Judged by its size and times, which a program may set; with `for_sure` false, also True if it may have
+        been.
         """
         if self.linked is None:
             return False
@@ -251,7 +251,7 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
 
 
 class Signature(Struct, frozen=True):
-    """What a publisher's key says of a manifest, at its path below the model."""
+    """A signature of a manifest, made by a publisher's key for its path below the model."""
 
     model: Annotated[Text, doc("the model's name, which it covers with the path and all above it")]
     key: Annotated[Id, doc("the id of the key: SHA-256 of the public key's DER, its first 32 digits")]
@@ -259,11 +259,11 @@ class Signature(Struct, frozen=True):
 
 
 class Origin(Struct, frozen=True, omit_defaults=True):
-    """The checkpoint that was exported, without the rest of its path: that is the trainer's own business."""
+    """The checkpoint that was exported, without the rest of its path, which is the trainer's own business."""
 
     directory: Annotated[Text, doc("the name of the directory it was in")]
     checkpoint: Annotated[Text, doc("its prefix, without the path")]
-    digest: Annotated[Sha256 | None, doc("tells it from others of its name; a delta has none")] = None
+    digest: Annotated[Sha256 | None, doc("distinguishes it from others of its name; a delta has none")] = None
 
     @classmethod
     def of(cls, prefix: Path, digest: str | None = None) -> Origin:
@@ -273,12 +273,14 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
 
 class RestoredValues(Struct, frozen=True, omit_defaults=True):
-    """Why a version was published again: a rollback or a resumption, to which version's values."""
+    """The rollback or resumption that published a version again, and the version whose values it brought
+    back.
+    """
 
     made: Annotated[Literal["rollback", "resume"], doc("which of the two")]
     back_to: Annotated[Count, doc("the version or position whose values came back")]
-    before: Annotated[Count, doc("the one that resuming leads back to, or that a resumption followed")]
-    reason: Annotated[str | None, doc("why, in words; absent: nobody said")] = None
+    before: Annotated[Count, doc("the one to which resuming returns, or that a resumption followed")]
+    reason: Annotated[str | None, doc("the reason, in words; absent: none was given")] = None
 
 
 class MappedTable(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "bytes"}):
@@ -288,35 +290,39 @@ class MappedTable(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "by
     file: Annotated[Text, doc("the shard in `variables/` that holds it alone, hot rows included")]
     bytes_: Annotated[Count, doc("its length")]
     overlay_rows: Annotated[
-        Count | None, doc("for how many changed rows there is room beside it; absent: it takes no deltas")
+        Count | None, doc("the number of changed rows that fit in its overlay; absent: it takes no deltas")
     ] = None
     hot_rows: Annotated[
-        Count, doc("how many of its rows lie once more behind it, the most read first; absent: none")
+        Count, doc("the number of its rows stored again at its end, the most read first; absent: none")
     ] = 0
-    places: Annotated[Text, doc("the shard in `variables/` that leads to them; absent: there are none")] = ""
+    places: Annotated[Text, doc("the shard in `variables/` with the places of hot rows; absent: none")] = ""
 
 
 class UnmappedTable(Struct, frozen=True, rename={"bytes_": "bytes"}):
-    """A large variable that servers read, although tables were to be mapped."""
+    """A large variable that servers read into memory, although tables were to be mapped."""
 
     name: Annotated[Text, doc("its name in the bundle")]
-    bytes_: Annotated[Count, doc("how many bytes it has")]
-    why: Annotated[str, doc("why it is not mapped, in words")]
+    bytes_: Annotated[Count, doc("its size in bytes")]
+    why: Annotated[str, doc("the reason why it is not mapped, in words")]
 
 
 class MappedRecord(Struct, frozen=True):
-    """What servers map of a version that was made with mapped tables, and from where."""
+    """The tables that servers map of a version made with mapped tables, and the directory from which they
+    map.
+    """
 
-    id: Annotated[str, doc("what `variables/mapped.id` holds; empty: no table is mapped")]
-    directory: Annotated[Text, doc("the version as servers see it, by the graph; elsewhere it is restored")]
-    tables: Annotated[tuple[MappedTable, ...], doc("what is mapped")]
+    id: Annotated[str, doc("the content of `variables/mapped.id`; empty: no table is mapped")]
+    directory: Annotated[
+        Text, doc("the version's path as servers see it, by the graph; elsewhere tables are restored")
+    ]
+    tables: Annotated[tuple[MappedTable, ...], doc("the mapped tables")]
     restored: Annotated[tuple[UnmappedTable, ...], doc("large variables that are not")] = ()
 
 
 class ManifestDraft(Struct, frozen=True, kw_only=True):
-    """What is known of a version or delta before it has a position and before its files are final.
+    """The fields of a manifest that are known before the publication has a position and its final files.
 
-    A delta has `from_position`, a version has none.
+    A delta has `from_position`, a version does not.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -343,7 +349,7 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(ManifestDraft, frozen=True, kw_only=True):
-    """What a published directory holds. `position` is where a reader stands after loading or applying it."""
+    """The contents of a published directory. `position` is a reader's after loading or applying it."""
 
     position: int
     created: datetime
@@ -360,7 +366,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
         return sum(file.bytes_ for file in self.files)
 
     def overwritten(self, version: Path) -> list[Path]:
-        """The files of a version that are a trainer's, too, and were written to since, by their times."""
+        """The files of a version that the trainer has a link to and wrote to since, judged by their times."""
         return [version / file.path for file in self.files if file.is_written(version)]
 
     @property
@@ -370,9 +376,9 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
 
     @property
     def state_id(self) -> str:
-        """An id of the values at its position, which differs if other values stood there before.
+        """An id of the values at its position, which differs if other values were published there before.
 
-        A merger of deltas, and of a base and deltas, has the id of the delta whose values it leads to.
+        A merger of deltas, or of a base and deltas, has the id of the delta whose values it has.
         """
         if self.incremental is not None and self.incremental.state is not None:
             return self.incremental.state
@@ -385,9 +391,9 @@ class _LogOf(Struct, frozen=True):
 
 
 class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
-    """Where in the order of publications a directory stands, when it was published, and from what.
+    """The first fields of a manifest: position, time, checkpoint, log, plan and identity.
 
-    `plan_digest` is None where nobody kept it, `identity` where a release published it that gave models none.
+    `plan_digest` is None if it was not recorded, `identity` if an earlier release published it.
     """
 
     position: Count
@@ -399,30 +405,30 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
 
     @property
     def created(self) -> datetime:
-        """When it was published."""
+        """The time of publication."""
         return _created(self.created_text)
 
     @property
     def log(self) -> int | None:
-        """The log that a base takes deltas of, or a delta belongs to; None for a version that takes none."""
+        """The log of a base that takes deltas, or of a delta; None for a version that takes none."""
         return None if self.incremental is None else self.incremental.log
 
 
 class _Document(Struct, frozen=True, kw_only=True, tag_field="kind"):
     format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
-    position: Annotated[Count, doc("where a reader stands who has loaded or applied it")]
+    position: Annotated[Count, doc("the position of a reader that has loaded or applied it")]
     step: Annotated[Count | None, doc("the training step of its values; null: not known")]
     lineage: Annotated[Text | None, doc("the random id of its log; null: it takes no deltas")]
     schema_digest: Annotated[Text, doc("SHA-256 of the names, dtypes and shapes of `tensors`")]
-    source: Annotated[Origin, doc("the checkpoint that it was made from")]
+    source: Annotated[Origin, doc("the checkpoint from which it was made")]
     created: Annotated[Time, doc("when it was published, in UTC")]
     exporter: Annotated[Text, doc("the version of this program that published it")]
-    tensors: Annotated[tuple[TensorEntry, ...], doc("what its bundle holds")]
-    files: Annotated[tuple[FileEntry, ...], doc("every file of the directory but this one")]
+    tensors: Annotated[tuple[TensorEntry, ...], doc("the tensors in its bundle")]
+    files: Annotated[tuple[FileEntry, ...], doc("every file of the directory except this one")]
     identity: Annotated[
-        Id | None, doc("the random id of its model, of the first base; absent: of a release that gave none")
+        Id | None, doc("the random id of its model, set by its first base; absent: of an earlier release")
     ] = None
-    signature: Annotated[Signature | None, doc("of all above; absent: it is not signed")] = None
+    signature: Annotated[Signature | None, doc("of all fields above; absent: it is not signed")] = None
 
 
 class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
@@ -430,11 +436,13 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
 
     publisher: Annotated[Text | None, doc("who published it: `user@machine`; absent: not known")] = None
     incremental: Annotated[BaseEntry | None, doc("how it takes deltas; absent: it takes none")] = None
-    taken_back: Annotated[RestoredValues | None, doc("why it was published again")] = None
+    taken_back: Annotated[
+        RestoredValues | None, doc("the rollback or resumption that made it; absent: none")
+    ] = None
     plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
-    tensorflow: Annotated[Text | None, doc("the TensorFlow that ran to make it; absent: none did")] = None
-    mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: none were to be")] = None
-    for_server: Annotated[Release | None, doc("the TensorFlow of the servers that it was made for")] = None
+    tensorflow: Annotated[Text | None, doc("the version of TensorFlow that made it; absent: none ran")] = None
+    mapped: Annotated[MappedRecord | None, doc("the tables that servers map; absent: not asked for")] = None
+    for_server: Annotated[Release | None, doc("the TensorFlow of the servers for which it was made")] = None
     oldest_server: Annotated[Release | None, doc("the oldest TensorFlow whose servers load it")] = None
     opened_batch: Annotated[
         Count | None, doc("training's batch size, if an experiment made its numbers follow each request")
@@ -444,7 +452,7 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):
     """`<model>/deltas/<log>/<from>-<to>/manifest.json`."""
 
-    from_position: Annotated[Count, doc("the first position that it fits")]
+    from_position: Annotated[Count, doc("the first position to which it applies")]
     publisher: Annotated[Text | None, doc("who published it: `user@machine`; absent: not known")] = None
     incremental: Annotated[DeltaEntry | None, doc("its place in its log")] = None
     plan_digest: Annotated[Sha256 | None, doc("a digest of the graph and options it was made by")] = None
@@ -454,7 +462,7 @@ Document: TypeAlias = VersionDocument | DeltaDocument
 
 
 def overwritten_notes(manifest: Manifest, version: Path) -> tuple[str, ...]:
-    """A warning that a trainer wrote into files of a published version; () if it did not."""
+    """A warning if the trainer wrote into files of a published version, in a tuple; () if it did not."""
     written = manifest.overwritten(version)
     if not written:
         return ()
@@ -493,7 +501,10 @@ def from_json(text: str | bytes) -> Manifest:
 
 
 def head_from_json(text: str | bytes) -> ManifestHead:
-    """The head of a manifest; its tensors and files are not looked at, which is most of the work."""
+    """The head of a manifest; its tensors and files, most of the work, are not parsed.
+
+    ManifestError if the head is damaged.
+    """
     with _damage_named(text):
         head: ManifestHead = decode_head(text, ManifestHead, "manifest", end='"tensors": [')
         _created(head.created_text)
@@ -540,7 +551,7 @@ def _text(document: Document) -> bytes:
 def _head_fields(kind: type[Document]) -> tuple[tuple[str, bool], ...]:
     """The fields before the long lists, in the order of their lines, and whether a document must have them.
 
-    They are in the order of their declaration, except that a delta's two positions stand side by side.
+    They are in the order of their declaration, except that a delta's two positions are next to each other.
     """
     apart = {"format_version", "tensors", "files", "signature"}
     found = [(each.name, each.required) for each in fields(kind) if each.name not in apart]
@@ -583,7 +594,7 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
 
 
 def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
-    """Raise DocumentError unless what servers map fits the files and served variables of the version."""
+    """Raise DocumentError unless the mapped tables match the files and served variables of the version."""
     base = manifest.incremental if isinstance(manifest.incremental, BaseEntry) else None
     files = {file.path: file.bytes_ for file in manifest.files}
     rows = {each.name: each.shape[0] for each in base.schema.variables if each.is_table} if base else {}

@@ -1,4 +1,6 @@
-"""Whether a server on this machine maps the tables of a version: what its graph finds, without loading it."""
+"""Check whether a server on this machine maps the tables of a version, as its graph would, without loading
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ _LONGEST_ID = 64
 
 
 def why_restored(record: MappedRecord) -> str:
-    """Why a server that runs here, as this user, restores the tables, in words; "" if it maps them.
+    """The reason why a server that runs here, as this user, reads the tables into memory; "" if it maps them.
 
     Raises:
-        ManifestError: the name of a table's file leads elsewhere.
+        ManifestError: the name of a table's file is not below the version.
     """
     if not record.tables:
         return "none of its tables can be mapped"
@@ -52,16 +54,16 @@ _STEP_BYTES = 128 << 10
 
 
 def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool]) -> int:
-    """Have the kernel read the tables of a version before servers ask for rows; of how many bytes.
+    """Have the kernel read the tables of a version before servers ask for rows; return the bytes requested.
 
-    It takes as long as the disk does, and ends early where `goes_on` is false. No more is read than half of
-    the memory that is available: the rest would push out what is served.
+    Ends early when `goes_on` returns False. At most half of the available memory is read: more would push out
+    what is being served.
 
     Raises:
-        OSError, ManifestError: a file is not there, or its name leads elsewhere.
+        OSError, ManifestError: a file is missing, or its name is not below the version.
     """
     left, asked = (available_bytes() or 0) // 2, 0
-    # Hot rows lie at the end of their table, and every lookup of it reads places.
+    # Places first, as every lookup reads them; then tables from their end, where the hot rows are.
     files = [(table.places, True) for table in record.tables if table.places]
     files += [(table.file, bool(table.places)) for table in record.tables]
     for file, from_its_end in files:
@@ -81,9 +83,9 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
 
 
 def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
-    """The directory that servers map in place of `version`, which is a copy of it.
+    """The directory that servers map instead of `version`, which is a copy of it.
 
-    "" if `version` is that directory, or if the directory is not there, so that nothing is mapped.
+    "" if `version` is that directory, or if the directory does not exist, so that nothing is mapped.
     """
     try:
         is_own = Path(record.directory).samefile(version)
@@ -93,9 +95,10 @@ def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
 
 
 def tables_state(record: MappedRecord, version: Path) -> str:
-    """`mapped`, of a copy with ` from ` and the directory whose files it maps; or `restored: ` and why.
+    """The state of a version's tables: `mapped`, `mapped from ` DIRECTORY for a copy, or `restored: ` and
+    why.
 
-    ManifestError if another version that has to be looked at cannot be read.
+    ManifestError if the name of a table's file is not below the version.
     """
     why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
     if why:
@@ -104,7 +107,7 @@ def tables_state(record: MappedRecord, version: Path) -> str:
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The kind of network file system that a path lies on; "" if it is none, or nothing says so."""
+    """The kind of network file system that holds a path; "" if it is local, or mounts cannot be read."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:

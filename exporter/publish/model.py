@@ -1,11 +1,11 @@
-"""What is published for a model, by one listing of its directories; each manifest is read once.
+"""A published model, by one listing of its directories; each manifest is read once.
 
-`Model.read` raises if there is nothing to read. `Model.look` is for who looks again and again, as the agent
-does: it never raises, and keeps what was read before.
+`Model.read` raises if there is nothing to read. `Model.look` is for callers that look repeatedly, as the
+agent does: it never raises, and keeps the manifests it has read.
 
-`publications` are all versions and deltas in the order of positions, also of logs that have ended: what
-`history` prints. `logs` are those of which a base is there, each as servers see it: its deltas and its hold.
-Retention may have removed some of what was published; a merged delta tells how many publications it holds.
+`publications` are all versions and deltas in the order of positions, also of logs that have ended: `history`
+prints them. `logs` are those with an existing base, each as servers see it: its deltas and its hold.
+Retention may have removed some publications; a merged delta says how many it holds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from exporter.storage.layout import DELTAS_DIRECTORY, MANIFEST_FILE
 _MOST_COMMITS = 20_000
 _LAST_PUBLISHERS = 16
 _OF_PERSONS = frozenset({DeltaOrigin.MERGE, DeltaOrigin.ROLLBACK, DeltaOrigin.RESUME})
-"""What is published from a person's machine, who may have another one than the exporter."""
+"""Deltas that a person publishes, maybe from another machine than the exporter's."""
 
 
 class PublicationKind(StrEnum):
@@ -72,63 +72,63 @@ class PublicationKind(StrEnum):
 
 
 class Event(Struct, frozen=True):
-    """Something that was published; what is damaged has only a name."""
+    """A publication; of a damaged one only the name is known."""
 
     what: PublicationKind
     """`version` (takes no deltas), `base`, `rebase`, `delta`, `merge`, `rollback`, `resume` or `damaged`."""
     path: Path
     """Its directory."""
     position: int
-    """Where it leads."""
+    """The position of a server after loading or applying it."""
     from_position: int | None = None
-    """Where a delta begins."""
+    """The position at which a delta starts; null for a version."""
     created: datetime | None = None
-    """When it was published."""
+    """The time of publication; null if damaged."""
     step: int | None = None
     """The training step of its values."""
     log: int | None = None
-    """The log that it belongs to."""
+    """The log to which it belongs; null if it belongs to none."""
     checkpoint: str = ""
-    """The checkpoint that it was made from."""
+    """The checkpoint from which it was made."""
     rows: int | None = None
-    """Rows in a delta."""
+    """The number of rows in a delta."""
     compared: bool = False
     """True if a delta's rows were found by comparing checkpoints."""
     parts: int = 1
-    """How many publications a merger holds."""
+    """The number of publications that a merger holds."""
     merged_away: int = 0
-    """How many of those are not there any more by themselves."""
+    """The number of those that no longer exist by themselves."""
     merged_into: str | None = None
-    """A merger that leads past this delta."""
+    """The longest merger that spans this delta, as START-END; null if there is none."""
     back_to: int | None = None
     """The position or version whose values a rollback or resumption brought back."""
     reason: str = ""
-    """Why, as it was said then; empty if nothing was."""
+    """The reason that was given; empty if none was."""
     is_past_hold: bool = False
-    """True if servers do not go there by themselves."""
+    """True if it is beyond the hold, so that servers do not go there by themselves."""
     is_current: bool = True
     """False if it belongs to a log that has ended."""
     problem: str = ""
-    """What is wrong with it; empty if nothing is."""
+    """The damage; empty if there is none."""
     event_time: datetime | None = None
-    """When the newest event happened that its values were trained on."""
+    """The time of the newest event in the training data of its values; null if unknown."""
     left_out: LeftOut | None = None
-    """Rows that are held back, and how far what is served stays behind."""
+    """Rows that are held back, and by how much the served values differ from the trainer's."""
     budget: Budgeted | None = None
-    """How a delta used its budget."""
+    """A delta's use of its budget; null if it had none."""
     wild: tuple[WildRows, ...] = ()
-    """Rows of it that are beyond `--max-norm`, by table."""
+    """Its rows beyond `--max-norm`, by table."""
     tags: tuple[str, ...] = ()
     """The tags that name its position."""
     changes: tuple[VariableChange, ...] | None = None
-    """What a delta changed, with `--changes`; null if that was not asked for, or cannot be read."""
+    """A delta's changes, with `--changes`; null if they were not asked for, or cannot be read."""
 
 
 class Commit(Struct, frozen=True):
     """A publication's time and training step, from its manifest.
 
-    `event_time` is the time of the newest event that it was trained on; None if unknown. A delta holds `rows`
-    and `bytes_`. `is_rollback`: it brought earlier values back.
+    `event_time` is the time of the newest event in its training data; None if unknown. A delta has `rows` and
+    `bytes_`. `is_rollback`: it restored earlier values.
     """
 
     created: datetime
@@ -140,7 +140,7 @@ class Commit(Struct, frozen=True):
 
 
 class Published(Commit, frozen=True, kw_only=True):
-    """A publication, and where it leads."""
+    """A publication, and its position."""
 
     position: int
 
@@ -148,7 +148,7 @@ class Published(Commit, frozen=True, kw_only=True):
 class Rollback(Struct, frozen=True):
     """A published rollback: the delta, or base, at `position` restores the values of `back_to`.
 
-    `is_canary`: a canary made it, because what it took back did not pass.
+    `is_canary`: a canary made it, because it rejected the values before.
     """
 
     position: int
@@ -161,14 +161,14 @@ class Log(Struct, frozen=True, dict=True):
     """A log at one time: its deltas, and its hold as the limit of all replicas.
 
     `limit` is the position of the hold; None without one, and -1 if it cannot be read, which stops all
-    replicas. `bound` is where another hold stands beyond a canary's, which the canary may not pass either.
-    `is_canary` is True if a canary set it, as the position that it approved; `held_by` says who set it, why
-    and when, None if that is not known. `base` is the position of the log's newest base, `rollback`
-    the rollback at which the log is held.
+    replicas. `bound` is the position of the store's hold behind a canary's, which the canary may not pass
+    either; None without one. `is_canary`: the limit is a position that a canary approved. `held_by` says who
+    set the hold, why and when; None if that is not known. `base` is the position of the log's newest base,
+    `rollback` the rollback at which the log is held.
 
-    `path` is the directory of its deltas, which need not exist; `begun` is when the first base that is there
-    was published. `commits` are the first publications at positions, also of deltas that retention has
-    removed: a replica may still stand there. `sizes` are those of deltas, in bytes.
+    `path` is the directory of its deltas, which need not exist; `begun` is when the oldest existing base was
+    published. `commits` has the first publication at each position, also of deltas that retention has
+    removed: a replica may still be there. `sizes` are those of deltas, in bytes.
     """
 
     lineage: str
@@ -186,15 +186,17 @@ class Log(Struct, frozen=True, dict=True):
 
     @property
     def number(self) -> int:
-        """The position of its first base, by which its directory is named."""
+        """The position of its first base, which names its directory."""
         return int(self.path.name)
 
     def up_to(self, position: int) -> Log:
-        """The log for a call that names a position, to which the hold does not apply."""
+        """The log with another limit: for a call that names a position, to which the hold does not apply."""
         return replace(self, limit=position)
 
     def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
-        """The deltas that lead furthest from `position` within the limit, in order; may be empty."""
+        """The deltas that a state at `position` applies to get as far as the limit allows, in order; may be
+        empty.
+        """
         within = [span for span in self.beyond(position) if self._allows(span.end) and span not in without]
         return furthest(within, position)
 
@@ -204,12 +206,12 @@ class Log(Struct, frozen=True, dict=True):
         return [span for span in self.deltas if self._allows(span.end)]
 
     def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
-        """The deltas within the limit that a state at `position` may take."""
+        """The deltas within the limit that apply to a state at `position`."""
         beyond = (span for span in self.beyond(position) if self._allows(span.end))
         return [span for span in beyond if span.accepts(position) and span not in without]
 
     def beyond(self, position: int) -> Sequence[Span]:
-        """The deltas that lead beyond a position: usually few of the thousands that are kept."""
+        """The deltas that end beyond a position, by their ends: usually few of the thousands there are."""
         return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
 
     @cached_property
@@ -221,31 +223,31 @@ class Log(Struct, frozen=True, dict=True):
 
     @property
     def newest(self) -> int:
-        """The furthest position that the limit allows; -1 if there are no deltas within it."""
+        """The greatest end of a delta within the limit; -1 if there is none."""
         return next((span.end for span in reversed(self._by_end) if self._allows(span.end)), -1)
 
     @property
     def last(self) -> int:
-        """The furthest position, whatever keeps replicas from it."""
+        """The greatest position, whatever the limit."""
         return max([self.base, *(span.end for span in self._by_end[-1:])])
 
     @property
     def released(self) -> int:
-        """The position of a server that loads the newest base and applies what the limit allows."""
+        """The position of a server after the newest base and all deltas within the limit."""
         return max(self.newest, self.base)
 
     @property
     def waiting(self) -> int:
-        """The number of publications beyond `released`; a merged delta is none of its own."""
+        """The number of positions beyond `released` at which deltas end."""
         return len({span.end for span in self.beyond(self.released)})
 
     def created(self, spans: Iterable[Span]) -> list[datetime]:
-        """When each of these deltas was published, as far as that is known."""
+        """The publication times of these deltas; unknown ones are left out."""
         found = (self.commits.get(span.end) for span in spans)
         return [commit.created for commit in found if commit is not None]
 
     def size(self, spans: Iterable[Span]) -> int:
-        """The total size of listed deltas, in bytes."""
+        """The total size of these deltas in bytes."""
         return sum(self.sizes.get(span, 0) for span in spans)
 
 
@@ -253,9 +255,9 @@ class _Known(Struct):
     """The manifests of one model, kept from one reading to the next.
 
     Another model may take its place: a base counts as long as its manifest is the same file. What is read now
-    appeared after `since`, by this machine's clock; None: times are those of whoever published. `skew_s`: by
-    how much, at least, the publisher's clock was ahead when something appeared last; negative: behind.
-    `publishers` are who published what a trainer has made, by position.
+    appeared after `since`, by this machine's clock; None: times are the publisher's. `skew_s` is the least by
+    which the publisher's clock was ahead at the newest publication, in seconds; negative: behind.
+    `publishers` are the users that published a trainer's values, by position.
     """
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
@@ -269,7 +271,9 @@ class _Known(Struct):
     publishers: dict[int, str] = field(default_factory=dict)
 
     def base(self, path: Path) -> LogBase | None:
-        """A version that takes deltas; None if it takes none, or cannot be read (`doctor` reports that)."""
+        """The base in a version's directory; None if it takes no deltas, or cannot be read (`doctor` reports
+        that).
+        """
         try:
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
             known = self.bases.get(path)
@@ -294,7 +298,7 @@ class _Known(Struct):
         return base
 
     def log(self, base: LogBase, hold: HeldAt | None, listed: Sequence[LogDelta]) -> Log:
-        """The log of its newest base, with the deltas of it that can be read."""
+        """The log of its newest base, with the deltas in it that can be read."""
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
         known, found = self.deltas.get(lineage, {}), {}
@@ -304,7 +308,7 @@ class _Known(Struct):
             read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
             if read is not None:
                 found[delta.start, delta.end] = read
-        # Servers list the directory themselves, and take what leads furthest to where they are sent.
+        # Servers list the directory themselves, and would apply a forged delta: so they stop before it.
         forged = [delta.end for delta in listed if delta.end > begun and delta.path in self.untrusted]
         if forged:
             found = {span: read for span, read in found.items() if span[1] < min(forged)}
@@ -346,7 +350,9 @@ class _Known(Struct):
         return Span(delta.start, delta.end, entry.only_from, entry.parts), manifest.bytes_
 
     def _seen(self, created: datetime) -> datetime:
-        """When something was published that is read now: the publisher's time, as far as it can be true."""
+        """The time of a publication that is read now: the publisher's, corrected where our clock rules it
+        out.
+        """
         if self.since is None:
             return created
         seen = min(max(created, self.since), datetime.now(timezone.utc))
@@ -373,7 +379,7 @@ class _Known(Struct):
 
 
 class _Lost(ManifestError):
-    """A log that was read before has vanished, as if its volume were not mounted."""
+    """A log that was read before no longer exists, as if its volume were not mounted."""
 
 
 def _not_trusted(path: Path, error: VerificationError | OSError) -> NotTrusted:
@@ -388,8 +394,8 @@ class Model(Struct, frozen=True, dict=True):
     """A published model at one time: its `logs` by lineage, the newest first.
 
     `problem` says why it cannot be read; there are no logs then. `hold` is the position that servers do not
-    pass by themselves, None without a hold or if it cannot be read; `held_by` says who set it, None if that
-    is not known. `versions` are as `version_dirs` lists them, `deltas` those of each directory of a log.
+    pass by themselves; None without a hold, or if it cannot be read. `held_by` says who set it; None if that
+    is not known. `versions` are as `version_dirs` lists them, `deltas` those of each log's directory.
     """
 
     logs: Mapping[str, Log] = field(default_factory=dict)
@@ -448,18 +454,18 @@ class Model(Struct, frozen=True, dict=True):
 
     @classmethod
     def history(cls, path: Path) -> Model:
-        """As `read`, with the manifests of all `publications` read before it returns.
+        """Read the model, with the manifests of all its publications.
 
         Raises:
             NotUpdatable, ManifestError: as `read`.
         """
         found = cls.read(path)
-        _ = found.publications, found.at  # for who reads a model in a store: what moves is read again there
+        _ = found.publications, found.at  # now: in a store, files that move later would be read anew
         return found
 
     @classmethod
     def look(cls, path: Path, before: Model | None = None, *, since: datetime | None = None) -> Model:
-        """As `read`, but an unreadable directory is a `problem`, never an exception.
+        """Read the model; an unreadable directory becomes its `problem`, never an exception.
 
         With `since`, what was not there before counts as published after that time and not later than now.
         """
@@ -482,7 +488,7 @@ class Model(Struct, frozen=True, dict=True):
         return replace(seen, logs={}, newest_version=None, problem=problem)
 
     def places(self) -> list[Path]:
-        """The directories that a publication changes now; some may not exist."""
+        """The directories that change with a publication; some may not exist."""
         found = [self.path, self.path / DELTAS_DIRECTORY]
         with suppress(OSError, ManifestError):
             found += log_directories(self.path)
@@ -490,9 +496,10 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def untrusted(self) -> tuple[NotTrusted, ...]:
-        """Why replicas are led no further, the newest version or delta first; empty where all is taken.
+        """The reasons why replicas get no further, the newest version or delta first; empty if all is
+        trusted.
 
-        What comes before the first version that a trusted key has signed is left out.
+        Publications before the first version that a trusted key has signed are left out.
         """
         signed = [path.name for path, (_, base) in self.known.bases.items() if base is not None]
         first = min((int(name) for name in signed if name.isdecimal()), default=-1)
@@ -501,12 +508,12 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def newest_log(self) -> Log | None:
-        """The log of the newest base, which the exporter continues; None without a base."""
+        """The log of the newest base, which the exporter continues; None if no version takes deltas."""
         return next(iter(self.logs.values()), None)
 
     @property
     def newest_position(self) -> int | None:
-        """The newest position, whatever keeps replicas from it; a version's number is its position.
+        """The newest position, whatever the hold; a version that takes no deltas counts by its number.
 
         None if nothing is published.
         """
@@ -517,7 +524,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def times(self) -> list[datetime]:
-        """When something was published, as far as that is known; empty if the model cannot be read."""
+        """The known publication times; empty if the model cannot be read."""
         if self.problem:
             return []
         of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
@@ -525,9 +532,9 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def publishers(self) -> tuple[str, ...]:
-        """The machines that publish this model in turn, as `user@machine`; empty if only one does.
+        """The users that publish this model in turn, as `user@machine`; empty if only one does.
 
-        One that took over from another for good is one.
+        A user that took over from another for good is not in turn.
         """
         known = dict(self.known.publishers)
         last = [known[position] for position in sorted(known)[-_LAST_PUBLISHERS:]]
@@ -537,12 +544,14 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def skew_s(self) -> float | None:
-        """By how much, at least, the publisher's clock is ahead; negative: behind, None: not known."""
+        """The least number of seconds by which the publisher's clock is ahead; negative: behind, None: not
+        known.
+        """
         return self.known.skew_s
 
     @property
     def published(self) -> list[Published]:
-        """What was published of logs, by time, as far as that is known."""
+        """The known publications of all logs, sorted by time."""
         found = [
             Published(*astuple(commit), position=position)
             for log in self.logs.values()
@@ -551,7 +560,7 @@ class Model(Struct, frozen=True, dict=True):
         return sorted(found, key=lambda one: one.created)
 
     def decided(self) -> Model:
-        """The same logs, as if the canary had approved them to their ends."""
+        """The model as if the canary had approved its logs to their ends, or to the store's hold."""
         logs = {
             lineage: replace(log, limit=log.bound, is_canary=False) if log.is_canary else log
             for lineage, log in self.logs.items()
@@ -582,11 +591,11 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def publications(self) -> tuple[Event, ...]:
-        """Everything that is there, by position; of what leads to one position, in the order of time."""
+        """All versions and deltas, sorted by position, then by time."""
         events = [_version(child, self.known) for child in self.versions if child.has_manifest]
         for deltas in self.deltas.values():
             events += _deltas(deltas)
-        # What is damaged and gone, retention has removed meanwhile.
+        # Damaged and gone: retention has removed it meanwhile.
         there = (one for one in events if one.what is not PublicationKind.DAMAGED or not is_gone(one.path))
         number = None if self.current is None else self.current.number
         names: dict[int, list[str]] = {}
@@ -596,7 +605,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def listed_tags(self) -> tuple[ListedTag, ...]:
-        """The tags, by their names; none where they cannot be read, which the doctor reports."""
+        """The tags, by their names; none if they cannot be read, which the doctor reports."""
         with suppress(ManifestError):
             return listed_tags(self.path)
         return ()
@@ -615,7 +624,7 @@ def _placed(event: Event, log: int | None, hold: int | None, names: Mapping[int,
 
 
 def _number_of(event: Event) -> int:
-    """The number of a version that takes no deltas, by which it is named to go back to it."""
+    """The number of a version that takes no deltas: rollbacks name it by that."""
     return int(event.path.name) if event.path.name.isdecimal() else event.position
 
 
@@ -671,7 +680,7 @@ def _leads_past(merger: Event, other: Event) -> bool:
 
 
 def _merger(events: Iterable[Event], part: Event) -> str | None:
-    """The name of the longest merger that holds a delta; None if there is none."""
+    """The longest merger that spans a delta, as START-END; None if there is none."""
     found = [event for event in events if event.what is PublicationKind.MERGE and _leads_past(event, part)]
     longest = max(found, key=lambda event: event.position - (event.from_position or 0), default=None)
     return None if longest is None else f"{longest.from_position}-{longest.position}"
@@ -715,10 +724,10 @@ class MadeVersion(Struct, frozen=True):
     newest: int
 
     def is_by(self, plan_digest: str, *, takes_deltas: bool, number: int | None) -> bool:
-        """True if the plan would make this version again; `number` is one that it asks for by name.
+        """True if the plan would make this version again; `number` is the version number it asks for, or
+        None.
 
-        Versions of earlier releases do not tell their plan: of those the checkpoint decides, and whether
-        they take deltas.
+        Versions of earlier releases have no plan digest: they only need to take deltas as the plan does.
         """
         if number is not None and number != self.version:
             return False
@@ -728,7 +737,7 @@ class MadeVersion(Struct, frozen=True):
 
 
 class PublishedAlready(NothingChanged):
-    """A checkpoint is published, by the same plan; `made` is the version."""
+    """The checkpoint was published before by the same plan; `made` is that version."""
 
     def __init__(self, made: MadeVersion) -> None:
         super().__init__(
@@ -754,9 +763,9 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 
 
 def _mentions(version: Path, digest: str) -> bool:
-    """True if a version's manifest, unparsed, has this text; False also if it cannot be read.
+    """True if a version's manifest, unparsed, contains this text; False also if it cannot be read.
 
-    Parsing the manifests of many versions takes long. What vanishes is not published.
+    Parsing the manifests of many versions would take long.
     """
     try:
         return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)

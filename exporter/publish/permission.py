@@ -1,8 +1,8 @@
-"""Decide what may be published: a hold binds, and a log does not end by accident.
+"""Decide what may be published: a hold binds, and no log ends by accident.
 
 A command that publishes a version asks twice: before the work, to refuse at once, and under the model's lock,
 where nothing can come in between. Deltas need no permission: servers do not follow them past a hold. A merged
-delta does, which could lead servers past a rollback (`require_on_way`).
+delta does, which could carry servers past a rollback (`require_on_way`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from exporter.storage.local_paths import quoted
 
 
 class Permission(Struct, frozen=True):
-    """Options that allow what a hold or a log would forbid.
+    """Options that permit publishing against a hold or a log.
 
     `despite_hold`: a version that every server would load, while the model is held. `plain`: one that takes
-    no deltas, over one that does.
+    no deltas, after one that does.
     """
 
     despite_hold: bool = False
     plain: bool = False
 
     def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
-        """Refuse to publish over a hold (ModelHeld), or to end a log (ChainEnds), unless that was asked for.
+        """Refuse to publish over a hold (ModelHeld), or to end a log (ChainEnds), unless an option permits
+        it.
 
-        UsageError if the newest version is signed, and this would not be (`require_signer`).
-        The model's `versions` are listed unless they are given.
+        UsageError if the newest version is signed, and this one would not be (`require_signer`). The model's
+        `versions` are listed unless they are given.
         """
         newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)
@@ -61,11 +62,11 @@ class Permission(Struct, frozen=True):
 
 
 REFUSING = Permission()
-"""The default: nothing is allowed that a hold or a log forbids."""
+"""The default: no exception from a hold or a log."""
 
 
 def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
-    """The holds that bind publishers: the model's own, and that of the newest version's log."""
+    """The holds that bind publishers: the model's own, and the hold of the newest version's log."""
     return tuple(hold for hold in _holds(model, log) if hold.binds)
 
 
@@ -81,9 +82,9 @@ def hold_in_force(model: Path) -> Hold | None:
 
 
 def require_not_taken_back(model: Path, misfit: PositionError) -> None:
-    """Raise ModelHeld in place of an error, if a rollback's version is the newest, and the model is held.
+    """Raise ModelHeld in place of `misfit`, if the newest version is a rollback's, and the model is held.
 
-    The trainer's next publication does not fit what was brought back; it does again after `resume`.
+    The trainer's next publication does not fit the restored values; it fits again after `resume`.
     """
     newest = newest_version(model)
     if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":
@@ -98,7 +99,7 @@ def require_not_taken_back(model: Path, misfit: PositionError) -> None:
 
 
 def require_on_way(log: DeltaLog, span: Span) -> None:
-    """Refuse a merged delta that would lead servers to a position that was rolled back.
+    """Refuse a merged delta that would bring servers to a position from which the model was rolled back.
 
     Raises:
         ModelHeld: it would.
@@ -125,7 +126,7 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 
 
 def judged(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas that no canary has yet to approve: these alone may be merged without being asked for."""
+    """The deltas up to a canary's approval, or all without a canary: only these are merged automatically."""
     approved = log.approved
     return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)
 
@@ -136,9 +137,9 @@ def _holds(model: Path, log: int | None) -> list[Hold]:
 
 
 def _log_of(version: VersionDir) -> int | None:
-    """The log that a version takes deltas of; None without one, or if the manifest is damaged.
+    """The log of a base that takes deltas; None if the version takes none, or its manifest is damaged.
 
-    Publishing says then what is wrong with it.
+    Publishing reports the damage then.
     """
     with suppress(ManifestError):
         return read_head(version.path).log

@@ -1,4 +1,4 @@
-"""Remove old versions and deltas, so that no reader sees half of one."""
+"""Remove old versions and deltas such that no reader sees half of one."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ from exporter.storage.files import close_quietly, open_lock, try_lock
 from exporter.storage.layout import MANIFEST_FILE, TRASH_PREFIX
 
 GRACE_SECONDS = 300.0
-"""How long a superseded version stays: a server polls each second but loads for minutes, and one that began
-to load it must not find its files gone."""
+"""The time that a superseded version stays: a server polls each second but loads for minutes, and must not
+find its files gone meanwhile."""
 
 
 class KeptVersion(Struct, frozen=True):
-    """A version that retention would have removed, and did not; the next publication tries again."""
+    """A version that retention wanted to remove but could not; the next publication tries again."""
 
     version: int
     """Its number."""
     reason: str
-    """What still needs it."""
+    """Why it was not removed."""
 
 
 class Keep(Struct, frozen=True):
-    """The versions to keep: the `newest` ones, and the newest of each of the last hours and days with any.
+    """The versions to keep: the `newest` ones, and the newest of each of the last hours and days that have
+    any.
 
-    Hours and days are those of UTC in which a version was published.
+    Hours and days are in UTC, by the time of publication.
     """
 
     newest: int
@@ -60,7 +61,7 @@ class Keep(Struct, frozen=True):
 
 
 class Retired(Struct, frozen=True):
-    """The versions that retention removed and kept; `trash` is out of readers' sight, to be deleted."""
+    """The versions that retention removed and kept; `trash` are hidden directories, to be deleted."""
 
     removed: tuple[int, ...] = ()
     kept: tuple[KeptVersion, ...] = ()
@@ -68,12 +69,11 @@ class Retired(Struct, frozen=True):
 
 
 def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seconds: float) -> Retired:
-    """Move all versions but those to keep out of sight; the caller holds the model's lock.
+    """Hide all versions except those to keep, ready to be deleted; the caller holds the model's lock.
 
-    Only versions with a manifest count and go: what this program did not publish is not its to remove. A
-    version stays if someone has a lease of it (`exporter.publish.versions.lease`), or while less than
-    `grace_seconds` have passed between the publication of its successor and `now` (seconds since 1970), or
-    while a tag needs it.
+    Only versions with a manifest count and go: others were not published by this program. A version stays if
+    a process has a lease of it (`exporter.publish.versions.lease`), if less than `grace_seconds` have passed
+    between the publication of its successor and `now` (seconds since 1970), or if a tag needs it.
 
     Raises:
         ManifestError: the tags cannot be read, so that nothing is removed.
@@ -100,12 +100,12 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
 
 
 def _tagged(name: str | None) -> str:
-    """The reason to keep a version that a tag needs; empty without one."""
+    """The reason to keep a version that a tag needs; empty without a tag."""
     return "" if name is None else f"the tag {name} needs it"
 
 
 def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
-    """The newest version of each hour and day to keep, and those of which no time is known."""
+    """The newest version of each hour and day to keep, and all versions whose time is unknown."""
     if not (keep.hourly or keep.daily):
         return set()
     spared: set[int] = set()
@@ -124,30 +124,30 @@ def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
 
 
 ROLLBACK_POSITIONS = 16
-"""How many of the newest positions a rollback can always go back to."""
+"""The number of newest positions to which a rollback is always possible."""
 
 
 class RetiredDeltas(Struct, frozen=True):
-    """Names of the deltas that retention removed, and where they lie until they are deleted."""
+    """Names of the deltas that retention removed, and the hidden directories to be deleted."""
 
     removed: tuple[str, ...] = ()
     trash: tuple[Path, ...] = ()
 
     def __add__(self, other: RetiredDeltas) -> RetiredDeltas:
-        """Both together."""
+        """Concatenate both."""
         return RetiredDeltas(self.removed + other.removed, self.trash + other.trash)
 
 
 def retire_deltas(
     log: DeltaLog, *, now: float, rollback_positions: int = ROLLBACK_POSITIONS
 ) -> RetiredDeltas:
-    """Move deltas out of sight that no base or rollback needs; the caller holds the model's lock.
+    """Hide deltas that no base or rollback needs, ready to be deleted; the caller holds the model's lock.
 
-    Needed are those on the way of any base that is there to the newest position, and to each of the newest
-    `rollback_positions`, to what a canary has approved, and to what is tagged; and those on the way to the
-    newest position of a server that stands at one of these, or anywhere that a base led to. A delta younger
-    than `GRACE_SECONDS` replaces nothing yet, and is not removed: what listed the directory before it came
-    must find what it listed. Nothing is removed while the tags cannot be read.
+    Needed is every delta on the way from an existing base to the newest position, to each of the newest
+    `rollback_positions`, to the position that a canary has approved, and to tagged positions; and on the way
+    to the newest position from each of these, and from each end of a delta beyond the oldest base. A delta
+    younger than `GRACE_SECONDS` is not removed, and makes no other unneeded: a reader that listed the
+    directory before must find what it listed. Nothing is removed while the tags cannot be read.
     """
     try:
         tagged = {tag.position for tag in read_tags(log.model).values()}
@@ -177,9 +177,10 @@ def retire_deltas(
 
 
 def _unreadable_bases(log: DeltaLog) -> list[int]:
-    """Positions of versions whose manifests cannot be read: servers do not read these, and may serve them.
+    """Positions of versions whose manifests cannot be read: servers ignore manifests, and may serve them.
 
-    A version that takes deltas is named by its position, so that versions older than the log are not of it.
+    A version that takes deltas is named by its position, so that older versions than the log cannot be its
+    bases.
     """
     found = []
     for child in log.versions:
@@ -192,10 +193,10 @@ def _unreadable_bases(log: DeltaLog) -> list[int]:
 
 
 def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
-    """Move the deltas of abandoned logs out of sight; the caller holds the model's lock.
+    """Hide the deltas of abandoned logs, ready to be deleted; the caller holds the model's lock.
 
-    A log is abandoned when none of its bases is there any more, and nothing was published in it for
-    `GRACE_SECONDS`. While a version's manifest cannot be read, any log may have a base.
+    A log is abandoned if none of its bases exists, and nothing was published in it for `GRACE_SECONDS`. While
+    a version's manifest cannot be read, any log may have a base.
     """
     removed: list[str] = []
     trash: list[Path] = []
@@ -213,7 +214,8 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
 
 
 def logs_without_base(model: Path, current: Path | None) -> list[Path]:
-    """The directories of logs that no version belongs to; `current` is the newest version's own.
+    """The directories of logs without any existing version; `current` is the newest version's own, never
+    listed.
 
     Empty while the manifest of a version cannot be read.
     """
@@ -237,9 +239,9 @@ _LOG = re.compile(r"[0-9]{20}", re.ASCII)
 
 
 def _written(delta: LogDelta) -> float:
-    """When a delta's manifest was written, as its file system or store says: not before it was `_created`.
+    """The modification time of a delta's manifest, in seconds since 1970; infinity if it cannot be read.
 
-    Infinity if that cannot be read.
+    Never before `_created`, but cheaper: the manifest is not read.
     """
     try:
         return (delta.path / MANIFEST_FILE).stat().st_mtime
@@ -248,7 +250,7 @@ def _written(delta: LogDelta) -> float:
 
 
 def _created(delta: LogDelta) -> float:
-    """When a delta was published; infinity, as if it were always new, if that is unknown."""
+    """The publication time of a delta, in seconds since 1970; infinity (as if new) if it is unknown."""
     try:
         return delta.manifest.created.timestamp()
     except (ManifestError, PositionMoved):
@@ -267,7 +269,9 @@ def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
 
 
 def move_away(published: Path, model: Path) -> Path:
-    """Rename a version or delta out of sight, in one step, while no process has or can get a lease of it.
+    """Rename a version or delta out of readers' sight, and return its new path; no lease may be held.
+
+    No process can get a lease meanwhile.
 
     Raises:
         BlockingIOError: a process has one.
@@ -276,7 +280,7 @@ def move_away(published: Path, model: Path) -> Path:
     trash = model / f"{TRASH_PREFIX}{published.name}-{os.urandom(4).hex()}"
     manifest = open_lock(published / MANIFEST_FILE, flags=0)
     try:
-        # A reader that has the lease looks whether the manifest is still at its path: so a lease comes before
+        # A reader, once it has the lease, checks that the manifest is still at its path: so a lease is before
         # the rename and prevents it, or after it and fails.
         if not try_lock(manifest):
             raise BlockingIOError

@@ -1,4 +1,4 @@
-"""What a model server says of the versions that it serves."""
+"""The versions that a model server reports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from exporter.wire.version_state import VersionState
 
 
 class ServedTables(Struct, frozen=True):
-    """The tables of a base that was made to map them: how many a server maps, of how many.
+    """The tables of a base made for mapping: the number that a server maps, and the number that it should
+    map.
 
-    `overlay_percent` is how full the fullest overlay of changed rows is; one with room for every row does not
-    count.
+    `overlay_percent` is the fill of the fullest overlay of changed rows; overlays with room for every row do
+    not count.
     """
 
     mapped: int
@@ -22,7 +23,9 @@ class ServedTables(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """`mapped`, or `restored: ` and why; then how full the overlay is, once it holds a hundredth."""
+        """`mapped`, or `restored: ` and why (with the number, if some are mapped); then the overlay's fill
+        from 1 %.
+        """
         state = "mapped"
         if self.mapped < self.wanted:
             few = f"{self.wanted - self.mapped} of {self.wanted} " if self.mapped else ""
@@ -33,8 +36,8 @@ class ServedTables(Struct, frozen=True):
 class Served(Struct, frozen=True):
     """A version on a server; `position` is None if it takes no deltas or did not report it.
 
-    `message` says why loading failed. `unsettled` counts its responses that may mix positions; None if the
-    base does not count them. `tables` are those that were to be mapped.
+    `message` says why loading failed. `unsettled` is the number of its responses that may mix positions; None
+    if the base does not count them. `tables` is None if none were to be mapped.
     """
 
     number: int
@@ -48,11 +51,11 @@ class Served(Struct, frozen=True):
 
     @property
     def is_available(self) -> bool:
-        """True if requests get it."""
+        """True if it answers requests."""
         return self.state is VersionState.AVAILABLE
 
 
 def newest_available(versions: Iterable[Served]) -> Served | None:
-    """The version that requests without a version get; None if none is available."""
+    """The version that answers requests without a version; None if none is available."""
     available = (version for version in versions if version.is_available)
     return max(available, key=lambda version: version.number, default=None)

@@ -1,7 +1,7 @@
-"""Whether what a base's manifest says of its served variables fits together: schema, recipe and tensors.
+"""Check that a base's manifest agrees with itself about its served variables: schema, recipe and tensors.
 
-Deltas are made by the recipe, and written and applied by the schema; both say how the base's own tensors lie.
-A manifest where these differ is damaged, or another program's: nothing can be made of it.
+Deltas are made by the recipe, and written and applied by the schema; both describe the layout of the base's
+own tensors. A manifest where these differ is damaged, or another program's, and cannot be used.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Stored(Struct, frozen=True):
 
 
 def resolved(spec: MappingSpec, schema: Schema) -> MappingSpec:
-    """The recipe with the names and dtypes that its rules gave; releases up to 0.2 kept the rules alone.
+    """The recipe with all names and dtypes that its rules produced; releases up to 0.2 recorded only the
+    rules.
 
-    The schema shows which variables were cast, and the names of lookup tables; `tensors` has a tensor for
-    each variable. A table by keys keeps its own name unless a rule names it without any pattern.
+    The schema shows which variables were cast, and the names of lookup tables; the rules' `tensors` have a
+    tensor for each variable. A table by keys keeps its own name unless a rule without a pattern renames it.
     """
     given, dtypes, renamed = spec.given, spec.dtypes, spec.renamed
     if given.casts and not dtypes:
@@ -90,7 +91,9 @@ def _said(variable: ServedVariable) -> Stored:
 
 
 def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-    """Yield the served tensors of a source by name; DocumentError if the bundle's is absent or another."""
+    """Yield the served tensors of a source by name; DocumentError if the bundle's tensor is missing or
+    differs.
+    """
     found, label = tensors.get(source.key), source.dtype.label
     if found is None:
         raise DocumentError(f"manifest.incremental.recipe: there is no tensor {source.key!r}")

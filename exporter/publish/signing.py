@@ -1,4 +1,4 @@
-"""Signatures of publications: which keys may say what servers serve.
+"""Signatures of publications, and the keys that are trusted to sign them.
 
 A manifest that is signed has the SHA-256 of each file of its directory, and ends with the line
 
@@ -11,19 +11,18 @@ The signature (Ed25519, RFC 8032) covers these bytes, with a line break between 
     the path below the model: `4200`, or `deltas/<log>/<from>-<to>`
     the manifest without that line: positions, lineage, step, source, options, tensors, every file's SHA-256
 
-So nothing is taken that was altered, or that was signed for another place or another model. A name is the
-last part of a path, and two models may share it: so the manifest has the model's *identity*, too, a random
-id of its first version that all later ones carry. A copy keeps the identity of what it took first, and takes
-no other (`exporter.transfer.pull`); `NAME@IDENTITY` names one. Earlier releases gave models no identity. What
-says nothing
-of its own is not signed: holds, and a store's head (`exporter.transfer.pull` says what becomes of those).
+So a publication is refused if it was altered, or signed for another place or another model. A name is the
+last part of a path, and two models may share it: so the manifest has the model's *identity*, too, a random id
+of its first version that all later ones repeat. A copy keeps the identity of its first publication, and
+accepts no other (`exporter.transfer.pull`); `NAME@IDENTITY` names one. Earlier releases gave models no
+identity. Holds and a store's head are not signed (`exporter.transfer.pull` says how they are treated).
 
-Who signs for a model in a store reads that model, too: deltas to merge, values to bring back. So that nobody
-else's are signed on, the own key is trusted there, and no other (but those that `--trust` names).
+Publishing to a store also reads from it: deltas to merge, values to restore. So that nobody else's bytes are
+signed on, only the publisher's own key is trusted there, and the keys that `--trust` names.
 
-Who publishes or reads says for which model, and for how long, which key signs and which keys are trusted:
-`in_force` of `exporter.publish.versions`. Every publication passes `signer_of` on its way into place, and
-every manifest that is read passes `require_trusted`; without keys in force nothing of this module is loaded.
+Callers say which key signs and which keys are trusted for a model, and for how long: `in_force` of
+`exporter.publish.versions`. Every publication passes `signer_of` before it is renamed into place, and every
+manifest that is read passes `require_trusted`; without keys in force this module is not imported.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ TO_MAKE_KEYS = "make one: openssl genpkey -algorithm ed25519 -out KEY"
 
 
 class Signer:
-    """A key that signs what is published of a model."""
+    """A private key that signs a model's publications."""
 
     def __init__(self, model: str, key: Ed25519PrivateKey, identity: str | None = None) -> None:
         self.model, self._key, self.identity = model, key, identity
@@ -78,20 +77,20 @@ class Signer:
 
     @classmethod
     def of(cls, source: str, model: str) -> Signer:
-        """The signer with the private key (PEM, PKCS #8) of a file, or of a variable, `env:NAME`.
+        """The signer with the private key (PEM, PKCS #8) in a file, or in a variable, `env:NAME`.
 
         Raises:
-            UsageError: there is none, it is of another kind, others may read the file, or the model's name is
-                not one; the library is not installed.
+            UsageError: there is no key, it is of another kind, others may read the file, the model's name is
+                invalid, or the library is not installed.
         """
         name, identity = _named(model)
         return cls(name, _private_key(source), identity)
 
     def require(self, identity: str | None, where: object) -> None:
-        """Refuse to sign publications of another model than the one that was named, if one was.
+        """Refuse to sign publications of another identity than the one that was named, if one was.
 
         Raises:
-            NotTrusted: they are.
+            NotTrusted: `identity` differs; `where` is named in the message.
         """
         if self.identity not in (None, identity):
             raise NotTrusted(
@@ -100,7 +99,7 @@ class Signer:
             )
 
     def trusting(self, files: Iterable[str | Path]) -> Trust:
-        """The trust in this key and in those of some files: a publisher builds on nothing else.
+        """The trust in this key and in the keys of some files; a publisher accepts no others.
 
         Raises:
             UsageError: as `Trust.of`.
@@ -126,14 +125,14 @@ class Trust(Struct, frozen=True):
     own: Any = None
     """A public key that is trusted, too."""
     identity: str | None = None
-    """The identity of the only model that is taken; None: any model of that name."""
+    """The identity of the only model that is accepted; None: any model of that name."""
 
     @classmethod
     def of(cls, files: Iterable[str | Path], model: str) -> Trust:
-        """The trust in the keys (PEM) of some files, each of one key or of several.
+        """The trust in the keys (PEM) in some files, each with one key or several.
 
         Raises:
-            UsageError: as `keys`, or the model's name is not one.
+            UsageError: as `keys`, or the model's name is invalid.
         """
         name, identity = _named(model)
         found = cls(tuple(map(Path, files)), name, identity=identity)
@@ -141,10 +140,11 @@ class Trust(Struct, frozen=True):
         return found
 
     def keys(self) -> dict[str, Ed25519PublicKey]:
-        """The keys by their ids, as the files are now.
+        """The keys by their ids, read from the files now.
 
         Raises:
-            UsageError: a file cannot be read, or holds something else; the library is not installed.
+            UsageError: a file cannot be read or holds anything but public keys, or the library is not
+                installed.
         """
         found = {} if self.own is None else {_id_of(self.own): self.own}
         for file in self.files:
@@ -154,7 +154,7 @@ class Trust(Struct, frozen=True):
     def check(self, content: bytes, path: str, where: object) -> None:
         """Refuse a manifest that no trusted key has signed for this model and this path below it.
 
-        A delta need not say its model's identity: that its log has the lineage of a base is enough.
+        A delta may lack its model's identity: the lineage of its base is enough.
 
         Raises:
             NotTrusted: it is not signed, or by another key, for another model or path, or it was altered.
@@ -212,14 +212,14 @@ class Trust(Struct, frozen=True):
 
 
 def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
-    """The files of a staged directory with the SHA-256 of each: all of them are read once, in parallel."""
+    """The files of a staged directory with the SHA-256 of each; all are read, several at a time."""
     files = tuple(files)
     digests = _digests([directory / file.path for file in files], sum(file.bytes_ for file in files))
     return tuple(replace(file, sha256=digest) for file, digest in zip(files, digests, strict=True))
 
 
 def verify_digests(directory: Path, files: Iterable[FileEntry]) -> None:
-    """Read the files that have a SHA-256 in the manifest, and compare it.
+    """Read each file that has a SHA-256 in the manifest, and compare it.
 
     Raises:
         VerificationError: one differs.
@@ -243,9 +243,9 @@ def _digests(paths: list[Path], size: int) -> list[str]:
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file; of an object, or of a file with a second link, it is taken once.
+    """The SHA-256 of a file; of a pinned object, or a file with a second link, it is computed once and kept.
 
-    The trainer has the other link. What is read of an object later is read of the one that was listed.
+    The second link is the trainer's. Later reads of an object get the version that was listed.
     """
     if (stored := mirror.pinned(path)) is not None:
         is_pinned = stored[1].tag is not None
@@ -255,7 +255,7 @@ def _digest(path: Path) -> str:
         return file_digest(path)
     looks = FileIdentity.of(found)
     if (known := _known.get(looks)) is not None:
-        return known  # if it is out of date after all, readers refuse the bytes: none are taken unseen
+        return known  # if the file changed unnoticed, readers refuse its bytes: nothing wrong is accepted
     digest = file_digest(path)
     is_settled = identity_of(path) == looks and time.time_ns() - looks.modified_ns >= SETTLED_NS
     return _kept(looks if is_settled else None, digest)
@@ -266,7 +266,7 @@ _MOST_KNOWN = 4096
 
 
 def _kept(of: object, digest: str) -> str:
-    """Keep the digest of a file or an object, unless it is None."""
+    """Remember the digest of a file or an object (not if `of` is None), and return it."""
     if of is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -275,7 +275,7 @@ def _kept(of: object, digest: str) -> str:
 
 
 def _passing_digest(path: Path) -> str:
-    """The SHA-256 of a file that stands for an object of a store; its bytes are not kept."""
+    """The SHA-256 of an object in a store; its bytes are not kept on disk."""
     digest, size = hashlib.sha256(), path.stat().st_size
     for start in range(0, size, _PIECE):
         stop = min(start + _PIECE, size)
@@ -293,7 +293,9 @@ def _message(model: str, path: str, manifest: bytes) -> bytes:
 
 
 def _signature(line: bytes, where: object) -> Signature:
-    """The signature in a manifest's last line, which is as this program writes it."""
+    """The signature in a manifest's last line; NotTrusted unless the line is exactly as this program writes
+    it.
+    """
     try:
         if len(line) > _LONGEST_LINE:
             raise DocumentError(f"it has {len(line)} bytes")
@@ -306,7 +308,7 @@ def _signature(line: bytes, where: object) -> Signature:
 
 
 def _named(model: str) -> tuple[str, str | None]:
-    """A model's name, and the identity that follows it in `NAME@IDENTITY`; None without one."""
+    """A model's name, and the identity in `NAME@IDENTITY`; None without one. UsageError for another form."""
     found = re.fullmatch(r"(.+)@([0-9a-f]{32})", model)
     name, identity = (model, None) if found is None else (found[1], found[2])
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():

@@ -1,11 +1,11 @@
 """Staging directories under a model base path: hidden from readers, removed after a failure or a kill.
 
     <model>/.staging-<id>/lock      locked (flock) while its process lives
-    <model>/.staging-<id>/bundle/   what other stages fill and what publishing renames to <model>/<version>
-    <model>/.trash-<id>/            a version on its way out, see retention
-    <model>/.jobs/<plan>/           what tasks wrote: see exporter.jobs.runner
+    <model>/.staging-<id>/bundle/   filled by other stages; publishing renames it to <model>/<version>
+    <model>/.trash-<id>/            a version that is being removed, see retention
+    <model>/.jobs/<plan>/           the files that tasks wrote: see exporter.jobs.runner
 
-TensorFlow Serving skips names that are not integers. The lock lies beside the bundle, not in it, so that it
+TensorFlow Serving skips names that are not integers. The lock is beside the bundle, not in it, so that it
 marks the process as alive from before the first byte until after the rename.
 """
 
@@ -37,8 +37,8 @@ _OWN_NAME = re.compile(re.escape(STAGING_PREFIX) + r"[0-9]+-[0-9a-f]{8}")
 class Staging:
     """A directory to prepare one version in: `with Staging(model) as staging: ... staging.path ...`.
 
-    Makes the model base path if need be and first removes what killed runs left under it, unless `sweeps` is
-    false. Whatever was not published when the block ends is removed.
+    Makes the model base path if needed, and first removes directories of killed runs under it, unless
+    `sweeps` is false. At the end of the block everything that was not published is removed.
 
     Raises:
         TargetNotWritable, DiskFull, PublishError: on entry, see `exporter.storage.files.writing`.
@@ -75,7 +75,7 @@ class Staging:
             _forget_name(error)
 
     def _create(self, root: Path) -> bool:
-        """Make the staging directory and lock it; False if another process's cleaning came in between."""
+        """Make the staging directory and lock it; False if another process's cleanup removed it meanwhile."""
         root.mkdir()
         try:
             lock = open_lock(root / _LOCK)
@@ -91,9 +91,9 @@ class Staging:
 
 
 def _forget_name(error: ExportError) -> None:
-    """Put `.staging` into an error's message, in place of the directory's random name, which is gone.
+    """Replace the directory's random name by `.staging` in an error's message.
 
-    With it, a watch would take each failure of one kind for another one.
+    Otherwise a watch would report each repetition of one failure as a new one.
     """
     error.message = _OWN_NAME.sub(".staging", error.message)
     error.args = (error.message,)
@@ -102,9 +102,7 @@ def _forget_name(error: ExportError) -> None:
 def remove_leftovers(model: Path) -> None:
     """Remove the staging and trash directories of processes that died, and abandoned jobs.
 
-    Concurrent calls do no harm.
-
-    What cannot be removed stays for the next run: a left-over costs space, not correctness.
+    Several processes may do this at once. What cannot be removed stays for the next run: it only costs space.
     """
     with os.scandir(model) as found:
         entries = [entry for entry in found if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
@@ -120,7 +118,7 @@ def remove_leftovers(model: Path) -> None:
 
 
 def dead_leftovers(model: Path) -> list[Path]:
-    """List what `remove_leftovers` would remove."""
+    """The paths that `remove_leftovers` would remove."""
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
     dead = [path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path)]
     from exporter.jobs.runner import abandoned_jobs
@@ -129,7 +127,7 @@ def dead_leftovers(model: Path) -> list[Path]:
 
 
 def _is_dead(root: Path) -> bool:
-    """True if no process has the lock of a staging directory; one just made may lack the file."""
+    """True if no process has the lock of a staging directory; a very new one may still lack its lock file."""
     if root.is_symlink() or not root.is_dir():
         return False
     try:

@@ -1,18 +1,18 @@
-"""Names of positions: tags, which people set; the newest and the one before; times.
+"""Names of positions: tags, which people set; the newest and the previous one; times.
 
     900                        a position; where versions take no deltas, a version
     prod                       a tag
     @latest  @previous         the newest position, and the one before it
     @2h  @yesterday            the newest position that was published two hours ago, or a day ago
-    @2026-11-26T08:00          the same, for a time; UTC, unless it says another zone
+    @2026-11-26T08:00          the same, for a time; UTC, unless it names another zone
 
-`resolve_position` reads all of them, for every command. The time of a publication is that of its manifest.
+`resolve_position` reads all of them, for every command. The time of a publication is in its manifest.
 
     <model>/tags.json          each tag's position, who set it, when and why
 
-The document is replaced in one step, under the model's lock. Retention keeps what leads to a tagged position
-(`tagged_versions`, and `retire_deltas` of `exporter.publish.retention`). Servers do not read tags, and nobody
-signs them: where keys are trusted, a tag names no position.
+The document is replaced in one step, under the model's lock. Retention keeps all that a tagged position needs
+(`tagged_versions`, and `retire_deltas` of `exporter.publish.retention`). Servers do not read tags, and tags
+are not signed: where keys are trusted, a tag cannot be used as a position.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from exporter.publish.staging import Staging
 
 LONGEST_TAGS = 1 << 16
-"""Bytes of the document, which are part of a store's head: some hundred tags."""
+"""The most bytes of the document, which is part of a store's head: some hundred tags."""
 
 _LONGEST_NUMBER = 19
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
@@ -69,15 +69,15 @@ _TIME = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
     r"(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]{3}(?:[0-9]{3})?)?)?(?:[zZ]|[+-][0-9]{2}:[0-9]{2})?)?"
 )
-"""What `datetime.fromisoformat` takes in every release of Python; newer ones take more."""
+"""The forms that `datetime.fromisoformat` reads in every release of Python; newer ones read more."""
 _NUMBERS = r"[0-9][0-9_]*(?:e[0-9]+)?|0[box][0-9a-f]+"
-"""Read as numbers elsewhere: 1_000, 1e3, 0x10."""
+"""Not names, as other programs read these as numbers: 1_000, 1e3, 0x10."""
 _NAME = rf"^(?!(?:{_RESERVED}|{_NUMBERS})$)[a-z0-9][a-z0-9._-]{{0,63}}$(?!\n)"
 _EXPECTED = "expected a number, a tag, @latest, @previous, @2h, @yesterday or @2026-11-26T08:00 (UTC)"
 
 
 class PositionTag(Struct, frozen=True, omit_defaults=True):
-    """The position that a tag names, who set it, when and why."""
+    """The position of a tag, who set it, when, and why."""
 
     position: Count
     """The position, or the version where versions take no deltas."""
@@ -86,11 +86,11 @@ class PositionTag(Struct, frozen=True, omit_defaults=True):
     when: Moment
     """When it was set."""
     why: Text = ""
-    """The reason that was given; empty if none was, cut off if it is long."""
+    """The reason that was given; empty if none was, shortened if it is long."""
 
     @classmethod
     def now(cls, position: int, why: str | None = None) -> PositionTag:
-        """A tag that this process sets now, for its user."""
+        """A tag that this process's user sets now."""
         by = HeldBy.now(position, why)
         return cls(position, by.who, by.when, by.why)
 
@@ -109,13 +109,15 @@ class ListedTag(Struct, frozen=True):
     why: str
     """The reason that was given; empty if none was."""
     gone: str
-    """Why the values of its position cannot come back; empty if they can."""
+    """The reason why its values cannot be restored; empty if they can."""
     keeps: int | None
-    """The version before the newest that retention keeps for it, also where the values are gone; or null."""
+    """The older version that retention keeps for it, even if the values are gone; null if there is none."""
 
     @property
     def why_gone(self) -> str:
-        """Why its values are gone, and what stays on disk all the same; empty if they can come back."""
+        """The reason why its values are gone, with the version that stays nevertheless; empty if they can be
+        restored.
+        """
         stays = "" if self.keeps is None else f"; version {self.keeps} stays until the tag is deleted"
         return self.gone and f"{self.gone}{stays}"
 
@@ -141,16 +143,16 @@ def read_tags(model: Path) -> Mapping[str, PositionTag]:
 
 
 def _tags_in(content: bytes) -> dict[str, PositionTag]:
-    """The tags that a document says; DocumentError if it is none."""
+    """The tags in a document; DocumentError if it is not one."""
     found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
     return found.tags
 
 
 def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> bytes | None:
-    """Merge two documents that were both `had` once, each tag for itself; None without any.
+    """Merge two documents that both derive from `had`, tag by tag; None if no tag is left.
 
-    A tag that both have changed is as `theirs`; so are all, if theirs have changed and a document cannot be
-    read.
+    If both have changed a tag, `theirs` counts. If theirs has changed and any document cannot be read,
+    `theirs` is returned.
     """
     if theirs == had:
         return ours
@@ -168,7 +170,7 @@ def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> 
 
 
 def tags_document(model: Path) -> bytes | None:
-    """The bytes of the document of a model's tags, whatever they say; None without one.
+    """The bytes of the document of a model's tags, unparsed; None without one.
 
     Raises:
         ManifestError: they cannot be read, or are too many.
@@ -198,7 +200,7 @@ def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
     """Replace the tags of the staging's model; the caller has its lock.
 
     Raises:
-        UsageError: they are too many for one document.
+        UsageError: they are too long for one document.
         DiskFull, PublishError: as `exporter.storage.files.writing`; the tags are as they were.
     """
     content = encode_indented(TagsDocument(dict(sorted(tags.items()))))
@@ -216,10 +218,10 @@ def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
 
 
 def require_tag_name(name: str, model: Path | None = None) -> None:
-    """Refuse a name that no tag can have; `model` is the one that gets it.
+    """Refuse a name that a tag cannot have; `model` is for the hint.
 
     Raises:
-        UsageError: it is one of another kind of position, or has other characters.
+        UsageError: it has other characters, or is a number, a time, or a name like `latest`.
     """
     if not isinstance(name, str) or re.match(_NAME, name) is None:
         raise UsageError(
@@ -231,7 +233,7 @@ def require_tag_name(name: str, model: Path | None = None) -> None:
 
 
 def _instead(name: str, model: Path | None) -> str:
-    """The hint for a name that no tag can have; it moves no tag that is there."""
+    """The hint for a name that a tag cannot have; the proposed command changes no existing tag."""
     of_model = "" if model is None else f"export-model tag {quoted(model)} "
     tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
     if position and re.match(_NAME, tag):
@@ -243,18 +245,18 @@ def _instead(name: str, model: Path | None) -> str:
 
 
 def is_position(text: str) -> bool:
-    """True for a number, and for a name that begins with @ or is to."""
+    """True for numbers, times and names like `latest`, with or without @."""
     return re.fullmatch(rf"@?(?:{_RESERVED})", text) is not None
 
 
 def _allowed(name: str) -> str:
-    """The name in characters that a tag may have; empty if that is no tag's name either."""
+    """The name in characters that a tag may have; empty if that is not a tag's name either."""
     near = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")
     return near if re.match(_NAME, near) else ""
 
 
 def no_such_tag(model: Path, name: str, tags: Iterable[str]) -> PositionUnknown:
-    """The error to raise for a tag that is not there, with the nearest one that is."""
+    """The error for a tag that does not exist, with the nearest one that does."""
     near = nearest(name, tags)
     return PositionUnknown(
         f"{model} has no tag {name!r}",
@@ -264,9 +266,9 @@ def no_such_tag(model: Path, name: str, tags: Iterable[str]) -> PositionUnknown:
 
 
 class Standing(Struct, frozen=True, dict=True):
-    """The positions of a model at one moment, in logs that have ended, too.
+    """The positions of a model at one moment, also in logs that have ended.
 
-    `log` is the newest version's, None if that takes no deltas.
+    `log` is the newest version's; None if that takes no deltas.
     """
 
     model: Path
@@ -291,11 +293,11 @@ class Standing(Struct, frozen=True, dict=True):
 
     @cached_property
     def logs(self) -> tuple[DeltaLog, ...]:
-        """All logs of which a base is there, newest first."""
+        """All logs with an existing base, newest first."""
         return logs_of(self.model, self.versions)
 
     def log_at(self, position: int) -> DeltaLog | None:
-        """The log that has the position; None if no log that has a base does."""
+        """The log that has the position; None if no log with an existing base does."""
         if self.log is not None and self.log.has(position):
             return self.log
         return next((log for log in self.logs if log.has(position)), None)
@@ -312,7 +314,10 @@ class Standing(Struct, frozen=True, dict=True):
 
     @cached_property
     def paths(self) -> Mapping[int, list[Path]]:
-        """The bases, deltas and versions that lead to each position, or have that number."""
+        """For each position, the versions that are there and the deltas that end there.
+
+        Versions that take no deltas are listed by their number.
+        """
         paths = {number: [path] for number, path in self.plain.items()}
         for log in self.logs:
             for base in log.bases:
@@ -323,11 +328,11 @@ class Standing(Struct, frozen=True, dict=True):
 
     @property
     def newest(self) -> int:
-        """The position where the model stands; the newest version's number if that takes no deltas."""
+        """The model's newest position; the newest version's number if that takes no deltas."""
         return self.log.at.position if self.log is not None else max(self.plain)
 
     def loss(self, position: int) -> str:
-        """Why the values of a position cannot come back; empty if they can."""
+        """The reason why the values of a position cannot be restored; empty if they can."""
         if (log := self.log_at(position)) is not None:
             try:
                 nearest_base(log.deltas, [base.at.position for base in log.bases], position)
@@ -344,7 +349,7 @@ class Standing(Struct, frozen=True, dict=True):
         return "nothing stands there, or no more"
 
     def version_at(self, position: int) -> int:
-        """The version that is at a position when it is loaded, or comes there by the fewest deltas.
+        """The version from which the fewest deltas reach a position: itself, if it is at that position.
 
         PositionUnknown if there is none.
         """
@@ -354,10 +359,10 @@ class Standing(Struct, frozen=True, dict=True):
         return nearest_base(log.deltas, [base.at.position for base in log.bases], position)
 
     def require(self, position: int) -> None:
-        """Refuse a position whose values cannot come back.
+        """Refuse a position whose values cannot be restored.
 
         Raises:
-            PositionUnknown: nothing stands there, or no base leads there.
+            PositionUnknown: nothing is there, or no base is left from which deltas reach it.
         """
         if why := self.loss(position):
             known = ", ".join(map(str, sorted(self.paths)[-20:]))
@@ -369,9 +374,9 @@ class Standing(Struct, frozen=True, dict=True):
 
 
 def split_position(text: str) -> tuple[str, str] | None:
-    """The model and the position of `MODEL@POSITION`, as `resolve_position` takes it; None without an @.
+    """The model and the position in `MODEL@POSITION`, for `resolve_position`; None without an @.
 
-    A name that begins with @ may be typed without a second one: MODEL@latest, MODEL@2h.
+    The @ of a special name may be left out: MODEL@latest, MODEL@2h.
     """
     model, at, position = text.rpartition("@")
     if not at:
@@ -381,7 +386,7 @@ def split_position(text: str) -> tuple[str, str] | None:
 
 
 def tags_of(model: Path) -> tuple[ListedTag, ...]:
-    """The tags of a model, by their names.
+    """The tags of a model, sorted by name.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -394,7 +399,7 @@ def tags_of(model: Path) -> tuple[ListedTag, ...]:
 
 
 def listed_tags(model: Path) -> tuple[ListedTag, ...]:
-    """The tags of a model that is known to have versions, by their names; without tags nothing is listed.
+    """The tags of a model that is known to have versions, sorted by name; without tags no version is read.
 
     Raises:
         ManifestError: as `tags_of`.
@@ -413,13 +418,14 @@ def listed_tags(model: Path) -> tuple[ListedTag, ...]:
 
 
 def resolve_position(named: int | str, model: Path) -> int:
-    """The position that is meant by a number, a tag, or a name that begins with @.
+    """The position meant by a number, a tag, or a name that begins with @.
 
-    A number is not looked for: who asks says what is wrong with one.
+    A number is returned as it is, whether or not it was published: the caller reports that.
 
     Raises:
-        UsageError: it is none of these; or a tag, and keys are trusted there, of which none signs tags.
-        PositionUnknown: there is no such tag, what it names is gone, or nothing was published then.
+        UsageError: it is none of these; or it is a tag, and keys are trusted there (tags are not signed).
+        PositionUnknown: there is no such tag, its values are gone, or nothing had been published at that
+            time.
         NotUpdatable: nothing is published.
         ManifestError: a manifest, or the document of tags, cannot be read.
     """
@@ -441,7 +447,7 @@ def resolve_position(named: int | str, model: Path) -> int:
 
 
 def version_named(named: str, model: Path) -> int:
-    """The version that is at a position when it is loaded, or that the fewest deltas lead there.
+    """The version from which the fewest deltas reach a named position; see `Standing.version_at`.
 
     Raises:
         UsageError, PositionUnknown, NotUpdatable, ManifestError: as `resolve_position`.
@@ -472,7 +478,9 @@ def _tagged(name: str, model: Path) -> int:
 
 
 def _meant(text: str, model: Path) -> str:
-    """The hint for a name that begins with @ and names nothing: a tag takes none."""
+    """The hint for an unknown name with @: the tag of that name, which needs no @, or the nearest special
+    name.
+    """
     if text in read_tags(model):
         return f"write {text}"
     near = nearest(text, ("latest", "previous", "yesterday"))
@@ -480,7 +488,7 @@ def _meant(text: str, model: Path) -> str:
 
 
 def _special(text: str, there: Standing) -> int:
-    """The position of a name without its @."""
+    """The position of a name without its @; errors as `resolve_position`."""
     if text == "latest":
         return there.newest
     earlier = (each for each in sorted(there.paths, reverse=True) if each != there.newest)
@@ -508,14 +516,14 @@ def _special(text: str, there: Standing) -> int:
 
 
 def _published(path: Path) -> datetime | None:
-    """When a version or delta was published, in UTC; None if its manifest cannot be read."""
+    """The publication time of a version or delta, in UTC; None if its manifest cannot be read."""
     with suppress(ManifestError):  # one that is damaged, or was just removed
         return read_head(path).created.astimezone(timezone.utc)
     return None
 
 
 def _moment(text: str, now: datetime) -> datetime | None:
-    """The time that a name means, in UTC; None if it is none."""
+    """The time that a name means, in UTC; None if it is not a time."""
     ago = _AGO.fullmatch("1d" if text == "yesterday" else text)
     with suppress(ValueError, OverflowError):
         if ago is not None:
@@ -528,9 +536,11 @@ def _moment(text: str, now: datetime) -> datetime | None:
 
 
 def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionTag]) -> dict[int, str]:
-    """The versions that tagged positions need, each with the tag: the one it names, or the base before it.
+    """The versions that tagged positions need, each with one tag: at the tag's position, or the base before
+    it.
 
-    The base before a position is the newest that takes deltas; where that cannot be read it is needed, too.
+    The base before a position is the newest that takes deltas; where a manifest cannot be read, its version
+    counts as one.
     """
     numbers = {child.version: child.path for child in versions if child.has_manifest}
     found: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""What a delta changed of a variable, as documents tell it."""
+"""A delta's change of one variable, as documents show it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Mover(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The row in words."""
+        """The row and its distance, as a phrase."""
         return f"{self.row} by {self.moved:.3g}" if self.moved is not None else f"{self.row}, not finite"
 
 
 class VariableChange(Struct, frozen=True):
-    """What a delta changed of a variable."""
+    """A delta's change of one variable."""
 
     variable: str
     """Its name as served."""
     rows: int | None
-    """Rows of a table; null for a variable that is replaced whole."""
+    """The number of a table's rows; null for a variable that is replaced whole."""
     moved: float | None
-    """The norm of the whole difference; null if it was not computed, is not finite, or of no numbers."""
+    """The norm of the difference; null if it was not computed, is not finite, or values are not numbers."""
     movers: tuple[Mover, ...] = ()
-    """The rows of a table that moved furthest, the furthest first."""
+    """The three rows of a table that moved furthest, the furthest first."""
 
     @property
     def text(self) -> str:
-        """The change in words."""
+        """The change as a phrase."""
         rows = "whole" if self.rows is None else count(self.rows, "row")
         moved = "" if self.moved is None else f", moved by {self.moved:.3g}"
         furthest = ", ".join(one.text for one in self.movers)

@@ -1,7 +1,7 @@
-"""Values that a published version knows: of a recorded request, of its vocabularies, of its tables by keys.
+"""Example values in a published version: of a recorded request, its vocabularies, and its tables by keys.
 
-Of each vocabulary and table the first keys are read. They are what the version was published with: deltas
-that a server applied since may have brought others.
+Of each vocabulary and table the first keys are read, as the version was published: deltas that a server
+applied since may have brought others.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from exporter.wire.tfrecord import DamagedRecord, read_records
 
 Value = int | str
 
-_MOST = 16  # values of an input: an example shows a few
+_MOST = 16  # values per input: an example shows a few
 _LOOKED_AT = 1 << 10  # keys of a vocabulary or a table, from its beginning
 _MOST_FILE_BYTES = 1 << 20  # of a vocabulary in a file
 _MOST_RECORD_BYTES = 1 << 22  # a request that people read
 
 
 def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapping[str, tuple[Value, ...]]:
-    """What a version tells of the signature `name`, which a server says is `signature`.
+    """An example for the signature `name`, which a server says is `signature`: a request, or keys by input.
 
-    A request of its warm-up that somebody gave: of Predict, Classify or Regress. Without one {input: values
-    that it is looked up by}; none of inputs of which they are not known.
+    It is the first warm-up request that a person gave (for Predict, Classify or Regress); without one,
+    {input:
+    keys that it looks up}, empty for inputs whose keys are not known.
 
     Raises:
-        UsageError: the version's own signature of that name is another one.
+        UsageError: the version's own signature of that name differs.
         CheckpointError, GraphError: its files are damaged.
         ManifestError: it is being removed, or its manifest is damaged.
     """
@@ -69,12 +70,12 @@ def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapp
 
 
 def _types(taken: Proto) -> dict[str, int]:
-    """{input of a signature or a request: its type}."""
+    """The type of each input of a signature or a request."""
     return {key: each.dtype for key, each in taken.inputs.items()}
 
 
 def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
-    """The first request in a version's warm-up for a signature, unless it is generated; None without one."""
+    """The first warm-up request for a signature that was not generated; None without one."""
     path = version / WARMUP_FILE
     try:
         with regular_file(path) as file:
@@ -91,7 +92,7 @@ def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
 
 
 def _request(record: bytes, signature: Proto) -> Proto | None:
-    """The request of a record; None if it is of another kind than the signature takes."""
+    """The request in a record; None if it is not of the signature's kind and inputs."""
     log = message_class("serving.PredictionLog").FromString(record)
     method = signature.method_name.rpartition("/")[2]
     kind = f"{method if method in ('classify', 'regress') else 'predict'}_log"
@@ -101,7 +102,7 @@ def _request(record: bytes, signature: Proto) -> Proto | None:
 
 
 def _is_given(request: Proto) -> bool:
-    """True unless a request is of zeros, empty strings and empty examples, as generated ones are."""
+    """True unless a request has only zeros, empty strings or empty examples, as generated ones do."""
     if request.DESCRIPTOR.name != "PredictRequest":
         examples = request.input.example_list.examples or request.input.example_list_with_context.examples
         return any(example.features.feature for example in examples)
@@ -113,7 +114,7 @@ def _is_given(request: Proto) -> bool:
 
 
 def _values(keys: Iterable[object], dtype: int) -> tuple[Value, ...]:
-    """Some of the keys that an input of this dtype takes; none that are zero or empty, as any example is."""
+    """Some of the keys that an input of this dtype accepts; zeros and empty texts are left out."""
     read = (_value(key, DType(dtype)) for key in islice(keys, _LOOKED_AT))
     found = [value for value in dict.fromkeys(read) if value]
     # A model may change other texts before it looks them up, or split them; and "[UNK]" stands for nothing.
@@ -162,7 +163,7 @@ def _of_file(version: Path, lookup: FromFile) -> Iterator[bytes]:
 
 
 def _of_table(version: Path, meta_graph: Proto, table: str) -> list[object]:
-    """The keys of a table's first rows."""
+    """The keys of a table's first rows; empty if the version has no such table."""
     catalog = read_catalog(version / VARIABLES_PREFIX)
     ref = catalog.tensors.get(f"{table}/{KEYS}")
     if ref is None:

@@ -1,7 +1,7 @@
 """Read a model base path: its versions and their manifests, deltas by their names, the last position.
 
-Readers of a version take a lease, which keeps retention from removing it. Errors about a path under which
-nothing is published name the model that was probably meant.
+Readers of a version take a lease, which keeps retention from removing it. Errors about a path without
+publications name the model that was probably meant.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from exporter.storage.layout import (
 from exporter.storage.local_paths import quoted
 
 _ADDRESS = re.compile(r"[^/]+:[0-9]+")
-"""The address of a server, where a model's path is expected."""
+"""A server's address, typed where a model's path is expected."""
 
 
 def nothing_published(model: Path) -> NotUpdatable:
@@ -66,7 +66,11 @@ def nothing_published(model: Path) -> NotUpdatable:
 
 
 def likely_model(model: Path) -> Path | None:
-    """The published model whose path is nearest to `model`, which has no version; None if there is none."""
+    """A published model near `model`, which has no version: a misspelt neighbour, its parent, or a child.
+
+    MODEL/VERSION and MODEL@POSITION give MODEL. Else the nearest existing path; None if `model` exists, or
+    nothing is near.
+    """
     place = model if model.exists() else nearest(model)
     tried = [model.parent] if place is None else [place, place.parent]  # it may be MODEL/VERSION
     if (named := model.name.rpartition("@")[0]) and not model.exists():  # or MODEL@POSITION
@@ -84,7 +88,7 @@ def likely_model(model: Path) -> Path | None:
 def _is_other_than_directory(path: Path) -> bool:
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
-    except OSError:  # it is not there yet, or is not ours to see
+    except OSError:  # it does not exist yet, or this user may not see it
         return False
 
 
@@ -117,13 +121,13 @@ _INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*", re.ASCII)
 _DELTA = re.compile(r"([0-9]{20})-([0-9]{20})", re.ASCII)
 _LONGEST_IDENTITY = 80
 _MOST_NAMES = 1 << 16
-"""Names of deltas that are kept parsed: a watch lists the same thousands several times for each new one."""
+"""The most delta names kept parsed: a watch lists the same thousands several times for each new one."""
 
 
 class VersionDir(Struct, frozen=True):
     """A name under the model base path that TensorFlow Serving takes for a version.
 
-    `has_manifest` says that it is a directory with a manifest, so that this program published it.
+    `has_manifest`: it is a directory with a manifest, so this program published it.
     """
 
     version: int
@@ -132,7 +136,7 @@ class VersionDir(Struct, frozen=True):
 
 
 def served_version(name: str) -> int | None:
-    """The version that TensorFlow Serving reads from a child's name, None if it skips it.
+    """The version number that TensorFlow Serving reads from a child's name; None if it skips the name.
 
     The whole name must be a decimal int64; blanks around it and leading zeros are allowed. Source:
     ParseVersionNumber in tensorflow_serving/sources/storage_path/file_system_storage_path_source.cc.
@@ -167,17 +171,17 @@ def newest_version(model: Path) -> VersionDir | None:
 
 
 def newest_of(versions: Iterable[VersionDir]) -> VersionDir | None:
-    """The newest of versions that were listed (`version_dirs`) with a manifest; None if there is none."""
+    """The newest listed version (as by `version_dirs`) with a manifest; None if there is none."""
     return next((child for child in versions if child.has_manifest), None)
 
 
 def require_base_path(model: Path) -> None:
-    """Refuse a path that is itself a version or a file, lies in a model, or is the directory of models.
+    """Refuse a path that cannot be a model base path: a version, a file, a path in a model, a directory of
+    models.
 
     Raises:
-        UsageError: `model` is itself a version, or would be one of a model around it, or lies in its deltas;
-            or models lie in it, and it has no versions.
-        TargetNotWritable: it is a file, or lies below one, or a symbolic link on the way leads nowhere.
+        UsageError: `model` is itself a version, is inside another model, or holds models and no version.
+        TargetNotWritable: it, or a parent, is a file or a broken symbolic link.
     """
     for place in (model, *model.parents):
         if place.is_symlink() and not place.exists():
@@ -206,7 +210,7 @@ def require_base_path(model: Path) -> None:
 
 
 def is_of_a_model(name: str) -> bool:
-    """True for the names that have a meaning below a model base path: of versions, and of all deltas."""
+    """True for names with a meaning below a model base path: a version's, or `deltas`."""
     return name == DELTAS_DIRECTORY or served_version(name) is not None
 
 
@@ -229,9 +233,9 @@ def itself_a_version(place: object, above: object) -> UsageError:
 
 
 def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
-    """The identities of the models that versions are of, the newest first: one, unless others were put there.
+    """The identities of the models to which versions belong, newest first: one, unless others were put there.
 
-    Versions are as `version_dirs` lists them. Earlier releases gave models none.
+    Versions are as `version_dirs` lists them; those of earlier releases have no identity.
     """
     found: dict[str, None] = {}
     for child in versions:
@@ -242,7 +246,7 @@ def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
 
 
 def several_models(place: object, identities: Iterable[str]) -> NotTrusted:
-    """The error for a place where a trusted key's publications of several models lie."""
+    """The error for a path with publications of several models, all by trusted keys."""
     found = tuple(identities)
     return NotTrusted(
         f"publications of {len(found)} models lie under {place}",
@@ -252,10 +256,10 @@ def several_models(place: object, identities: Iterable[str]) -> NotTrusted:
 
 
 def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
-    """The greatest position in use of a model, whose `versions` are as `version_dirs` lists them.
+    """The greatest position in use in a model, whose `versions` are as `version_dirs` lists them.
 
-    Versions and positions grow together, whatever named the versions, so that of all bases the newest has
-    the greatest position: only its manifest is read, however many there are. None if nothing is published.
+    Versions and positions grow together, however versions are numbered, so the newest base has the greatest
+    position of all bases: only its manifest is read. None if nothing is published.
 
     Raises:
         ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
@@ -269,17 +273,17 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
 def unread_positions(versions: Iterable[VersionDir]) -> list[int]:
     """The numbers of versions without a manifest that are newer than every version with one.
 
-    A base stands at its number, and may have lost its manifest: what is published at that position a second
-    time would be taken for it by a server that has loaded it.
+    Such a version may be a base that has lost its manifest. A base's number is its position: a server that
+    has loaded it would take another publication at that position for it.
     """
     unread = takewhile(lambda child: not child.has_manifest, versions)
     return [child.version for child in unread if child.version >= 0]
 
 
 class AbandonedNumbers(Struct, frozen=True):
-    """The greatest numbers that others began to publish under in a store and gave up; None if there are none.
+    """The greatest numbers of publications that were begun in a store and abandoned; None if there are none.
 
-    They may still be written to, so that nothing else may have them.
+    Their uploads may still go on, so that no other publication may have these numbers.
     """
 
     version: int | None = None
@@ -287,7 +291,7 @@ class AbandonedNumbers(Struct, frozen=True):
 
 
 def taken(model: Path) -> AbandonedNumbers:
-    """The greatest abandoned version and position, as the store's list has them."""
+    """The greatest abandoned version and position, by the store's list."""
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
@@ -310,7 +314,7 @@ def _taken_paths(model: Path) -> list[str]:
 
 
 def greatest(*numbers: int | None) -> int | None:
-    """The greatest of the numbers that there are; None if there is none."""
+    """The greatest of the numbers that are not None; None if all are."""
     return max((number for number in numbers if number is not None), default=None)
 
 
@@ -318,20 +322,21 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a published directory.
 
     Raises:
-        ManifestError: there is none, it cannot be read, it is too long or it is not a valid manifest.
-        NotTrusted: keys are trusted there, and none has signed it (`exporter.publish.signing`).
+        ManifestError: there is none, it cannot be read, it is too long, or it is not a valid manifest.
+        NotTrusted: keys are trusted there, and none of them has signed it (`exporter.publish.signing`).
     """
     path = directory / MANIFEST_FILE
     return _manifests.of(path, _read) if trust_of(directory) is None else _read(path)
 
 
 def check_place(manifest: Manifest, path: PurePath, where: object = None) -> None:
-    """Compare a manifest with the names of its directory, a version's or a delta's; errors call it `where`.
+    """Compare a manifest with the name of its directory, a version's or a delta's; errors call it `where`.
 
-    What takes deltas, or is one, stands where its name says. Other versions may have numbers of their own.
+    A delta, or a version that takes deltas, must have the name that its positions give. Other versions may
+    have any number.
 
     Raises:
-        ManifestError: it names another place, as one does that was copied or renamed.
+        ManifestError: it names another place, as after a copy or a rename.
     """
     start, end, entry = manifest.from_position, manifest.position, manifest.incremental
     if start is not None:
@@ -349,7 +354,7 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
 
 
 def originals(manifests: Mapping[str, Manifest]) -> dict[str, str]:
-    """The copies among versions, each with what it is a copy of: two numbers have one manifest."""
+    """Map each version that is a copy to the version of which it is a copy: two numbers have one manifest."""
     found: dict[str, str] = {}
     firsts: dict[datetime, str] = {}
     for name in sorted(manifests, key=lambda name: (int(name) != manifests[name].position, int(name))):
@@ -373,7 +378,7 @@ def _read(manifest: Path) -> Manifest:
 
 
 def read_head(directory: Path) -> ManifestHead:
-    """When and at which position a directory was published.
+    """The head of a directory's manifest: its position and time of publication, among others.
 
     Raises:
         ManifestError: as `read_manifest`.
@@ -426,7 +431,7 @@ def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
 
 
 class _Keys(NamedTuple):
-    """What is in force for a base path."""
+    """The keys in force for a base path."""
 
     signer: Signer | None = None
     trust: Trust | None = None
@@ -437,10 +442,11 @@ class _Keys(NamedTuple):
 def in_force(
     model: Path, signer: Signer | None = None, trust: Trust | None = None, *, unsigned: bool = False
 ) -> Iterator[None]:
-    """Sign what is published under a base path, and take nothing else that lies there, inside the block.
+    """Inside the block, sign publications under a base path with `signer`, and read only those `trust`
+    accepts.
 
-    Blocks of several threads may overlap: what one of them brings is in force until that one ends.
-    `unsigned`: what follows a signed publication may be published without a key.
+    Blocks of several threads may overlap: the keys of each are in force until that block ends. `unsigned`: a
+    publication after a signed one may be published without a key.
     """
     place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
     keys = _Keys(signer, trust, unsigned)
@@ -472,10 +478,10 @@ def _keys_of(place: str) -> _Keys:
 
 
 def pinned_identity(model: Path) -> str | None:
-    """The identity of the only model that a copy takes publications of; None if it has pinned none.
+    """The identity of the only model from which a copy accepts publications; None if none is pinned.
 
     Raises:
-        NotTrusted: it has pinned one, and nobody can read which.
+        NotTrusted: one is pinned, and cannot be read.
     """
     path, cause = model / IDENTITY_FILE, "it is no identity"
     try:
@@ -494,20 +500,20 @@ def pinned_identity(model: Path) -> str | None:
 
 
 def signer_of(model: Path) -> Signer | None:
-    """The key that signs what is published under a base path; None: nothing is signed."""
+    """The key that signs publications under a base path; None: nothing is signed."""
     return _keys_of(os.path.abspath(model)).signer if _in_force else None  # noqa: PTH100
 
 
 def is_trusting(model: Path) -> bool:
-    """True if what lies under a base path is taken from trusted keys alone: others may write there."""
+    """True if, under a base path, only publications of trusted keys are accepted: others may write there."""
     return bool(_in_force) and _keys_of(os.path.abspath(model)).trust is not None  # noqa: PTH100
 
 
 def require_signer(model: Path, newest: Manifest) -> None:
-    """Refuse to publish without a key what follows a signed publication, unless that is asked for.
+    """Refuse to publish without a key after a signed publication, unless `unsigned` permits it.
 
     Raises:
-        UsageError: it would be; readers that trust keys would leave it, and all that follows.
+        UsageError: there is no key; readers that trust keys would ignore this publication and all later ones.
     """
     keys = _keys_of(os.path.abspath(model))  # noqa: PTH100
     if newest.signature is not None and keys.signer is None and not keys.unsigned:
@@ -520,7 +526,7 @@ def require_signer(model: Path, newest: Manifest) -> None:
 
 
 def trust_of(directory: Path) -> tuple[Trust, str] | None:
-    """The keys that are trusted for a version or delta, and its path below its model; None: all is taken."""
+    """The keys trusted for a version or delta, and its path below its model; None: everything is accepted."""
     if not _in_force:
         return None
     directory = Path(os.path.abspath(directory))  # noqa: PTH100
@@ -532,9 +538,9 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
 
 
 def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: bool = False) -> None:
-    """Read a version or delta, and compare it with the digests that were signed, if keys are trusted there.
+    """Compare a version's or delta's files with their signed digests, if keys are trusted there.
 
-    It comes before anything is made of the bytes; `but_shards` leaves out those whose values are not used.
+    Call it before the bytes are used; `but_shards` skips shards whose values are not used.
 
     Raises:
         VerificationError: a file differs.
@@ -547,7 +553,7 @@ def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: boo
 
 
 def require_trusted(content: bytes, directory: Path) -> None:
-    """Refuse the manifest of a version or delta unless a key signed it that is trusted there, if any are.
+    """Refuse the manifest of a version or delta unless a key that is trusted there signed it; if any is.
 
     Raises:
         NotTrusted: see `Trust.check`.
@@ -558,18 +564,18 @@ def require_trusted(content: bytes, directory: Path) -> None:
 
 
 def delta_names(log: Path) -> list[tuple[str, int, int]]:
-    """Name, start and end of every delta in a log's directory; whatever is not one is passed over.
+    """The name, start and end of every delta in a log's directory, sorted; other names are skipped.
 
-    A symbolic link to a directory is one, because it is one for servers: their graph cannot tell. What they
-    would apply and an exporter did not see would be published a second time, with other values.
+    A symbolic link to a directory counts: servers' graphs cannot tell it from a delta. If they applied it and
+    the exporter did not see it, its positions would be published a second time, with other values.
     """
     found = [named for entry in _entries(log) if (named := _delta_named(entry.name)) and entry.is_dir()]
-    return sorted(found)  # of so many digits each, names sort as their numbers do
+    return sorted(found)  # all have the same number of digits, so names sort as numbers do
 
 
 @lru_cache(maxsize=_MOST_NAMES)
 def _delta_named(name: str) -> tuple[str, int, int] | None:
-    """A delta's name, and where it starts and ends; None for any other name."""
+    """A delta's name, start and end; None for any other name."""
     match = _DELTA.fullmatch(name)
     if match is None:
         return None
@@ -578,14 +584,16 @@ def _delta_named(name: str) -> tuple[str, int, int] | None:
 
 
 def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
-    """Where each delta of each log ends, of all logs `but` one, from names alone: there may be thousands."""
+    """Yield the end of each delta of each log, except of the log `but`; by names alone, as there may be
+    thousands.
+    """
     for log in log_directories(model):
         if log != but:
             yield from (end for _, _, end in delta_names(log))
 
 
 def log_directories(model: Path) -> list[Path]:
-    """The directories of the logs of a model, also of those that have no base any more."""
+    """The directories of a model's logs, sorted; also of logs without a base."""
     return sorted(Path(entry.path) for entry in _entries(model / DELTAS_DIRECTORY) if entry.is_dir())
 
 

@@ -1,4 +1,4 @@
-"""What a delta changed: rows a table, and the rows that moved furthest from the values before."""
+"""A delta's changes: rows per table, and the rows that moved furthest from the values before."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from exporter.publish.variable_change import Mover, VariableChange
 from exporter.wire.dtypes import Array
 
 MOST_BYTES = 256 << 20
-"""Of a larger delta only rows are counted: the values before would have to be read, too."""
+"""Of a larger delta only rows are counted: distances need the values before, which would have to be read."""
 _MOVERS = 3
 _CHUNK_BYTES = 16 << 20
 
 
 def what_changed(log: DeltaLog, delta: LogDelta) -> tuple[VariableChange, ...]:
-    """The changes of a delta, that of the most rows first.
+    """The changes of a delta by variable, those with the most rows first.
 
     Raises:
-        DeltaGap, CheckpointError: the values before cannot be read, or the delta is damaged.
+        PositionError, CheckpointError: the values before cannot be read, or the delta is damaged.
     """
     changes = log.open(delta).changes
     is_small = delta.manifest.bytes_ <= MOST_BYTES
@@ -44,7 +44,7 @@ def _of_variable(name: str, change: Rows | Array, before: LayeredState | None) -
     norms = np.concatenate([np.empty(0), *_norms(name, change, before)])
     if len(norms) < len(change.ids):
         return VariableChange(name, len(change.ids), None)
-    # What is not finite moved furthest of all.
+    # A row whose distance is not finite comes first.
     order = np.argsort(np.where(np.isfinite(norms), -norms, -np.inf), kind="stable")[:_MOVERS]
     movers = tuple(Mover(int(change.ids[at]), _finite(norms[at])) for at in order if norms[at] != 0)
     return VariableChange(name, len(change.ids), _finite(np.sqrt(np.sum(norms**2))), movers)
@@ -55,7 +55,7 @@ def _finite(value: float) -> float | None:
 
 
 def _norms(name: str, change: Rows, before: LayeredState) -> Iterator[Array]:
-    """The norm of each row's difference, in parts; nothing if rows are no numbers."""
+    """Yield the norms of the rows' differences, in parts; nothing if values are not numbers."""
     row = max(1, int(np.prod(change.values.shape[1:])) * 8)
     step = max(1, _CHUNK_BYTES // row)
     for start in range(0, len(change.ids), step):
