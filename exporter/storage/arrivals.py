@@ -1,8 +1,8 @@
-"""Sleep until something arrives in a directory: exporters beside a trainer's, agents beside a model's.
+"""Sleep until something changes in a directory: a trainer's for exporters, a model's for agents.
 
 The kernel reports changes of local disks (inotify, by the C library: there is nothing to install). Of network
-file systems it reports those of this machine alone, and systems but Linux report none. So who waits says for
-how long at most.
+file systems it reports only this machine's changes, and only Linux reports any. So each wait has a time
+limit.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 from exporter.storage.layout import DEEPREC_INCREMENTS_DIRECTORY, INCREMENTS_DIRECTORY
 
 RENAMED = 0x80
-"""IN_MOVED_TO of <sys/inotify.h>: what was written elsewhere is complete under its name."""
+"""IN_MOVED_TO of <sys/inotify.h>: a file written elsewhere has got its name, and is complete."""
 WRITTEN = 0x8
-"""IN_CLOSE_WRITE: who wrote a file has closed it."""
+"""IN_CLOSE_WRITE: the writer of a file has closed it."""
 CHANGED = 0xFC8
-"""And IN_CLOSE_WRITE, IN_MOVED_FROM, IN_CREATE, IN_DELETE: whatever changes which names are there; and
-IN_DELETE_SELF, IN_MOVE_SELF: the directory itself, as when a volume goes.
+"""IN_MOVED_TO, IN_CLOSE_WRITE, IN_MOVED_FROM, IN_CREATE, IN_DELETE: all changes of names; and IN_DELETE_SELF,
+IN_MOVE_SELF: the directory itself, as when a volume is unmounted.
 """
 
 _QUIET_S = 0.003
-"""A save, or a publication, renames several files; what comes within so short a time is one arrival."""
-_LONGEST_BURST_S = 0.05  # who never pauses must not keep us from looking
+"""Seconds within which changes count as one arrival: a save, or a publication, renames several files."""
+_LONGEST_BURST_S = 0.05  # a writer without pauses must not delay a look for ever
 _BUFFER_BYTES = 1 << 16
 _EVENT = struct.Struct("iIII")  # struct inotify_event; as many bytes of a name follow as its last field says
 _NO_MATTER = {errno.ENOENT, errno.ENOTDIR, errno.EACCES}
-"""Such a directory is asked for again by the next call; whoever lists it finds out what is wrong with it."""
-_LOOK_S = 0.1  # an event of Python's threads cannot be waited for beside a descriptor
+"""The next call tries such a directory again; errors are reported by whoever lists it."""
+_LOOK_S = 0.1  # `select` cannot wait for a `threading.Event`
 
 
 class Arrivals:
-    """Waits for changes in directories. Names that begin with a dot wake nobody: locks, unfinished work."""
+    """A watch on directories. Names that begin with a dot (locks, unfinished work) do not wake it."""
 
     def __init__(
         self, directories: Iterable[Path] = (), kind: int = RENAMED, written: Iterable[str] = ()
@@ -49,14 +49,14 @@ class Arrivals:
         self._kind = kind | WRITTEN if self._written else kind
         self._directories = list(directories)
         self._libc, self._events = _inotify()
-        self.watch(self._directories)  # what arrives before the first call wakes, too
+        self.watch(self._directories)  # so that changes before the first `sleep` count, too
 
     @classmethod
     def of_trainer(cls, ckpt_dir: Path, archives: Iterable[str] = ()) -> Arrivals:
-        """What a trainer finishes in its checkpoint directory.
+        """A watch for the files that a trainer finishes in its checkpoint directory.
 
         Names that end with one of `archives` may be written in place: such a file is finished when it is
-        closed. Of other files that says nothing, as a checkpoint has several.
+        closed. For other files closing means nothing, as a checkpoint has several.
         """
         increments = (INCREMENTS_DIRECTORY, DEEPREC_INCREMENTS_DIRECTORY)
         return cls([ckpt_dir, *(ckpt_dir / name for name in increments)], written=archives)
@@ -67,7 +67,10 @@ class Arrivals:
         self.wait(seconds)
 
     def watch(self, directories: Iterable[Path]) -> str:
-        """Have the kernel report these directories from now on; returns why it does not, "" if it does."""
+        """Ask the kernel to report changes in these directories; return the reason if it refuses, else "".
+
+        Directories that do not exist or cannot be read are skipped.
+        """
         if self._libc is None:
             return "the system does not report them"
         for directory in directories:  # one that is known costs a call to the system
@@ -79,7 +82,9 @@ class Arrivals:
         return ""
 
     def wait(self, seconds: float, stop: threading.Event | None = None) -> None:
-        """Wait up to `seconds` for a change since the last call; `stop` ends it, too."""
+        """Wait up to `seconds` for a change since the last call, or until `stop` is set; then for a short
+        pause.
+        """
         until = time.monotonic() + seconds
         longest = math.inf if stop is None else _LOOK_S
         while not self._arrives(max(0.0, min(until - time.monotonic(), longest))):
@@ -90,7 +95,7 @@ class Arrivals:
             pass
 
     def _arrives(self, seconds: float) -> bool:
-        """Wait for an event, and say if it is about a name that matters."""
+        """Wait up to `seconds` for events; True if one is about a name that matters."""
         if self._libc is None:
             time.sleep(seconds)
             return False
@@ -99,7 +104,9 @@ class Arrivals:
         return any(self._matters(*event) for event in _events(os.read(self._events, _BUFFER_BYTES)))
 
     def _matters(self, kind: int, name: bytes) -> bool:
-        """Whether an event wakes; one without a name is about a file that is watched itself, or was lost."""
+        """True if an event wakes; one without a name is about a watched directory itself, or events were
+        lost.
+        """
         if self._written and kind & WRITTEN and not name.endswith(self._written):
             return not name
         return not name.startswith(b".")
@@ -110,7 +117,7 @@ class Arrivals:
 
 
 def _events(read: bytes) -> Iterator[tuple[int, bytes]]:
-    """The kinds and names of events; an empty name if events were lost, or a directory is gone."""
+    """Yield the kinds and names of events; the name is empty if events were lost, or a directory is gone."""
     at = 0
     while at < len(read):
         _, kind, _, size = _EVENT.unpack_from(read, at)
@@ -119,7 +126,7 @@ def _events(read: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _inotify() -> tuple[Any, int]:
-    """The C library and a descriptor to read events from; None and -1 if the kernel cannot be asked."""
+    """The C library and a descriptor for events; None and -1 if the kernel does not offer inotify."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Local files: errors by name, writes that survive a power cut, locks that end with their process."""
+"""Local files: named errors, writes that survive a power cut, locks that end with their process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from exporter.storage.layout import flaw_of
 T = TypeVar("T")
 
 _LOCK_POLL_SECONDS = 0.02
-# Age above which a file's times tell whether it was changed; clocks of file servers differ a little.
+# A file older than this has other times after each change; clocks of file servers differ a little.
 SETTLED_NS = 2_000_000_000
 _MOST_KEPT_BYTES = 16 << 20  # of files whose content is kept in memory: 5,000 manifests of deltas
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise the named error for an `OSError` of the block; it names the error's own file, or else `path`.
+    """Raise the named error for an `OSError` of the block, about the error's own file, or else `path`.
 
     Raises:
         TargetNotWritable: no permission, a read-only file system, something that is not a directory.
@@ -41,19 +41,20 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        name = exc.filename2 or exc.filename  # of two, the second is where something goes to
+        name = exc.filename2 or exc.filename  # of two, the second is the target
         raise os_error(exc, Path(os.fsdecode(name)) if isinstance(name, str | bytes) else path) from exc
 
 
 def below(
     directory: Path, name: str, said: str, error: type[ExportError] = ManifestError, *, writes: bool = False
 ) -> Path:
-    """The path below a directory for a name out of a document: every such name becomes a path here.
+    """The path below a directory for a name from a document; all such names become paths here.
 
-    `said` begins the error's message: whose name it is. With `writes` no symbolic link may lie on the way.
+    `said` begins the error's message, and says whose name it is. With `writes` the path may not contain a
+    symbolic link.
 
     Raises:
-        ExportError: an `error`; the name is absolute, leads out, or is no file's name: see `flaw_of`.
+        ExportError: an `error`; the name is absolute, not below the directory, or invalid: see `flaw_of`.
     """
     path, flaw = directory / name, flaw_of(name)
     if not flaw and writes:
@@ -67,7 +68,7 @@ def below(
 def make_directories(path: Path) -> None:
     """Make `path` and its missing parents, each entry on disk before this returns.
 
-    NotADirectoryError if `path` is a file.
+    NotADirectoryError if `path` is a file; other OSErrors pass.
     """
     missing = []
     while not path.exists():
@@ -81,10 +82,10 @@ def make_directories(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and wait until its bytes are on disk; its directory entry is not.
+    """Write a new file and wait until its bytes are on disk; its directory entry need not be.
 
     Raises:
-        DiskFull, PublishError: as `writing`, also if `path` exists.
+        TargetNotWritable, DiskFull, PublishError: as `writing`, also if `path` exists.
     """
     with writing(path), path.open("xb") as file:
         file.write(content)
@@ -92,24 +93,26 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-# How a pointer of Git LFS begins, and how long one can be (docs/spec.md of git-lfs).
+# The beginning of a Git LFS pointer, and the length that it stays below (docs/spec.md of git-lfs).
 _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
 
 
-# Errors of fsync on a directory whose file system has none: `vfs_fsync_range` in fs/sync.c.
+# Errors of fsync on a directory if the file system does not support it: `vfs_fsync_range` in fs/sync.c.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 def beside(path: Path) -> Path:
-    """A name for a file's replacement, in its directory, that no other thread or process writes."""
+    """A name for a file's replacement, in its directory, that only this thread uses."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
 
 
 def sync(path: Path) -> bool:
-    """Wait until a file's bytes, or a directory's entries, are on disk; False where a directory cannot wait.
+    """Wait until a file's bytes, or a directory's entries, are on disk.
+
+    False if the file system cannot sync directories.
 
     Raises:
-        DiskFull, PublishError: as `writing`.
+        TargetNotWritable, DiskFull, PublishError: as `writing`.
     """
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -127,11 +130,11 @@ def sync(path: Path) -> bool:
 
 
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """A descriptor to read a regular file with; of an object of a store, `ranges` are fetched, or all.
+    """A descriptor to read a regular file; of an object in a store, `ranges` are fetched first, or all of it.
 
     Raises:
-        CheckpointError: what the file stands for cannot be fetched, or Git LFS has not fetched it.
-        OSError: as `os.open`; EISDIR for a directory, EINVAL for whatever else is no file.
+        CheckpointError: the object cannot be fetched, or the file is a pointer that Git LFS has not replaced.
+        OSError: as `os.open`; EISDIR for a directory, EINVAL for anything else that is not a file.
     """
     kind = 0 if follow else os.O_NOFOLLOW
     # without blocking: opening a pipe or a device may wait for ever
@@ -154,7 +157,7 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
 
 @contextmanager
 def regular_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file to read, whatever is wrong with it: each error of reading it names it.
+    """Open a regular file to read; each OSError while reading names the file.
 
     Raises:
         CheckpointError, OSError: as `open_regular`.
@@ -169,7 +172,7 @@ def regular_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let errors of calls that take a descriptor name its file."""
+    """Add the file's name to OSErrors of calls that only have a descriptor."""
     try:
         yield
     except OSError as error:
@@ -179,10 +182,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file; a pipe in its place is not waited for, and nothing is read without end.
+    """All bytes of a regular file; it never waits for a pipe, and never reads without end.
 
     Raises:
-        OSError: as `open_regular`; EFBIG if it has more than `limit` bytes, which are then not read.
+        CheckpointError, OSError: as `open_regular`; EFBIG for a file of more than `limit` bytes.
     """
     require_size(path, path.stat().st_size, limit)
     with regular_file(path) as file:
@@ -190,10 +193,10 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_given(path: Path, limit: int) -> bytes:
-    """As `read_regular`, and all that comes through a pipe, as a shell's <(command): a person named it.
+    """All bytes of a file that a person named: regular, or a pipe, as a shell's <(command) makes.
 
     Raises:
-        OSError: as `read_regular`.
+        CheckpointError, OSError: as `read_regular`.
     """
     if not path.is_fifo():
         return read_regular(path, limit)
@@ -203,7 +206,7 @@ def read_given(path: Path, limit: int) -> bytes:
 
 def _within(path: Path, file: BinaryIO, limit: int) -> bytes:
     blocks, size = [], 0
-    step = os.fstat(file.fileno()).st_size + 1  # reading takes as much memory as it asks for
+    step = os.fstat(file.fileno()).st_size + 1  # `read(n)` allocates n bytes at once
     while block := file.read(step):
         blocks.append(block)
         size, step = size + len(block), _STEP
@@ -225,25 +228,25 @@ def require_size(path: Path, size: int, limit: int) -> None:
 
 
 class Unchanged(Generic[T]):
-    """The values that were read from small files, kept while a file's identity is the same."""
+    """A cache of values read from small files, each valid while its file's identity is the same."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[tuple[int, ...], T]] = {}
         self._bytes = 0
 
     def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
-        """The value that `read` makes of a file, or made of it before: then the file is not even opened."""
+        """The value that `read` makes from a file; a kept value is returned without opening the file."""
         try:
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
         except OSError:
-            return read(Path(path))  # which says what is wrong
+            return read(Path(path))  # raises the error
         name = os.fspath(path)
         looks = (*FileIdentity.of(found), found.st_ctime_ns)
         kept = self._kept.get(name)
         if kept is not None and kept[0] == looks:
             return kept[1]
         value = read(Path(path))
-        # within one tick of the clock a file that was just written may change unseen
+        # within one tick of the clock a second write may leave the times as they are
         is_settled = time.time_ns() - max(looks[-2:]) > SETTLED_NS
         if is_settled and found.st_size <= _MOST_KEPT_BYTES // 16:
             if self._bytes + found.st_size > _MOST_KEPT_BYTES:
@@ -254,7 +257,7 @@ class Unchanged(Generic[T]):
 
 
 def copy_file(source: Path | str, target: Path | str) -> None:
-    """Copy a file's content and mode; of one that stands for an object of a store, the object's content.
+    """Copy a file's content and mode; for a file of a mirror, the object's content.
 
     Raises:
         CheckpointError: it cannot be fetched.
@@ -265,7 +268,7 @@ def copy_file(source: Path | str, target: Path | str) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory as far as that is possible; symbolic links are removed, never followed."""
+    """Remove a directory as far as possible, without an error; symbolic links are removed, never followed."""
     with suppress(OSError):  # also of looking at it: a network file system may have forgotten it (ESTALE)
         if path.is_symlink():
             path.unlink()
@@ -274,21 +277,21 @@ def remove_tree(path: Path) -> None:
 
 
 def close_quietly(descriptor: int) -> None:
-    """Close a descriptor that was not written through, which gives its lock back; errors are ignored."""
-    # The descriptor is gone whatever is reported (EIO, ESTALE): see close(2). The report names no file, and
-    # would take the place of an error that does.
+    """Close a descriptor through which nothing was written, which releases its lock; errors are ignored."""
+    # The descriptor is closed whatever is reported (EIO, ESTALE): see close(2). The report names no file, and
+    # would replace an error that does.
     with suppress(OSError):
         os.close(descriptor)
 
 
 def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
-    """A descriptor to lock."""
+    """A descriptor of a lock file, made if need be."""
     # writable, because NFS grants exclusive locks to writers only
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock (flock) of an open file; False if it is taken."""
+    """Acquire the lock (flock) of an open file; False if another holds it."""
     try:
         # it ends when the descriptor's last copy closes
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -298,7 +301,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def lock_within(descriptor: int, seconds: float) -> bool:
-    """Take the exclusive lock of an open file, waiting for it up to `seconds`. False if it stayed taken."""
+    """Acquire the exclusive lock of an open file, waiting up to `seconds`; False if another kept it."""
     deadline = time.monotonic() + seconds
     while not try_lock(descriptor):
         if time.monotonic() >= deadline:
@@ -316,7 +319,7 @@ def still_at(descriptor: int, path: Path) -> bool:
 
 
 class FileIdentity(NamedTuple):
-    """Tells a file from another one that takes its name, and from itself once it was written to."""
+    """An identity that changes when another file gets the name, and when the file is written to."""
 
     device: int
     inode: int
@@ -338,17 +341,17 @@ def identity_of(path: Path) -> FileIdentity | None:
 
 
 def kept_identity(path: Path) -> list[int]:
-    """An identity to be kept on disk, with the time at which the inode changed.
+    """An identity to be kept on disk, with the time of the inode's last change.
 
     Raises:
         OSError: the file cannot be reached.
     """
     found = path.stat()
-    return [*FileIdentity.of(found), found.st_ctime_ns]  # which, unlike the others, cannot be set back
+    return [*FileIdentity.of(found), found.st_ctime_ns]  # programs cannot set ctime
 
 
 def is_gone(path: Path) -> bool:
-    """True if a name is not there any more: not if it cannot be looked at."""
+    """True if a name no longer exists; False if it cannot be looked at."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -369,21 +372,20 @@ def file_digest(path: Path) -> str:
 
 
 class FileDigests(Struct):
-    """Digests by path, each with its file's identity; `is_new` is true once there is one worth keeping."""
+    """Digests by path, each with its file's identity; `is_new` is true once there is a new one to keep."""
 
     # a vocabulary may be large, and a delta is made every few seconds
     known: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     is_new: bool = False
 
     def __call__(self, path: Path, of: Callable[[Path], str] = file_digest) -> str:
-        """The digest of a file, taken by `of`, which must always be the same for one path."""
+        """The digest of a file, computed by `of`, which must always be the same for one path."""
         name, looks = str(path.absolute()), kept_identity(path)
         was, digest = self.known.get(name, ([], ""))
         if was == looks:
             return digest
         digest = of(path)
-        # with the care of Git's index: what was changed just before may change again within one tick of the
-        # clock
+        # as Git's index does: a file that was just changed may change again within one tick of the clock
         if time.time_ns() - max(looks[-2:]) > SETTLED_NS and kept_identity(path) == looks:
             self.known[name] = (looks, digest)
             self.is_new = True
@@ -406,7 +408,7 @@ class FileDigests(Struct):
 
 
 def nearest(path: Path) -> Path | None:
-    """A path near one that is not there, by the nearest neighbour of each missing name; None without."""
+    """A path near one that does not exist, by the nearest neighbour of each missing name; else None."""
     from difflib import get_close_matches
 
     found = Path(path.anchor)

@@ -1,4 +1,4 @@
-"""Every name on disk, in one place: of SavedModels, of what is published, and of what trainers leave.
+"""Every name on disk, in one place: in SavedModels, published models and trainers' directories.
 
 <model>/<version>/saved_model.pb  variables/variables.*  variables/mapped.id  assets/  assets.extra/
 <model>/<version>/manifest.json
@@ -6,12 +6,12 @@
 <model>/deltas/<log>/hold  hold.json             a position that readers do not pass by themselves; who set it
 <model>/deltas/<log>/.state/                     caches of the exporter
 <model>/tags.json                                names of positions, see `exporter.publish.tags`
-<model>/.jobs/<plan>/  receipts/                 work of an engine that is gone on with
-<model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; a server skips what is no number
+<model>/.jobs/<plan>/  receipts/                 work of an engine that the next run continues
+<model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; servers skip other names than numbers
 <model>/.made-by.json                            the arguments of the last export, for people
 <model>/.pushed                                  heads of the stores that hold a copy of the model
-<model>/.identity                                of a copy: the only model that it takes with `--trust`
-<model>/.taken                                   paths that are not to be used: see `exporter.transfer.head`
+<model>/.identity                                of a copy: the only model that it accepts with `--trust`
+<model>/.taken                                   paths never to be used again: see `exporter.transfer.head`
 <ckpt-dir>/checkpoint                            names the newest checkpoint
 <ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json
 <ckpt-dir>/increments/<checkpoint>.json  .session
@@ -27,22 +27,22 @@ from pathlib import Path
 SAVED_MODEL_FILE = "saved_model.pb"
 SAVED_MODEL_TEXT_FILE = "saved_model.pbtxt"
 SAVED_MODEL_FILES = (SAVED_MODEL_FILE, SAVED_MODEL_TEXT_FILE)
-# Of a directory that Orbax wrote: what a step is, what a tree of arrays is, where a store of them begins.
+# In a directory that Orbax wrote: they mark a step, a tree of arrays, a store of arrays.
 ORBAX_FILES = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
-# A model of more than 2 GiB, in several protos; TensorFlow reads it, this program says that it does not.
+# A model of more than 2 GiB, in several protos; TensorFlow reads it, this program refuses it by name.
 SAVED_MODEL_PARTS_FILE = "saved_model.cpb"
 
 VARIABLES_DIRECTORY = "variables"
 VARIABLES_NAME = "variables"
 VARIABLES_PREFIX = Path(VARIABLES_DIRECTORY, VARIABLES_NAME)
-# Beside tables that servers map: the id that the graph knows them by.
+# Beside tables that servers map: the id by which the graph recognizes them.
 MAPPED_ID_FILE = Path(VARIABLES_DIRECTORY, "mapped.id")
 
 ASSETS_DIRECTORY = "assets"
 EXTRA_DIRECTORY = "assets.extra"
 WARMUP_FILE = Path(EXTRA_DIRECTORY, "tf_serving_warmup_requests")
 UPDATABLE_NAME = "incremental.json"
-# An asset of a base that takes deltas: tells people what it is, and the graph where it lies.
+# An asset of a base that takes deltas: describes it for people, and gives the graph its own path.
 UPDATABLE_FILE = Path(ASSETS_DIRECTORY, UPDATABLE_NAME)
 
 PAIR_NAME = "export"  # Cloud ML's pair: `export.meta`, and a tensor bundle of this name
@@ -64,25 +64,25 @@ LOCK_FILE = ".lock"
 WATCH_LOCK_FILE = ".watch"
 CANARY_LOCK_FILE = ".canary"
 MADE_BY_FILE = ".made-by.json"
-PUSHED_FILE = ".pushed"  # the head of each store that a model was pushed to, or pulled from
+PUSHED_FILE = ".pushed"  # the head of each store to which a model was pushed, or from which it was pulled
 
-# Paths in a store at which another machine began to publish and gave up; they are never used again.
+# Paths in a store at which another machine abandoned a publication; they are never used again.
 TAKEN_FILE = ".taken"
 
 HEAD_FILE = "head.json"  # in a store: the next publication, or the last one
 
 JOBS_DIRECTORY = ".jobs"
 RECEIPTS_DIRECTORY = "receipts"
-INPUTS_DIRECTORY = "inputs"  # in a job: copies of what the command itself made for its tasks
+INPUTS_DIRECTORY = "inputs"  # in a job: copies of files that the command itself made for its tasks
 
 STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 PULL_PREFIX = ".pull-"
 PULL_LOCK_FILE = ".pull"
-IDENTITY_FILE = ".identity"  # of the only model that a copy takes publications of, where keys are trusted
+IDENTITY_FILE = ".identity"  # of the only model whose publications a copy accepts, where keys are trusted
 
 CHECKPOINT_STATE_FILE = "checkpoint"
-# The end of a checkpoint file's name, behind the prefix.
+# The part of a checkpoint file's name after the prefix.
 CHECKPOINT_SUFFIX = re.compile(r"\.(index|meta|data-[0-9]{5,}-of-[0-9]{5,})$")
 
 INCREMENTS_DIRECTORY = "increments"
@@ -92,17 +92,17 @@ DEEPREC_INCREMENTS_DIRECTORY = ".incremental_checkpoint"
 
 
 def is_saved_model(path: Path) -> bool:
-    """True for a directory that holds a SavedModel in any of its spellings."""
+    """True for a directory that holds a SavedModel in any of its forms."""
     return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
 
 
-# Bytes of a name and of a path that Linux takes: NAME_MAX, and PATH_MAX without the NUL.
+# The most bytes of a name and of a path on Linux: NAME_MAX, and PATH_MAX without the NUL.
 LONGEST_NAME, LONGEST_PATH = 255, 4095
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def flaw_of(name: str) -> str:
-    """The reason why a name out of a document is not that of a file below a directory; "" if it is."""
+    """The reason why a name from a document is not a file's path below a directory; "" if it is."""
     parts = name.split("/")
     try:
         sizes = [len(os.fsencode(part)) for part in parts]

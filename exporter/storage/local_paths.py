@@ -1,4 +1,5 @@
-"""Parse paths that people give: local ones, `file://`, and where checkpoints are read URLs of object stores.
+"""Parse paths from people: local ones, `file://` URLs, and, where checkpoints are read, URLs of object
+stores.
 
 Without this check `gs://bucket/m` would be the local directory `gs:` with `bucket/m` in it.
 """
@@ -16,7 +17,7 @@ from exporter.storage.mirror import shown
 from exporter.storage.url import Url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
-# The rest of a URL in a `Path`, which knows no doubled slash.
+# A URL after `Path` has merged its doubled slash.
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
 
 _PATTERN = re.compile(r"[*?\[\\]")
@@ -36,16 +37,16 @@ _PUT = {
     "viewfs": "hdfs dfs -put LOCAL/VERSION {url}/",
 }
 _HERE = "name a local directory; `export-model pull URL DIR` copies what is published in a store"
-# Names of the arguments for a published model.
+# Names of the arguments for published models.
 _MODELS = ("MODEL_BASE_PATH", "--model-base-path", "base_path")
 _BUCKETS = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
 _SAME = {"s3a": "s3://{rest}", "s3n": "s3://{rest}", "gcs": "gs://{rest}"}
-# The text behind `abfss://` and `wasbs://`: container, account, path.
+# The text after `abfss://` and `wasbs://`: container, account, path.
 _AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
 
 
 def local_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """The local path that an option, or an argument called `what`, names.
+    """The local path in the value of an option or argument, which errors call `what`.
 
     Raises:
         UsageError: nothing, a URL of another scheme than `file`, or a `file://` URL of another machine.
@@ -58,7 +59,7 @@ _OR_STORES = "only local paths, s3://, gs:// and az:// are read and written"
 
 def _local(what: str, place: str | os.PathLike[str], expected: str) -> Path:
     text = os.fspath(place)
-    if not text:  # a variable of the shell that is not set; pathlib takes it for the working directory
+    if not text:  # an unset variable of the shell; pathlib takes it for the working directory
         raise UsageError(f"{what} is empty: expected a path", hint="the working directory is .")
     found = (_URL if isinstance(place, str) else _URL_AS_PATH).match(text)
     if found is None:
@@ -92,9 +93,9 @@ def require_no_pattern(what: str, place: Path) -> None:
     """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a pattern.
 
     Raises:
-        UsageError: one of its names has a character of a pattern.
+        UsageError: its path has a character of a pattern.
     """
-    # where it looks for variables and for deltas (`internal::GetMatchingPaths`)
+    # TensorFlow does so for variables and for deltas (`internal::GetMatchingPaths`)
     if found := _PATTERN.search(path := str(place.absolute())):
         raise UsageError(
             f"{what} {path} cannot be served: TensorFlow takes a path with {found[0]} for a pattern",
@@ -104,12 +105,12 @@ def require_no_pattern(what: str, place: Path) -> None:
 
 
 def quoted(place: object) -> str:
-    """A path, URL or name as it is typed in a shell: the form that it has in a command that is proposed."""
+    """A path, URL or name, quoted for a shell: for commands that hints propose."""
     text = shown(str(place))
     found = _URL_AS_PATH.match(text) if isinstance(place, Path) else None
     if found is not None and found[1] in _BUCKETS and not found[2].startswith("/"):
         text = f"{found[1]}://{found[2]}"
-    # what cannot be seen is typed as bash, zsh and ksh take it, `$'a\x1b'`, byte by byte
+    # unprintable characters are written as bash, zsh and ksh read them, `$'a\x1b'`, byte by byte
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_in_dollar_quotes, text))}'"
 
 
@@ -122,12 +123,12 @@ def _in_dollar_quotes(character: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL to be shown, without credentials."""
+    """A URL without credentials, for messages."""
     return re.sub(r"\?.*", "?...", re.sub(r"//[^/@]*:[^/@]*@", "//...@", url), flags=re.DOTALL)
 
 
 def store_url(text: str) -> str | None:
-    """Our URL of an object store for a URL of another spelling; None for any other text."""
+    """Our URL for an object store's URL in another spelling; None for any other text."""
     found = _URL.match(text)
     if found is None:
         return None
@@ -140,7 +141,7 @@ def store_url(text: str) -> str | None:
 
 
 def _serve_a_copy(url: str) -> str:
-    """The commands that serve a model in a store."""
+    """The hint with the commands that serve a model in a store."""
     name = url.rpartition("/")[2]
     return (
         f"serve a copy: export-model pull {quoted(url)} {quoted(name)}, then serve-model run {quoted(name)} "
@@ -155,7 +156,7 @@ def _copy(scheme: str, url: str, *, writes: bool) -> str:
 
 
 def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """The path that a checkpoint is read from: as `local_path`, or the URL of an object store as a path.
+    """The path from which a checkpoint is read: as `local_path`, or an object store's URL as a path.
 
     Raises:
         UsageError: as `local_path`.
@@ -173,10 +174,10 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """The local directory that a trainer writes into.
+    """The local directory into which a trainer writes.
 
     Raises:
-        UsageError: as `local_path`; of a URL of an object store, how it gets there.
+        UsageError: as `local_path`; for an object store's URL, with the way to export there.
     """
     if (url := Url.parse(os.fspath(place))) is not None:
         raise UsageError(
@@ -188,7 +189,7 @@ def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def local_name(what: str, name: str) -> str:
-    """The local path of a URL; any other name, as `pkg.mod:fn`, unchanged.
+    """The local path of a URL; any other name, such as `pkg.mod:fn`, unchanged.
 
     Raises:
         UsageError: as `local_path`.
@@ -197,7 +198,7 @@ def local_name(what: str, name: str) -> str:
 
 
 def checkpoint_parser(what: str) -> Callable[[str], Path]:
-    """`checkpoint_path` for one option or argument of a command line."""
+    """A parser of one option or argument of a command line: `checkpoint_path` with its name."""
 
     def path(text: str) -> Path:
         return checkpoint_path(what, text)
@@ -206,7 +207,7 @@ def checkpoint_parser(what: str) -> Callable[[str], Path]:
 
 
 def path_parser(what: str) -> Callable[[str], Path]:
-    """`local_path` for one option or argument of a command line."""
+    """A parser of one option or argument of a command line: `local_path` with its name."""
 
     def path(text: str) -> Path:
         return local_path(what, text)
@@ -215,7 +216,7 @@ def path_parser(what: str) -> Callable[[str], Path]:
 
 
 def _of_file_url(what: str, text: str, rest: str, *, is_whole: bool) -> Path:
-    """The path of `file:///a/b` or `file://localhost/a/b`; of a `Path`, of the first alone.
+    """The path in `file:///a/b` or `file://localhost/a/b`; a `Path` has only the first form.
 
     UsageError if it names another machine, or no path.
     """

@@ -1,4 +1,4 @@
-"""The machine's memory, as the kernel tells of it."""
+"""The machine's memory, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_bytes() -> int | None:
-    """The memory that a program can take without swapping; None where the system does not say."""
+    """The memory that a program can use without swapping, in bytes; None if the system does not report it."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:

@@ -1,13 +1,13 @@
 """Mirror a directory of an object store: a local directory of files that are empty until they are read.
 
-Every object becomes a sparse file of its size, name and time. Opening one fetches it first: all of it, or of
-a shard the ranges that are needed (`exporter.storage.files.open_regular`). So the same code reads a
-checkpoint in a store and a local one; of a terabyte only the index and what is exported crosses the network.
-A read is pinned to the object that was listed: an object that is replaced meanwhile is `CheckpointChanged`.
+Every object becomes a sparse file of its size, name and time. Opening one fetches it first: all of it, or
+only the needed ranges of a shard (`exporter.storage.files.open_regular`). So the same code reads a checkpoint
+in a store and a local one; of a terabyte only the index and the exported tensors cross the network. A read is
+pinned to the object that was listed: an object that is replaced meanwhile is `CheckpointChanged`.
 
-A path below a mirror is a path like any other. Other rooms ask the functions at the end of this module what a
-path stands for (`is_remote`, `pinned`) and have its bytes fetched (`fetch`), copied (`copy_ranges`) or read
-without being kept (`read`, `checksum`, `copy`: for code that reads each byte of much data once).
+A path below a mirror is a path like any other. Other rooms ask the functions at the end of this module which
+object a path stands for (`is_remote`, `pinned`) and have its bytes fetched (`fetch`), copied (`copy_ranges`)
+or read without being kept (`read`, `checksum`, `copy`: for code that reads each byte of much data once).
 
 A mirror's directory belongs to its process. It is removed when the process ends, or by a later process if
 this one was killed.
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_FILES = 100_000  # each becomes a sparse file here
-_NEIGHBOURS = 100  # objects that are shown where a URL means none: an error names what is like it
-# Files that mean the directory that they are in.
+_NEIGHBOURS = 100  # objects that are shown if a URL matches none, so that errors can name similar ones
+# Files whose URL means their directory.
 _OF_A_DIRECTORY = (CHECKPOINT_STATE_FILE, *SAVED_MODEL_FILES)
 _MIRRORS: dict[str, Mirror] = {}  # by the path of their directory
 _CHECKPOINTS: dict[Url, Mirror] = {}
@@ -58,7 +58,7 @@ _LOCK = threading.Lock()
 
 
 class Mirror:
-    """A local directory with the names, sizes and times of the objects that a URL means."""
+    """A local directory with the names, sizes and times of the objects at a URL."""
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
         self._asked, self._is_directory = url, is_directory or not url.path
@@ -72,13 +72,13 @@ class Mirror:
         self._ahead = ReadAhead()
         self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self.spent: set[str] = set()
-        """Directories of jobs in a store, to be removed once what is here was uploaded."""
+        """Directories of jobs in a store, to be removed after this mirror's files were uploaded."""
         self.on_lock: Callable[[], None] | None = None
-        """Called by who has taken the lock of the model here, before anything is read under it."""
+        """Called after the model was locked here, before anything is read under the lock."""
         self.on_hold: Callable[[], None] | None = None
-        """Called by who has set a hold here, before the work that it announces."""
+        """Called after a hold was set here, before the work that it announces."""
         self._lock = threading.RLock()
-        self._directories: set[str] = set()  # of the names that were ever shown
+        self._directories: set[str] = set()  # of all names shown until now
         directory = private_directory()
         self._new, self._private = directory / "new", directory / "stand-ins"
         self.root = directory / url.scheme / url.bucket / self.url.path
@@ -86,13 +86,13 @@ class Mirror:
 
     @property
     def path(self) -> Path:
-        """The local path that stands for the URL."""
+        """The local path for the URL."""
         return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
 
-        CheckpointError if there are too many.
+        CheckpointError if there are too many, or as `exporter.storage.objects.asking`.
         """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
@@ -105,11 +105,11 @@ class Mirror:
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
         """Make files for these objects, by their names, and remove all others."""
-        # a key that cannot be a path here is no file: `a//b`, `..`, `a/`, a long name
+        # a key that cannot be a path here is skipped: `a//b`, `..`, `a/`, a long name
         found = {name: each for name, each in found.items() if not flaw_of(name)}
         with self._lock:
             self._directories |= _directories(found)
-            # nor is an object under the name of a directory: consoles and TensorFlow mark directories so
+            # so is an object with the name of a directory: consoles and TensorFlow mark directories by these
             found = {name: each for name, each in found.items() if name not in self._directories}
             for name in self._found.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
@@ -124,20 +124,20 @@ class Mirror:
         """Free the disk space of a large file; opening it fetches it again."""
         with self._lock:
             each = self._found.get(name)
-            # a map of it keeps its bytes, but no thread may open it at the same moment
+            # an existing memory map keeps its bytes; the caller makes sure that no thread opens it now
             if each is not None and each.size > GAP_BYTES and not self.is_made_here(name):
                 self._place(name, each)
                 self._fetched[name] = Ranges()
 
     def listed(self, name: str) -> RemoteObject:
-        """The object that a file stands for; CheckpointChanged if there is none."""
+        """The object of a file; CheckpointChanged if there is none."""
         each = self._found.get(name) or self.standing_in(name)
         if each is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
         return each
 
     def is_made_here(self, name: str) -> bool:
-        """True for a file that a process put here, and that stands for no object."""
+        """True for a local file that a process put here, without an object."""
         try:
             inode = (self.root / name).stat().st_ino
         except FileNotFoundError:
@@ -145,11 +145,11 @@ class Mirror:
         return inode not in self._stand_ins and inode != self._inodes.get(name)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Make a new file that stands for an object of the bucket, also when it is renamed below the root.
+        """Make a new file that stands for an object of the bucket, even after a rename below the root.
 
-        PublishError if the disk does not take it.
+        PublishError, DiskFull or TargetNotWritable if the file cannot be made.
         """
-        pinned = self._private / f"{len(self._stand_ins)}"  # its inode is not given to another file
+        pinned = self._private / f"{len(self._stand_ins)}"  # this link keeps the inode from being reused
         try:
             pinned.parent.mkdir(exist_ok=True)
             with pinned.open("xb") as file:
@@ -162,7 +162,7 @@ class Mirror:
             self._stand_ins[inode] = (each, Ranges())
 
     def standing_in(self, name: str) -> RemoteObject | None:
-        """The object that a file of `stand_in` stands for; None for any other file."""
+        """The object of a file that `stand_in` made; None for any other file."""
         found = self._stand_in_of(name)
         return None if found is None else found[0]
 
@@ -172,7 +172,7 @@ class Mirror:
         return [each for each, _ in self._stand_ins.values()]
 
     def close(self) -> None:
-        """Remove all files; messages name the URL for their paths for as long as the process lives."""
+        """Remove all files; messages name the URL instead of their paths while the process lives."""
         with self._lock:
             for path in (self.root, self._private):
                 shutil.rmtree(path, ignore_errors=True)
@@ -186,18 +186,17 @@ class Mirror:
         return None
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fetch ranges (start, stop) of a file, or all of it, as far as they are not here.
+        """Fetch those ranges (start, stop) of a file, by default all of it, that are not here yet.
 
-        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
-        DiskFull or PublishError if the disk does not take it. A file that no object stands behind is passed
-        over.
+        A local file is skipped. CheckpointChanged if the object was replaced or is gone, CheckpointError if
+        the store cannot be read, DiskFull or PublishError if writing to the disk fails.
         """
         with self._asking(), self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found:
                 found = self._found[name], self._fetched[name]
             if found is None:
-                return  # a file that is not there is its reader's to report
+                return  # if the file does not exist, its reader reports that
             each, fetched = found
             wanted = [(0, each.size)] if ranges is None else [aligned(*asked, each.size) for asked in ranges]
             missing = Ranges()
@@ -211,7 +210,7 @@ class Mirror:
     def ask_store(
         self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
-        """The result of `ask` for the object itself; None if the file has all of these ranges."""
+        """The result of `ask` for the object itself; None if the file has all of these ranges already."""
         with self._lock:
             found = self._stand_in_of(name)
             if found is None and name in self._found and not self.is_made_here(name):
@@ -222,7 +221,7 @@ class Mirror:
             return ask(self._reader, found[0])
 
     def _asking(self) -> AbstractContextManager[None]:
-        """A context for requests to the store for objects that were listed."""
+        """A context for requests to the store about listed objects; subclasses override it."""
         return nullcontext()
 
     def _neighbours(self, name: str) -> Sequence[str]:
@@ -236,7 +235,7 @@ class Mirror:
 
     @contextmanager
     def _reading_ahead(self, names: Sequence[str]) -> Iterator[None]:
-        """Fetch files that were not asked for yet; if one cannot be, opening it reports why."""
+        """Fetch files that will probably be read next; a failure is reported only when one is opened."""
         if not names:
             yield
             return
@@ -261,7 +260,7 @@ class Mirror:
             pieces = [(start, stop, start) for start, stop in missing]
             self._reader.copy(each, descriptor, pieces, path)
         finally:
-            # filling it is no change of the object
+            # the object did not change: keep its time
             os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.close(descriptor)
         for start, stop in missing:
@@ -280,7 +279,9 @@ class Mirror:
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterable[RemoteObject]:
-        """The objects below the URL; without any, those of its neighbours that it may mean."""
+        """The objects below the URL; if there are none, those beside it with its prefix, or else some
+        neighbours.
+        """
         path = self._asked.path
         below = list(self._reader.below(path))
         if self._is_directory or any(each.key.startswith(f"{path}/") for each in below):
@@ -306,7 +307,7 @@ class Mirror:
 
 
 def local(path: Path) -> Path:
-    """The local path that stands for a URL of an object store, which is listed; any other path itself.
+    """The local path for an object store's URL, which is listed; any other path is returned as it is.
 
     Raises:
         UsageError: the library that reads stores is not installed.
@@ -330,7 +331,7 @@ def register(mirror: Mirror) -> None:
 
 
 def _directories(names: Iterable[str]) -> set[str]:
-    """The directories that these files lie in."""
+    """The names of all directories that contain these files."""
     found = set[str]()
     for name in names:
         directory = name.rpartition("/")[0]
@@ -341,10 +342,10 @@ def _directories(names: Iterable[str]) -> set[str]:
 
 
 def locked(path: Path) -> None:
-    """Take the lock of the model at `path` in its store, too, if a person's decision is at work there.
+    """Lock the model at `path` in its store, too, if a person's decision is in progress there.
 
     Raises:
-        PositionError: others had it for too long; see `Carrier.decide`.
+        PositionError: others had the lock for too long; see `Carrier.decide`.
     """
     found = _find(path)
     if found is not None and found[0].on_lock is not None:
@@ -352,7 +353,7 @@ def locked(path: Path) -> None:
 
 
 def held(path: Path) -> None:
-    """Set a hold that was just set at `path` in the model's store, too, if a decision is at work there.
+    """Copy a hold that was just set at `path` to the model's store, if a decision is in progress there.
 
     Raises:
         PositionMoved: another machine published meanwhile.
@@ -363,15 +364,15 @@ def held(path: Path) -> None:
 
 
 def is_remote(path: Path) -> bool:
-    """True for a path that stands for something in an object store, or for a place in one."""
+    """True for a path in a mirror of an object store."""
     return _find(path) is not None
 
 
 def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
-    """The URL and the object that a file stands for; None for a file of this machine.
+    """The URL and the object of a file; None for a local file.
 
     Raises:
-        CheckpointChanged: it was listed, and is no longer there.
+        CheckpointChanged: it was listed, and no longer exists.
     """
     if (found := _find(path)) is None or found[0].is_made_here(found[1]):
         return None
@@ -380,7 +381,7 @@ def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
 
 
 def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
-    """Make a new file stand for an object; False outside the mirror of that object's bucket."""
+    """Make a new file stand for an object; False if the path is not in a mirror of that bucket."""
     found = _find(path)
     if found is None or found[0].url.bucket != url.bucket:
         return False
@@ -389,19 +390,19 @@ def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
 
 
 def written_by_tasks(path: Path) -> RemoteObject | None:
-    """The object that tasks wrote and a file stands for (`Mirror.stand_in`); None for any other file."""
+    """The object, written by tasks, for which a file stands (`Mirror.stand_in`); None for any other file."""
     found = _find(path)
     return None if found is None else found[0].standing_in(found[1])
 
 
 def remove_after_upload(path: Path, job: str) -> None:
-    """Have a job's directory in a store removed once all below a path was uploaded."""
+    """Have a job's directory in a store removed after everything below a path was uploaded."""
     if (found := _find(path)) is not None:
-        found[0].spent.add(job)  # the upload reads it
+        found[0].spent.add(job)  # not before, as the upload reads the job's objects
 
 
 def _find(path: Path) -> tuple[Mirror, str] | None:
-    """The mirror that a path lies in and its name there; None for a path of this machine."""
+    """The mirror that contains a path, and the path's name there; None for a local path."""
     if not _MIRRORS:
         return None
     text = os.fspath(path)
@@ -412,7 +413,7 @@ def _find(path: Path) -> tuple[Mirror, str] | None:
 
 
 def is_same_file(a: Path, b: Path) -> bool:
-    """True if two paths lead to one file, or stand for one object; False also if that is not known."""
+    """True if two paths are one file, or stand for one object; False also if that is not known."""
     if a == b:
         return True
     found = _find(a), _find(b)
@@ -422,7 +423,7 @@ def is_same_file(a: Path, b: Path) -> bool:
         with suppress(CheckpointChanged):
             objects = [mirror.listed(name) for mirror, name in (found[0], found[1])]
             places = [(mirror.url.scheme, mirror.url.bucket) for mirror, _ in (found[0], found[1])]
-            # without tags, equal sizes and times prove nothing
+            # equal sizes and times without tags prove nothing
             return places[0] == places[1] and objects[0] == objects[1] and objects[0].tag is not None
     if found == (None, None):
         with suppress(OSError):
@@ -431,7 +432,7 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 
 def refresh(path: Path) -> None:
-    """List the objects again that a path stands for, if it is a mirror's."""
+    """List a mirror's objects again; does nothing for any other path."""
     if (found := _find(path)) is not None:
         found[0].refresh()
 
@@ -443,20 +444,20 @@ def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
 
 
 def fetch_below(directory: Path) -> None:
-    """Fetch all files below a directory, if it is a mirror's: TensorFlow itself is to read them."""
+    """Fetch all files below a directory of a mirror, for TensorFlow itself to read."""
     if is_remote(directory):
         for path in directory.rglob("*"):
             fetch(path)
 
 
 def forget(path: Path) -> None:
-    """`Mirror.forget` of a mirror's file; does nothing for any other path."""
+    """Free a mirror's file as `Mirror.forget`; does nothing for any other path."""
     if (found := _find(path)) is not None:
         found[0].forget(found[1])
 
 
 def shown(text: str, write: Callable[[str], str] = str) -> str:
-    """A text with URLs, as `write` writes them, in place of the local paths that stand for them."""
+    """A text in which URLs, written by `write`, replace the local paths of mirrors."""
     for root, mirror in tuple(_MIRRORS.items()):
         if root in text:
             text = text.replace(root, write(str(mirror.url)))
@@ -464,7 +465,7 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
-    """Read pieces (start, stop, offset) of a file's object into `buffer`; False if the file has them.
+    """Read pieces (start, stop, offset) of a file's object into `buffer`; False if the local file has them.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -487,14 +488,15 @@ def copy_ranges(
     target: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Fetch pieces of a file that stands for an object into an open file: see `Mirror.copy`."""
+    """Fetch pieces of a file's object into an open file: see `Mirror.copy`."""
     found = _find(path)
     assert found is not None, path
     found[0].copy(found[1], descriptor, pieces, target, advance)
 
 
 def checksum(path: Path, start: int, stop: int) -> int | None:
-    """The plain crc32c of a range, none of it kept; None where `read` is False.
+    """The plain crc32c of a range of a file's object, of which nothing is kept; None where `read` returns
+    False.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -507,7 +509,9 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
-    """A nameless file of a range, gone when nothing has it open or mapped; None where `read` is False.
+    """A nameless temporary file with a range of a file's object; None where `read` returns False.
+
+    The space is free when nothing has the file open or mapped any more.
 
     Raises:
         CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
@@ -537,14 +541,14 @@ def _ask(
 
 
 class Ranges:
-    """Ranges that do not overlap, in order."""
+    """Sorted ranges that do not overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield each as (start, stop)."""
+        """Yield each range as (start, stop)."""
         return zip(self._starts, self._stops, strict=True)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -559,18 +563,18 @@ class Ranges:
             yield start, stop
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range, joined with those that it touches."""
+        """Add a range, and join it with the ranges that it touches."""
         first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
         if first < last:
             start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
         self._starts[first:last], self._stops[first:last] = [start], [stop]
 
 
-AT_ONCE = 16  # files that are fetched together, each with a request of its own
+AT_ONCE = 16  # the most files that are fetched together, each with a request of its own
 
 
 class ReadAhead:
-    """Chooses the files to fetch with one: of its kind, with one name in directories of one directory."""
+    """The choice of files to fetch together: of one name, in sibling directories."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], list[str]] = {}
@@ -585,9 +589,10 @@ class ReadAhead:
     def with_neighbours(
         self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
     ) -> list[str]:
-        """The names to fetch together with a file: as many of its kind as were fetched before it, in order.
+        """The files to fetch together with a file: as many of its kind as were fetched directly before it.
 
-        They follow it, or precede it where those that follow are there; empty if none were fetched beside it.
+        They are the next ones, or the previous ones if the next were fetched; empty if none were fetched
+        beside it.
         """
         files = self._kinds.get(_kind(name), [])
         at = bisect_left(files, name)
@@ -607,7 +612,7 @@ def _kind(name: str) -> tuple[str, str]:
 
 
 _PREFIX = "export-model-"
-_LOCKED_SECONDS = 60.0  # within which a directory that is made has its lock
+_LOCKED_SECONDS = 60.0  # the time within which a new directory gets its lock
 
 
 def private_directory() -> Path:
@@ -615,7 +620,7 @@ def private_directory() -> Path:
     new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
     lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
     fcntl.flock(lock, fcntl.LOCK_EX)
-    root = new.rename(new.with_name(new.name[1:]))  # it is locked when others can find it
+    root = new.rename(new.with_name(new.name[1:]))  # locked before others can find it
     for left in root.parent.glob(f"{_PREFIX}*"):
         _remove_if_left(left, os.O_RDWR)
     for left in root.parent.glob(f".{_PREFIX}*"):  # perhaps killed before it was locked
@@ -624,7 +629,7 @@ def private_directory() -> Path:
                 _remove_if_left(left, os.O_RDWR | os.O_CREAT)
 
     def remove() -> None:
-        if os.getpid() == owner:  # a forked child's end is not ours
+        if os.getpid() == owner:  # not at the end of a forked child
             shutil.rmtree(root, ignore_errors=True)
 
     atexit.register(remove)
@@ -632,7 +637,7 @@ def private_directory() -> Path:
 
 
 def _remove_if_left(directory: Path, flags: int) -> None:
-    """Remove a directory whose lock, opened with these flags, no process holds."""
+    """Remove a directory unless a process has its lock, which is opened with these flags."""
     with suppress(OSError):
         lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

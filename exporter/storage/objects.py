@@ -1,11 +1,11 @@
-"""Objects of a store: list them, read byte ranges of exactly those listed, write under conditions.
+"""Objects of a store: list them, read byte ranges of exactly the listed versions, write under conditions.
 
-Credentials and endpoints come from the environment as each cloud's own tools take them (`AWS_*`, `GOOGLE_*`,
-`AZURE_*`). No error's text contains any of them: of a store's answer, only parts are kept that can hold no
+Credentials and endpoints come from the environment variables of each cloud's own tools (`AWS_*`, `GOOGLE_*`,
+`AZURE_*`). No error's text contains any of them: of a store's answer, only parts are kept that cannot hold a
 secret (a status, a code from a list, a kind of failure). obstore speaks to all three clouds; it is imported
-when a URL is opened, not before.
+only when a URL is opened.
 
-Retries happen here alone: obstore repeats requests that were not answered (`_RETRIES`); `again` repeats reads
+All retries are here: obstore repeats requests that were not answered (`_RETRIES`); `again` repeats reads
 whose answer breaks off. No other module repeats a request.
 """
 
@@ -45,21 +45,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Name another server than the cloud's own; one with `http://` is asked without encryption.
+# They name another server than the cloud's own; `http://` means without encryption.
 _ENDPOINTS = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
     *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
-# The time in which a store has to connect, to say something, and is asked again.
+# The time limits to connect, to send something, and to repeat requests.
 _CONNECT, _REQUEST, _RETRY = timedelta(seconds=10), timedelta(seconds=30), timedelta(seconds=60)
-# The longest time of a request that goes on; a part that is uploaded is answered at its end alone.
+# The time limit of a whole request; the upload of a part is answered only at its end.
 _SLOW = timedelta(minutes=10)
 _RETRIES = 5
 _CONNECTIONS = 16
 
 
 class RemoteObject(Struct, frozen=True):
-    """An object as it was listed: its key, size in bytes, entity tag, time of its last change (s)."""
+    """A listed object: its key, size in bytes, entity tag, and time of last change (seconds since 1970)."""
 
     key: str
     size: int
@@ -68,19 +68,21 @@ class RemoteObject(Struct, frozen=True):
 
 
 class Tag(Struct, frozen=True):
-    """Distinguishes an object from others under its key: S3 and Azure compare entity tags, GCS versions."""
+    """A tag that distinguishes an object from others under its key: S3 and Azure compare entity tags, GCS
+    versions.
+    """
 
     e_tag: str | None
     version: str | None
 
     @classmethod
     def of(cls, said: Any) -> Tag:
-        """The tag that a store reported of an object."""
+        """The tag in a store's report of an object."""
         return cls(said.get("e_tag"), said.get("version"))
 
 
 class ObjectReader:
-    """The objects of one bucket.
+    """The objects of one bucket, to be read.
 
     Raises:
         UsageError: the library that reads stores is not installed.
@@ -92,29 +94,31 @@ class ObjectReader:
         self._store = _open(url)
 
     def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
-        """Yield all objects below a directory, by key; with `after` those whose keys sort after it alone."""
+        """Yield all objects below a directory, by key; with `after` only those whose keys sort after it."""
         import obstore
 
         def listed() -> list[RemoteObject]:
             batches = obstore.list(self._store, path or None, offset=after, chunk_size=1000)
             found = (_object(each) for batch in batches for each in batch)
-            return [each for each in found if after is None or each.key > after]  # not all stores know it
+            return [
+                each for each in found if after is None or each.key > after
+            ]  # some stores ignore `offset`
 
         with asking(self.url):
             yield from again(listed)
 
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
-        """All objects below the URL, by their names there; with `after` those sorted after that name."""
+        """All objects below the URL, by their names there; with `after` only names that sort after it."""
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
 
     def beside(self, path: str) -> list[RemoteObject]:
-        """The objects of a directory, without those in directories below."""
+        """The objects directly in a directory."""
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
-        """The paths of the directories in a directory; CheckpointError if the store does not answer."""
+        """The paths of the directories in a directory; CheckpointError if the store cannot be read."""
         return [*self._level(path)["common_prefixes"]]
 
     def _level(self, path: str) -> Any:
@@ -124,7 +128,7 @@ class ObjectReader:
             return again(lambda: obstore.list_with_delimiter(self._store, path or None))
 
     def look(self, key: str) -> RemoteObject | None:
-        """The object of a key as it is now; None if there is none."""
+        """The present object of a key; None if there is none."""
         import obstore
 
         with asking(self.url, key):
@@ -134,7 +138,7 @@ class ObjectReader:
                 return None
 
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop` of the object that was listed; CheckpointChanged if it was replaced."""
+        """Bytes `start` to `stop` of a listed object; CheckpointChanged if it was replaced."""
         import obstore
 
         if start >= stop:
@@ -159,7 +163,10 @@ class ObjectReader:
         advance: Callable[[int], None] | None = None,
         note: Callable[[int, memoryview], None] | None = None,
     ) -> None:
-        """Fetch pieces (start, stop, offset) into an open file; threads report parts to `advance`, `note`."""
+        """Fetch pieces (start, stop, offset) into an open file.
+
+        Threads report each part's size to `advance`, and its offset and bytes to `note`.
+        """
 
         def write(offset: int, content: memoryview) -> None:
             try:
@@ -179,7 +186,7 @@ class ObjectReader:
         pieces: Iterable[tuple[int, int, int]],
         use: Callable[[int, memoryview], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset); several threads `use` parts of them, offset and bytes."""
+        """Fetch pieces (start, stop, offset); threads call `use` with the offset and bytes of each part."""
 
         def take(request: Request) -> None:
             content = self.read(found, request.start, request.stop)
@@ -195,7 +202,7 @@ class ObjectReader:
                 task.result()
 
     def checksums(self, found: RemoteObject, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """The plain crc32c of each range (start, stop); nothing is written."""
+        """The plain crc32c of each range (start, stop) of an object; nothing is kept."""
         import numpy as np
 
         from exporter.wire.crc32c import combine, extend
@@ -205,7 +212,7 @@ class ObjectReader:
         def check(offset: int, content: memoryview) -> None:
             parts[offset] = extend(0, np.frombuffer(content, np.uint8)), len(content)
 
-        first = [0, *accumulate(stop - start for start, stop in ranges)]  # as if they lay one behind another
+        first = [0, *accumulate(stop - start for start, stop in ranges)]  # offsets as if concatenated
         self.take(found, [(*each, at) for each, at in zip(ranges, first, strict=False)], check)
         crcs = [0] * len(ranges)
         for offset in sorted(parts):
@@ -219,17 +226,17 @@ class ObjectReader:
 
 
 class ObjectWriter(ObjectReader):
-    """The objects of one bucket, to be written as well."""
+    """The objects of one bucket, to be read and written."""
 
     @cached_property
     def _patient(self) -> ObjectStore:
-        """The store, for requests that say nothing until all is done: parts, copies, removal of many."""
+        """The store, for requests that are answered only at their end: parts, copies, removal of many."""
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
-        """Put a file under a key; returns its tag, "" if the store gives none.
+        """Put a file under a key; return its tag, "" if the store gives none.
 
-        `note` gets each part's offset and bytes as it goes. PublishError if the store refuses it.
+        `note` gets each part's offset and bytes when it is sent. PublishError if the store refuses it.
         """
         import obstore
 
@@ -253,7 +260,9 @@ class ObjectWriter(ObjectReader):
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
     def copy_if_there(self, source: str, key: str) -> bool:
-        """Have the store copy an object over another key; False if there is no such object."""
+        """Have the store copy an object to another key, or replace one there; False if the source does not
+        exist.
+        """
         import obstore
 
         with writing_to(self.url, key):
@@ -264,11 +273,11 @@ class ObjectWriter(ObjectReader):
         return True
 
     def create(self, key: str, content: bytes) -> Tag | None:
-        """Put a new object; returns its tag, or None if the key is taken."""
+        """Put a new object; return its tag, or None if the key exists."""
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
-        """Put an object in place of the one with this tag; its own tag, None if another is there."""
+        """Replace the object that has this tag; return the new tag, or None if another object is there."""
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
 
@@ -284,13 +293,13 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Put an object, whatever is there."""
+        """Put an object, replacing an existing one."""
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
-        """A small object and its tag.
+        """A small object and its tag; None if there is none.
 
-        None if there is none, CheckpointError if it has more than `limit` bytes.
+        CheckpointError if it has more than `limit` bytes.
         """
         import obstore
 
@@ -307,7 +316,7 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def delete(self, *keys: str) -> None:
-        """Remove objects, in any order; an absent one is not a failure."""
+        """Remove objects, in any order; a missing one is not a failure."""
         import obstore
 
         def remove(key: str) -> None:
@@ -315,7 +324,7 @@ class ObjectWriter(ObjectReader):
                 awaited(lambda: obstore.delete(self._store, key))
 
         if self.url.scheme == "s3" and len(keys) > 1:
-            # a thousand by one request; if it fails, one by one: not every store knows it, or names the key
+            # a thousand per request; if it fails, one by one: not every store supports it, or names the key
             with suppress(obstore.exceptions.BaseError, OSError):
                 awaited(lambda: obstore.delete(self._patient, [*keys]))
                 return
@@ -325,7 +334,7 @@ class ObjectWriter(ObjectReader):
 
 
 def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -> Iterator[bytes]:
-    """Yield the bytes of a file from its beginning, each part noted as it goes."""
+    """Yield a file's bytes from its beginning, in parts; `note` gets each part before it is sent."""
     offset = 0
     while part := file.read(size):
         note(offset, memoryview(part))
@@ -334,7 +343,7 @@ def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -
 
 
 def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
-    """A client of a bucket; `silence` is how long a request may take that is not answered yet.
+    """A client of a bucket; `silence` is the time that a request may take before its answer begins.
 
     UsageError if the library is not installed.
     """
@@ -356,7 +365,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
     }
     with asking(url):
         if url.scheme == "s3":
-            if silence is None:  # else one key is removed by the request for many
+            if silence is None:  # otherwise obstore removes even one key by the request for many
                 options["disable_bulk_delete"] = True
             return store.S3Store(url.bucket, **options)
         if url.scheme == "gs":
@@ -365,7 +374,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
 
 
 def _endpoint(name: str) -> str:
-    """The address in a variable, "" if it is not set; UsageError for one without a scheme."""
+    """The address in a variable, "" if it is not set; UsageError if it lacks a scheme."""
     text = os.environ.get(name, "")  # obstore panics at an address without a scheme
     if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
         raise UsageError(
@@ -380,16 +389,16 @@ def _object(listed: Any) -> RemoteObject:
 
 
 def require_conditions(store: ObjectWriter, path: str) -> None:
-    """Refuse a store that creates what is there, or replaces what has changed, against its conditions.
+    """Refuse a store that ignores the conditions of writes: create if absent, replace if unchanged.
 
     Raises:
-        PublishError: it does, or cannot be written or removed from.
+        PublishError: it ignores them, or objects cannot be written or removed.
     """
     # publishers on several machines rely on conditional writes to keep out of each other's way
     key = f"{path}/.probe-{os.urandom(8).hex()}"
     wrong = _ignored_condition(store, key)
     with suppress(PublishError) if wrong else nullcontext():
-        store.delete(key)  # what a failure leaves goes with other old probes
+        store.delete(key)  # a probe that stays is removed later with other old ones
     if wrong:
         raise PublishError(
             f"{store.url}: this store ignores conditional requests",
@@ -399,7 +408,7 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
 
 
 def _ignored_condition(store: ObjectWriter, key: str) -> str:
-    """The store's fault in honouring conditions, found by writing a probe; "" if it honours them."""
+    """The way in which a store ignores conditions, found by writing a probe; "" if it honours them."""
     try:
         first = store.create(key, b"1") or _tag_of(store, key, b"1")
         second = store.create(key, b"2")
@@ -415,7 +424,7 @@ def _ignored_condition(store: ObjectWriter, key: str) -> str:
 
 
 def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
-    """The tag of an object that only we write, if it has this content: the answer to its writing was lost.
+    """The tag of an object that only we write, if it has this content: the answer to our write was lost.
 
     None if it has not.
     """
@@ -423,11 +432,11 @@ def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
     return found[1] if found is not None and found[0] == content else None
 
 
-_PAUSES = (0.1, 0.5, 2.0)  # before a read is repeated whose answer broke off
-_AGAIN_SECONDS = 60.0  # an answer that breaks off later than this is not asked for again
+_PAUSES = (0.1, 0.5, 2.0)  # seconds before a read is repeated because its answer broke off
+_AGAIN_SECONDS = 60.0  # a read that breaks off later than this is not repeated
 _LATER = "run the command again: the store is busy, or ill"
 _STATUS = re.compile(r"\b(?:status:? |HTTP error: )?([45][0-9]{2} [A-Z][A-Za-z ]+)")
-# The stores' own words for what is wrong with credentials; what else they say may repeat these.
+# The stores' own codes for wrong credentials; the rest of their texts may repeat the credentials.
 _CODE = re.compile(
     "<Code>(AccessDenied|AuthenticationFailed|AuthorizationFailure|AuthorizationHeaderMalformed|"
     "AuthorizationPermissionMismatch|ExpiredToken|InvalidAccessKeyId|InvalidToken|RequestTimeTooSkewed|"
@@ -435,7 +444,7 @@ _CODE = re.compile(
 )
 _MAY = "publishing needs to list, read, write and delete"
 NOT_IMPLEMENTED = "501"
-# Words of obstore's text that identify the kind of a failure.
+# Words in obstore's texts that identify the kind of a failure.
 _KINDS = {
     "TimedOut": "no answer in time",
     "NotPartial": "it sends whole objects where it is asked for a range",
@@ -453,15 +462,15 @@ _OF_CONNECTIONS = ("TimedOut", "ConnectionRefused", "dns error", "InvalidContent
 _NO_CONNECTION = frozenset(
     {"no connection, or no answer to be read", *(_KINDS[word] for word in _OF_CONNECTIONS)}
 )
-"""Answers that say that no store was reached."""
+"""Kinds of failures in which no store was reached."""
 
 
 class BrokenOff(Exception):
-    """An answer that is not the one asked for; the text says how."""
+    """The store sent another answer than the one requested; the text says how it differs."""
 
 
 def again(ask: Callable[[], T]) -> T:
-    """The answer of `ask`, which is called again, after pauses, if the answer breaks off."""
+    """The answer of `ask`; if it breaks off, `ask` is called again after pauses."""
     from obstore.exceptions import GenericError
 
     deadline = time.monotonic() + _AGAIN_SECONDS
@@ -478,10 +487,10 @@ def again(ask: Callable[[], T]) -> T:
 
 @contextmanager
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
-    """Raise errors by name for a store's answers to reading.
+    """Raise named errors for a store's answers to reads.
 
-    CheckpointNotFound without the bucket, CheckpointChanged if the object `key` vanished or was replaced,
-    CheckpointError for a name that is no path, else StoreUnavailable.
+    CheckpointNotFound if the bucket does not exist, CheckpointChanged if the object `key` vanished or was
+    replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable.
     """
     from obstore import exceptions
 
@@ -538,13 +547,13 @@ _VARIABLES_OF = {
     "AuthorizationHeaderMalformed": "AWS_REGION",
     _KINDS["redirect without LOCATION"]: "AWS_REGION",
 }
-"""The variable that is wrong, by what S3 says of it."""
+"""The variable that is probably wrong, by the code of S3's answer."""
 
 
 def _advice(scheme: str, said: str) -> str:
-    """The hint for an answer of a store: which variable to look at, of those that are set.
+    """The hint for a store's answer: the variable to check, one that is set if possible.
 
-    Variables are named, and their values never.
+    Only names of variables are shown, never their values.
     """
     if said == "RequestTimeTooSkewed":
         return "this machine's clock is wrong: timedatectl status"
@@ -561,7 +570,7 @@ def _advice(scheme: str, said: str) -> str:
 
 
 def _status_or_kind(error: Exception) -> str:
-    """The status that a store answered with, or the kind of failure: its text may hold a signed URL."""
+    """The status of a store's answer, or the kind of failure: its text may contain a signed URL."""
     text = str(error)
     if found := _STATUS.search(text):
         return found[1].strip()
@@ -571,7 +580,7 @@ def _status_or_kind(error: Exception) -> str:
 
 @contextmanager
 def writing_to(url: Url, key: str) -> Iterator[None]:
-    """`asking`, for writes: the errors are PublishErrors."""
+    """Raise named errors for a store's answers to writes: as `asking`, but PublishErrors."""
     try:
         with asking(url, key):
             yield
@@ -583,14 +592,14 @@ def writing_to(url: Url, key: str) -> Iterator[None]:
         ) from None
 
 
-# Variables that name credentials or their source: the first of these that are set together count.
+# Variables that name credentials or their source: the first group of which all are set counts.
 _AWS = (
     ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     ("AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"),
     ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
     ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
 )
-# Words of obstore's errors that come from asking for credentials, not from asking the store.
+# Words in obstore's errors about requests for credentials, not to the store.
 _NOT_GIVEN = re.compile(
     r"token request|token file|performing POST REDACTED|/latest/(?:api/token|meta-data)\b"
 )
@@ -604,8 +613,8 @@ HINTS = {
 
 
 def missing_credentials(scheme: str, said: str) -> str:
-    """The source that gave no credentials, by an error's text; "" if that is not the error."""
-    if "bulk delete" in said:  # a POST, too, and to the store itself
+    """The source that gave no credentials, by an error's text; "" if it is another error."""
+    if "bulk delete" in said:  # also a POST, but to the store itself
         return ""
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"
     if not _NOT_GIVEN.search(said) and not (scheme == "s3" and container in said):

@@ -1,4 +1,4 @@
-"""Read and write whole buffers at offsets of open files: one system call may move fewer bytes."""
+"""Read and write whole buffers at offsets of open files: one system call may transfer fewer bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes to an offset of a file."""
+    """Write all bytes at an offset of a file."""
     left = memoryview(data)
     while left:
         written = os.pwrite(descriptor, left, offset)
@@ -15,7 +15,9 @@ def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview)
 
 
 def read_at(descriptor: int, offset: int, buffer: memoryview) -> int:
-    """Fill a buffer from an offset of a file; returns the bytes read, fewer only where the file ends."""
+    """Fill a buffer from an offset of a file; return the number of bytes, less than asked only at the file's
+    end.
+    """
     done = 0
     while done < len(buffer):
         got = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -26,7 +28,7 @@ def read_at(descriptor: int, offset: int, buffer: memoryview) -> int:
 
 
 class Window(io.RawIOBase):
-    """`size` bytes from `offset` of an open file as a binary file of their own; the descriptor stays open."""
+    """A binary file of `size` bytes from `offset` of another open file, which it does not close."""
 
     def __init__(self, descriptor: int, offset: int, size: int) -> None:
         self._descriptor, self._offset, self._size = descriptor, offset, size
@@ -41,13 +43,13 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a place in the range; returns it."""
+        """Move to a position in the window, which may be beyond its end, and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
-        """Fill a buffer as far as the range goes; returns the bytes read."""
+        """Fill a buffer from the window; return the number of bytes read."""
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         done = read_at(self._descriptor, self._offset + self._position, view)
         self._position += done

@@ -1,7 +1,7 @@
 """A directory for the output of jobs: on a file system that all workers see, or below a store's URL.
 
-Objects appear whole: a file by rename, an object by its upload. Its tag differs from that of one that
-replaced it.
+Objects appear whole: a file by rename, an object by its upload. An object that replaces another has another
+tag.
 """
 
 from __future__ import annotations
@@ -32,38 +32,40 @@ class Directory(Protocol):
     place: str
     is_in_store: bool
     is_stood_for: bool
-    """True once `show` made files that stand for its objects: these are needed until they are copied."""
+    """True once `show` made files that only stand for its objects: keep the objects until they are copied."""
 
     @property
     def scratch(self) -> Path:
-        """The directory for files that are then given to `put_file`."""
+        """The directory in which to write files for `put_file` and `put_new`."""
 
     def put_file(self, name: str, path: Path) -> str:
-        """Make a file of `scratch` the object of this name; returns its tag. The file may be gone then."""
+        """Make a file of `scratch` the object of this name; return its tag. The file may no longer exist
+        then.
+        """
 
     def put_new(self, name: str, path: Path) -> None:
-        """Make a file of `scratch` an object, unless there is one of this name, which keeps its tag."""
+        """Make a file of `scratch` an object, unless one of this name exists."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small object, whatever is there."""
+        """Write a small object, replacing an existing one."""
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of a small object; None if it is not there."""
+        """The bytes of a small object; None if it does not exist."""
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """Size in bytes and tag of an object; None if it is not there."""
+        """The size in bytes and the tag of an object; None if it does not exist."""
 
     def names(self, below: str) -> list[str]:
-        """The names of the objects below a name, in order."""
+        """The names of the objects below a name, sorted."""
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """Make an object appear at a local path: by a link, or fetched now or when it is read."""
+        """Make an object appear at a local path: by a link, or fetched, now or when it is read."""
 
     def as_local(self) -> Path:
-        """A local directory with the objects there now; those of a store are fetched when they are read."""
+        """A local directory with the present objects; those of a store are fetched when they are read."""
 
     def remove(self) -> None:
-        """Remove everything in it, as far as that is possible."""
+        """Remove everything in it, as far as possible."""
 
 
 def open_directory(place: str) -> Directory:
@@ -77,7 +79,7 @@ def open_directory(place: str) -> Directory:
 
 
 class _LocalDirectory:
-    """A directory of a file system; it is made when something is put into it."""
+    """A directory of a file system; it is made when the first object is put into it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
@@ -184,7 +186,7 @@ class _StoreDirectory:
     def as_local(self) -> Path:
         found = self._store.contents()
         shown = mirror.Mirror(self._url, is_directory=True)
-        # not pinned by their tags: tasks that are done again write the same
+        # without tags, so that reads are not pinned: repeated tasks write the same bytes
         shown.show({name: replace(each, tag=None) for name, each in found.items() if "/" not in name})
         mirror.register(shown)
         return shown.path
@@ -195,7 +197,8 @@ class _StoreDirectory:
 
 @contextmanager
 def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """An empty file, open to read and write, and its path; it is removed at the end, unless moved.
+    """Make an empty file, open to read and write; yield descriptor and path. It is removed at the end, unless
+    moved.
 
     Raises:
         DiskFull, PublishError: it cannot be made.
@@ -211,7 +214,7 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def new_path(directory: Path) -> Iterator[Path]:
-    """A path where nothing is yet; the file there at the end is removed."""
+    """Yield an unused path; a file that is there at the end is removed."""
     path = directory / f"{_NEW}{os.urandom(8).hex()}"
     try:
         yield path

@@ -1,7 +1,7 @@
 """Cut the wanted pieces of an object, and the parts of an upload, into requests.
 
 A request costs about as much time as a megabyte: large pieces are cut into parts that are fetched in
-parallel, and small ones that lie near each other come with one request, the bytes between them too.
+parallel, and small ones near each other come with one request, with the bytes between them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# The most that a request fetches: its first byte hardly counts then, and a retry costs little.
+# The most bytes per request: at this size its latency hardly counts, and a retry costs little.
 PART_BYTES = 8 << 20
-GAP_BYTES = 1 << 20  # bytes that may lie unused between two pieces of one request
-# Of one upload: S3 and Google take no more. Azure takes 50,000.
+GAP_BYTES = 1 << 20  # the most unused bytes between two pieces of one request
+# The most parts of one upload at S3 and Google; Azure accepts 50,000.
 MOST_PARTS = 10_000
-MOST_COPIED = 5 << 30  # bytes of an object that S3 copies by one request
-# Bytes of one upload in memory, and its parts under way, at most.
+MOST_COPIED = 5 << 30  # the largest object that S3 copies by one request
+# The most bytes of one upload in memory, and the most of its parts at a time.
 _UPLOADING_BYTES, _UPLOADS = 512 << 20, 16
 
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A range to fetch, and the pieces that lie in it."""
+    """A range to fetch, and the pieces in it."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
     @property
     def wanted(self) -> int:
-        """Bytes of its pieces."""
+        """The total bytes of its pieces."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
@@ -57,13 +57,13 @@ def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
 
 
 def upload_parts(size: int) -> tuple[int, int]:
-    """The size of the parts of an upload of `size` bytes, and how many are uploaded at once."""
+    """The size of the parts of an upload of `size` bytes, and the number uploaded at a time."""
     part = max(PART_BYTES, -(-size // MOST_PARTS))
     return part, max(1, min(_UPLOADS, _UPLOADING_BYTES // part))
 
 
 def aligned(start: int, stop: int, size: int) -> tuple[int, int]:
-    """The range to fetch for one that is read from an object: neighbours are likely to be read next."""
+    """The range to fetch when one is read: extended to whole megabytes, as neighbours are often read next."""
     return start // GAP_BYTES * GAP_BYTES, min(-(-stop // GAP_BYTES) * GAP_BYTES, size)
 
 

@@ -13,7 +13,7 @@ _NO_NAME = re.compile(r"\.\.|.*[\x00-\x1f\x7f].*", re.DOTALL)
 
 
 class Url(Struct, frozen=True):
-    """A place of objects: `scheme://bucket/path`; of Azure the bucket is the container."""
+    """The URL of objects in a store: `scheme://bucket/path`; at Azure the bucket is the container."""
 
     scheme: str
     bucket: str
@@ -21,7 +21,7 @@ class Url(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Url | None:
-        """The URL of an object store, or of a `Path` made of one (`s3:/b`); None for any other text.
+        """The URL in a text, or in a `Path` made of one (`s3:/b`); None for any other text.
 
         UsageError if a part cannot be in an object's name.
         """
@@ -42,13 +42,13 @@ class Url(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The text behind the last slash."""
+        """The text after the last slash."""
         return self.path.rpartition("/")[2]
 
     def key(self, name: str) -> str:
-        """The key of the object that has this name below the URL."""
+        """The key of the object with this name below the URL."""
         return f"{self.path}/{name}" if self.path else name
 
     def __str__(self) -> str:
-        """The URL as it is written."""
+        """The URL as text."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")

@@ -1,10 +1,10 @@
-"""Waits for a store's answer that end with the wish for it: a silent store may take minutes.
+"""Waits for a store's answer that end when it is no longer wanted: a silent store may take minutes.
 
-Who waits in another thread sees in `Calls` which are under way, and since when.
+Another thread sees in `Calls` which calls are in progress, and since when.
 
-Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when the block that set them to
-work is interrupted, and those of a thread in `until` once its event is set. The store may still do it, as it
-may after the process was killed.
+Requests of the main thread end with SIGINT and SIGTERM, those of `workers` when their block is interrupted,
+and those of a thread in `until` once its event is set. The store may still complete such a request, as after
+a kill of the process.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _LOOK_SECONDS = 0.1
 
 
 class GivenUp(BaseException):
-    """The work is not wanted any more. That is not a failure, and nothing reports it as one."""
+    """The work is no longer wanted. This is not a failure, and is not reported."""
 
 
 class Calls:
-    """The calls to stores that a block has under way, in its thread and in the workers that it has."""
+    """The calls to stores that a block, with its workers, has in progress."""
 
     def __init__(self) -> None:
         self._began: dict[object, tuple[float, str]] = {}
 
     def oldest(self) -> tuple[str, float] | None:
-        """The call that is under way for the longest time, and its seconds; None if there is none."""
+        """The call in progress that began first, and its age in seconds; None if there is none."""
         began, what = min(tuple(self._began.values()), default=(0.0, ""))
         return (what, time.monotonic() - began) if what else None
 
     @contextmanager
     def entered(self, what: str) -> Iterator[None]:
-        """Count a call as under way inside the block."""
+        """Count a call as in progress inside the block."""
         key = object()
         self._began[key] = time.monotonic(), what
         try:
@@ -48,7 +48,7 @@ class Calls:
 
 
 class _Thread(threading.local):
-    """The events that end the requests of a thread, and who counts its calls."""
+    """The events that end a thread's requests, and the counter of its calls."""
 
     ends: tuple[threading.Event, ...] = ()
     calls = Calls()
@@ -59,7 +59,7 @@ _this = _Thread()
 
 @contextmanager
 def until(end: threading.Event) -> Iterator[None]:
-    """Requests of this thread, and of the workers that it has, raise `GivenUp` once `end` is set."""
+    """Inside the block, requests of this thread and of its workers raise `GivenUp` once `end` is set."""
     before = _this.ends
     _this.ends = (*before, end)
     try:
@@ -70,7 +70,7 @@ def until(end: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def counted(calls: Calls) -> Iterator[None]:
-    """Count the calls of this thread, and of the workers that it has, in `calls`."""
+    """Inside the block, count the calls of this thread and of its workers in `calls`."""
     before = _this.calls
     _this.calls = calls
     try:
@@ -80,13 +80,15 @@ def counted(calls: Calls) -> Iterator[None]:
 
 
 def calling(what: str) -> AbstractContextManager[None]:
-    """A block in which a call to a store is under way; `what` names it for people."""
+    """A block with a call to a store in progress; `what` names it for people."""
     return _this.calls.entered(what)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Give the requests of a block `seconds` in all; the block is left when they are over."""
+    """Limit the requests of a block to `seconds` in total; when they are over, the block is left without an
+    error.
+    """
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
     timer.daemon = True
@@ -100,7 +102,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
-    """Set an event if the block is interrupted; a failure does not."""
+    """Set an event if the block is interrupted (by no `Exception`); a failure does not set it."""
     try:
         yield
     except BaseException as error:
@@ -111,10 +113,10 @@ def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def workers(count: int, name: str) -> Iterator[Executor]:
-    """Threads for tasks that ask a store; at the end of the block those under way are awaited.
+    """Threads for tasks that ask a store; the end of the block waits for running tasks.
 
-    After a failure tasks that have not begun are dropped. If the block is interrupted, those under way end,
-    too.
+    After a failure, tasks that have not begun are dropped. If the block is interrupted, the requests of
+    running tasks end, too.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -134,12 +136,15 @@ def workers(count: int, name: str) -> Iterator[Executor]:
 
 
 def awaited(ask: Callable[[], T]) -> T:
-    """The result of `ask`, or its exception; GivenUp once the request is not wanted any more."""
+    """The result of `ask`, or its exception; GivenUp once the request is not wanted any more.
+
+    `ask` runs in another thread, unless this is neither the main thread nor one in `until` or `workers`.
+    """
     ends = _this.ends
     if not ends and threading.current_thread() is not threading.main_thread():
         return ask()
-    # Python cannot break off a request, and calls the handlers of signals once the main thread is back from
-    # the library. So another thread asks, which the end of the process does not wait for.
+    # Python cannot break off a request, and runs signal handlers only after the main thread is back from the
+    # library. So another thread asks, a daemon, for which the end of the process does not wait.
     answer = Future[T]()
 
     def take() -> None:

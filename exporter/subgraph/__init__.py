@@ -1,1 +1,1 @@
-"""The incremental subgraph: signatures by which a SavedModel applies deltas while it serves."""
+"""The incremental subgraph: the signatures by which a SavedModel applies deltas while it serves."""

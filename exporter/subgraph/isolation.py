@@ -1,25 +1,25 @@
 """Snapshot isolation: no response of a signature mixes two positions.
 
-A sequence lock. Updates keep a sequence odd while they write (`write_delta`). A signature reads the sequence,
-computes, and reads it again:
+A sequence lock. Updates keep a sequence number odd while they write (`write_delta`). A signature reads the
+sequence, computes, and reads it again:
 
-    before -> handles -> the forward pass, as it was -> outputs -> after
+    before -> handles -> the unchanged forward pass -> outputs -> after
     clean  =  before is even and equal to after
-    clean: the outputs as they are; else: the outputs of a function that tries again until it is clean
+    clean: return the outputs; else: the outputs of a function that retries until it is clean
 
-The first try runs the graph's own nodes; only their order is added. So while nothing is written, isolation
-costs two reads and a branch. The function holds a second copy of the forward pass, cut out of the graph, in a
-loop. It sleeps while the sequence is odd. After a try that was not clean it asks updates for quiet, somewhat
-longer than the try took: otherwise a pass that takes longer than the pauses between updates would never be
-clean. An update grants, before it writes, what was asked until then, once. So readers delay an update, but do
-not keep it out.
+The first try runs the graph's own nodes; only an order is added. So while nothing is written, isolation costs
+two reads and a branch. The function has a second copy of the forward pass, cut out of the graph, in a loop.
+It sleeps while the sequence is odd. After a try that was not clean it asks updates for quiet, somewhat longer
+than the try took: otherwise a pass that takes longer than the pauses between updates would never be clean. An
+update waits, before it writes, for the quiet requested until then, once. So readers delay an update, but do
+not block it.
 
-An update that died half-way must not stall readers. They wait for it for a bounded time; after that a
+An update that died half-way must not stall readers. They wait for it for a limited time; after that a
 response may mix positions, gives its position as -1, and is counted in `unsettled`.
 
-TensorFlow's graph optimizers pass over the function, because optimizing it would double the time of a first
-call; a server prepares it when it is first needed. If a warm-up record makes a signature's first call, that
-call goes through the function as well, so that no client waits for either.
+TensorFlow's graph optimizers skip the function, because optimizing it would double the time of a first call;
+a server prepares it when it is first needed. If a warm-up record makes a signature's first call, that call
+goes through the function as well, so that no client waits for either.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 HANDLE_MARK = "_updated_handle"
-"""The attribute of nodes through which signatures take the handles of variables that updates write."""
+"""The attribute that marks the nodes through which signatures get the handles of updated variables."""
 
-_LARGE_CONSTANT_BYTES = 1024  # larger ones the function takes from the graph, smaller ones it copies
+_LARGE_CONSTANT_BYTES = 1024  # the function copies smaller constants, and captures larger ones
 _MOST_TRIES = 12
 
 # After try number n a reader asks for quiet of `_QUIET ** n` times what that try took: on a busy machine the
@@ -55,8 +55,8 @@ _STATE = ("sequence", "since", "quiet", "unsettled")
 class SharedNodes(Struct, frozen=True):
     """The nodes that all signatures share.
 
-    `before` is the first read of the sequence. `handles` maps the handle of each variable that updates write
-    to the node through which signatures take it, which runs after that read.
+    `before` is the first read of the sequence. `handles` maps the handle of each updated variable to the node
+    through which signatures get it, which runs after that read.
     """
 
     state: StateNodes
@@ -96,8 +96,12 @@ def isolate(
 ) -> tuple[dict[str, str], str | None]:
     """Make a signature compute again if an update wrote in between.
 
-    Returns its new outputs by the tensors that they replace, none if it reads nothing that updates write; and
-    its position vector, if asked for. With `warmed` the first call goes through the function that retries.
+    Returns the new outputs by the tensors that they replace (none if the signature reads nothing that updates
+    write), and the name of its position tensor (None unless `with_position`). With `warmed` the first call
+    goes through the function that retries.
+
+    Raises:
+        NotServable: a node outputs a reference.
     """
     fetches = [(output.name, output.dtype) for output in outputs]
     read_position = None
@@ -127,7 +131,7 @@ def _first_try_or(
     again: PlacedFunction,
     retry: _Retry,
 ) -> list[str]:
-    """Add the branch: the outputs of the first try if it was clean, else those of the function `again`."""
+    """Add the branch between the outputs of a clean first try and the outputs of the function `again`."""
     state, before = retry.isolation.state, retry.isolation.before
     after = [name.partition(":")[0] for name, _ in fetches]
     after_read = editor.node(
@@ -166,8 +170,10 @@ def _first_try_or(
 def _clean(
     editor: GraphEditor, signature: str, even: str, after: str, *, warmed: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Add the node that is true if the first try counts, with `warmed` not before the function has run."""
-    # The second value has the handle of the variable that tells so, if there is one.
+    """Add the node that is true if the first try counts; with `warmed`, only after the function has run once.
+
+    The second value is the handle of the variable that records this run, if there is one.
+    """
     if not warmed:
         return editor.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
     same = editor.node(f"{signature}/same", "Equal", [even, after], device=CPU, T=DType.INT64)
@@ -177,7 +183,7 @@ def _clean(
 
 
 class _Retry(Struct, frozen=True):
-    """Builds the function that computes a forward pass until no update wrote meanwhile."""
+    """The builder of the function that repeats a forward pass until no update wrote meanwhile."""
 
     isolation: SharedNodes
     forward: Forward
@@ -186,7 +192,7 @@ class _Retry(Struct, frozen=True):
     warmed: bool
 
     def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
-        """The function's arguments: `_STATE`, `warm` (with `warmed`), captures, feeds, first outputs."""
+        """The function's arguments: `_STATE`, `warm` (if `warmed`), captures, feeds, first outputs."""
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles = dict.fromkeys(names, (DType.RESOURCE, ()))
         captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}
@@ -198,7 +204,7 @@ class _Retry(Struct, frozen=True):
     def build(
         self, sequence: Tensor, since: Tensor, quiet: Tensor, unsettled: Tensor, *others: Tensor
     ) -> list[Tensor]:
-        """Add the function's nodes, over the arguments of `inputs`; the signature's outputs."""
+        """Add the function's nodes, over the arguments of `inputs`; return the signature's outputs."""
         warm, others = others[: self.warmed], others[self.warmed :]
         names = [*(name for name, _ in self.forward.captures), *self.forward.feeds]
         outer = dict(zip(names, others, strict=False))
@@ -220,7 +226,7 @@ class _Retry(Struct, frozen=True):
             # An odd `before` means that patience with a dead update has ended: it would end again.
             unfinished = tf.logical_not(clean | _is_odd(before) | (tries >= _MOST_TRIES))
             times = tf.pow(tf.constant(_QUIET, tf.float64), tf.cast(tries, tf.float64))
-            # A try that was the last asks for 0.0, which changes nothing.
+            # The last try asks for 0.0, which changes nothing.
             asked = _assign_greater(quiet, tf.where(unfinished, ended + times * (ended - began), 0.0))
             with tf.control_dependencies([asked]):
                 return [tf.ensure_shape(unfinished, []), tries + 1, clean, *outputs]
@@ -242,7 +248,7 @@ class _Retry(Struct, frozen=True):
             return [tf.identity(output) for output in outputs]
 
     def _compute(self, outer: dict[str, Tensor], before: Tensor) -> list[Tensor]:
-        """Add the forward pass, over handles that depend on the read of the sequence; its outputs."""
+        """Add the forward pass, over handles that depend on the read of the sequence; return its outputs."""
         # An identity on the handle, not on a value: each read through it comes after the sequence was read.
         with tf.control_dependencies([before]):
             ordered = set(map(canonical, self.isolation.handles.values()))
@@ -252,7 +258,7 @@ class _Retry(Struct, frozen=True):
         return self.forward.compute(inputs)
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
-        """Add a loop that waits for the sequence to become even: its value, odd if patience ends first."""
+        """Add a loop that waits for an even sequence; return its value, odd if patience ended first."""
         deadline = tf.timestamp() + self.isolation.patience_seconds
 
         def poll(_: Tensor) -> Tensor:
@@ -269,7 +275,7 @@ class _Retry(Struct, frozen=True):
         return even
 
     def _has_died(self, sequence: Tensor, since: Tensor, now: Tensor) -> Tensor:
-        """True if an update has been writing for longer than the readers' patience."""
+        """True if an update has been writing for longer than the readers' patience: it must have died."""
         return _is_odd(sequence) & (now > read(since, DType.DOUBLE, ()) + self.isolation.patience_seconds)
 
 
@@ -278,7 +284,7 @@ def _is_odd(sequence: Tensor) -> Tensor:
 
 
 def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
-    """Add an assignment of the greater of the variable and `value`."""
+    """Add an assignment that raises the variable to `value`, if that is greater."""
     # This read and this write are two operations: of two calls at once one may be lost. A reader whose
     # request is lost, and whose next try is not clean, asks again.
     return assign(handle, tf.maximum(read(handle, DType.DOUBLE, ()), tf.cast(value, tf.float64)))
@@ -287,7 +293,7 @@ def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
 class Forward(Struct, frozen=True):
     """The nodes that compute `fetches` from `feeds` and `captures`, to be built again inside a function.
 
-    `captures` are resources and large constants: the nodes that make them stay outside of the function.
+    `captures` are resources and large constants, whose nodes stay outside the function.
     """
 
     nodes: tuple[Proto, ...]
@@ -297,7 +303,7 @@ class Forward(Struct, frozen=True):
     captures: tuple[tuple[str, DType], ...]
 
     def compute(self, inputs: dict[str, Any]) -> list[Any]:
-        """Import the nodes into the default graph, over tensors by name; the tensors of `fetches`."""
+        """Import the nodes into the default graph, over tensors by name; return the tensors of `fetches`."""
         graph_def = privately_named(self.library, self.nodes)
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
@@ -314,7 +320,11 @@ class Forward(Struct, frozen=True):
 
 
 def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
-    """Find the nodes that compute the tensors `fetches` from the tensors `feeds`, and what they capture."""
+    """Find the nodes that compute the tensors `fetches` from the tensors `feeds`, and their captures.
+
+    Raises:
+        NotServable: a node outputs a reference.
+    """
     by_name = {node.name: node for node in graph_def.node}
     given = {canonical(feed) for feed in feeds}
     inside: dict[str, Proto] = {}
@@ -344,7 +354,10 @@ def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> F
 
 
 def _kept_outside(node: Proto) -> DType | None:
-    """The dtype of an output whose node stays outside, None if it is repeated; NotServable: a reference."""
+    """The dtype of the output of a node that stays outside; None for a node that goes into the function.
+
+    NotServable if the node outputs a reference.
+    """
     if node.op == "Const":
         large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
         return base_dtype(node.attr["dtype"].type) if large else None
@@ -364,7 +377,7 @@ def _kept_outside(node: Proto) -> DType | None:
 
 
 def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
-    """The node without control inputs from outside of the function: a copy, if it has any."""
+    """The node without control inputs from outside the function; a copy, if it has any."""
     if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
         return node
     copy = deepcopy(node)

@@ -1,4 +1,4 @@
-"""Make a graph take deltas: add the signatures that update it, and isolate the signatures that it had.
+"""Make a graph take deltas: add the signatures that update it, and isolate its own signatures.
 
 `make_updatable` transforms an InferenceGraph before it is written as a SavedModel. The graph keeps its nodes
 and their names, and the signatures their names and inputs. Afterwards the graph reads tables by rows
@@ -10,7 +10,7 @@ and their names, and the signatures their names and inputs. Afterwards the graph
     incremental_digest   rows int64 [n] -> digest string [n], position_before, position_after int64 [n]
                          (with `digest`)
 
-Lineage, log and schema are constants of the graph. The path of its asset says where the model lies.
+Lineage, log and schema are constants of the graph. The path of its asset gives the model's directory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ UPDATE_SIGNATURE = "incremental_update"
 STATUS_SIGNATURE = "incremental_status"
 DIGEST_SIGNATURE = "incremental_digest"
 CATCH_UP_REQUEST = '{"signature_name": "incremental_update", "inputs": {"up_to": [-1]}}'
-"""A warm-up request in REST's JSON: a server that plays it is at the newest position before it answers."""
+"""A warm-up request in REST's JSON: with it a server reaches the newest position before it answers."""
 
 STATUS_REQUEST = '{"signature_name": "incremental_status", "inputs": {"probe": [0]}}'
 
@@ -66,7 +66,7 @@ class IncrementalOptions(Updates, frozen=True, kw_only=True):
     """The constants of a base's graph: its place in a log, and how it takes updates.
 
     `log` is the first position of the log, `position` and `step` are the base's own. `patience_seconds`
-    bounds a reader's wait for an update; it must exceed the time that the largest snapshot takes to write.
+    limits a reader's wait for an update; it must exceed the time that the largest snapshot takes to write.
     `warmed` names the signatures whose first call is a warm-up record: it prepares everything they may need.
     """
 
@@ -86,9 +86,9 @@ def make_updatable(
 ) -> InferenceGraph:
     """Copy the graph and make the copy take deltas; its new asset is written into the directory `scratch`.
 
-    `overlays` has the mapped tables, by the nodes of their handles, and for how many changed rows each has
-    room. Variables must have the dtype in which they are served: casts come before this. Lookup tables must
-    have the names and shapes that a mapping found.
+    `overlays` maps the node of a mapped table's handle to the number of changed rows that its overlay holds.
+    Variables must have the dtype in which they are served, so casts come first. Lookup tables must have the
+    names and shapes that a mapping found.
 
     Raises:
         NotServable: the graph has no variables; a signature has a reserved name or output, or cannot be
@@ -128,7 +128,9 @@ def make_updatable(
 
 
 def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str, ...]:
-    """Warm-up requests, in REST's JSON, of the signatures that a base adds; the first catches up."""
+    """Warm-up requests, in REST's JSON, for the signatures that a base adds; the first catches up with the
+    log.
+    """
     # The first call of a signature is prepared under a lock that all predictions take: 0.1 to 0.7 s. These
     # ask for all outputs, as agents and commands do; another choice of outputs would be prepared by itself. A
     # digest of one chunk prepares those of all variables. Without chunks every digest fails, so there is
@@ -141,7 +143,7 @@ def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str
 
 
 def mapped_counter(graph: InferenceGraph) -> str:
-    """The name of the variable's node that counts mapped tables; "" if the graph has no overlays."""
+    """The name of the node of the variable that counts mapped tables; "" if the graph has no overlays."""
     outputs = graph.meta_graph.signature_def[STATUS_SIGNATURE].outputs
     scope = outputs["position"].name.partition("/")[0]
     return f"{scope}/{COUNTER}" if set(OVERLAY_OUTPUTS) <= set(outputs) else ""
@@ -155,7 +157,7 @@ def schema_of(graph: InferenceGraph) -> Schema:
 
 
 def _lookups(graph: InferenceGraph) -> Served:
-    """The two halves of each lookup table; the nodes that make the table stand with its keys."""
+    """The two halves of each lookup table, the keys' half with the nodes that make the table."""
     served: dict[ServedVariable, tuple[str, ...]] = {}
     for table in graph.tables:
 
@@ -228,7 +230,7 @@ def _isolate_signatures(
     handles: list[str],
     options: IncrementalOptions,
 ) -> None:
-    """Isolate each signature, if that is asked for, and give it the outputs that tell its position."""
+    """Isolate each signature if the options ask for it, and add the outputs that give its position."""
     snapshot = options.isolation is Isolation.SNAPSHOT
     isolation = order_handles(editor, state, handles, options.patience_seconds) if snapshot else None
     for name in sorted(signatures):
@@ -248,7 +250,7 @@ def _isolate_signatures(
 
 
 def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
-    """Write the file that describes which deltas the base takes, and add the asset that leads to it."""
+    """Write the file that describes the deltas of this base, and add it to the graph as an asset."""
     document = {
         "format_version": 1,
         "lineage": options.lineage,

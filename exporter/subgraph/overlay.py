@@ -1,19 +1,19 @@
 """Changed rows of a mapped table, inside the graph: an overlay beside memory that cannot be written.
 
-`exporter.graph.overlaid_reads` says what lies where, and how signatures read it. A changed row has two
-places, `capacity` apart: its slot leads to one, and an update writes into the other, where nobody reads,
-before it leads the slot there. A row that has none gets the next free pair. Pairs are never given back: a
-rollback writes the former values again. A page of which the first row changes gets slots, which are set to
-zero where nobody reads, before `pages` leads to them.
+`exporter.graph.overlaid_reads` has the layout, and the way signatures read it. A changed row has two places,
+`capacity` apart: its slot points to one, and an update writes into the other, which nobody reads, before it
+points the slot there. A row without places gets the next free pair. Pairs are never freed: a rollback writes
+the former values again. A page gets slots when the first of its rows changes; they are set to zero, while
+nobody reads them, before `pages` points to them.
 
-Nobody sees a half-written row. A reader that still follows the slot of before the last flip began before that
-flip, which changed the sequence: its pass is not clean and is computed again. One that began after the flip
+No reader sees a half-written row. A reader that still follows the previous value of a slot began before the
+slot changed, and that changed the sequence: its pass is not clean and is computed again. One that began later
 follows the other place. Row isolation has no sequence: there rows are written under the overlay's lock.
 
-Memory is taken by what changes: `Empty` leaves it untouched, first places and slots are given in order, and
-second places are used by rows that change twice. Nothing counts as zero that was not set to zero: allocators
-give memory that was in use before as it is. A table with a slot for each row counts as one page: they are set
-to zero before its first row changes, and nobody reads them until then.
+Memory is used only for changes: `Empty` leaves it untouched, first places and slots are assigned in order,
+and second places are used by rows that change twice. Nothing counts as zero unless it was set to zero:
+allocators return reused memory with its old content. A table with a slot for each row counts as one page: its
+slots are set to zero before its first row changes, and nobody reads them until then.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from exporter.wire.dtypes import DType
 
 
 class OverlayNodes(Struct, frozen=True):
-    """Nodes of one table's overlay: variables, and the `shape` of rows with place 0, which is never used."""
+    """Nodes of one table's overlay: variables, and the `shape` of its rows; place 0 is never used."""
 
-    # `used`, int64 [2], is how many of `capacity` rows have a pair of places, and how many pages have slots.
+    # `used`, int64 [2]: the numbers of rows with a pair of places, and of pages with slots.
     # A table with a slot for each row has no `pages`.
 
     changed: str
@@ -63,12 +63,12 @@ class OverlayNodes(Struct, frozen=True):
 
     @property
     def capacity(self) -> int:
-        """The number of changed rows that there is room for."""
+        """The number of changed rows that fit."""
         return self.shape[0] // 2
 
     @property
     def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """The nodes of the variables that an update takes, in the order of `Overlay`: dtypes and shapes."""
+        """The dtypes and shapes of the variables that an update uses, by node, in the order of `Overlay`."""
         pages, slots = _sizes(self.table_rows, self.capacity)
         kinds: dict[str, tuple[DType, tuple[int, ...]]] = {
             self.changed: (DType.BOOL, ()),
@@ -79,12 +79,14 @@ class OverlayNodes(Struct, frozen=True):
         return kinds | ({self.pages: (DType.INT64, pages)} if self.pages else {})
 
     def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
-        """Describe how the graph, whose signatures name these nodes, is to read the table."""
+        """Describe how the graph, whose signatures name the nodes `named`, is to read the table."""
         beside = self.changed, self.slots, self.rows, self.pages
         return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside, named)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
-        """Add the variables' values of a model that is loaded: value and dtype by handle."""
+        """Add the initial values of the variables, for a model that is being loaded; return value and dtype
+        by handle.
+        """
         pages, sizes = _sizes(self.table_rows, self.capacity)
         slots = _empty(editor, self.slots, sizes, DType.INT32, is_zero=False)
         first_page = []
@@ -115,7 +117,7 @@ _USED = DType.INT64, (2,)
 
 
 def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int, ...], tuple[int]]:
-    """The shapes of `pages`, () if there is a slot for each row, and of `slots`."""
+    """The shapes of `pages` (() if there is a slot for each row) and of `slots`."""
     if table_rows <= MOST_ROWS_OF_A_PAGE:
         return (), (table_rows,)
     pages = -(-table_rows // PAGE_ROWS)
@@ -127,18 +129,20 @@ def _name(handle: str) -> str:
 
 
 def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
-    """Add memory for the first value of a variable: zeros, or what lies there."""
+    """Add memory for a variable's first value; its content is zero only with `is_zero`."""
     sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
     # Stateful: constant folding would compute a `Fill`, and keep it a second time.
     return editor.node(f"{_name(handle)}/first", "Empty", [sizes], dtype=dtype, init=is_zero)
 
 
 COUNTER = "overlay/mapped"
-"""The variable, int64 [], that holds how many tables are mapped; it is assigned while a model loads."""
+"""The variable, int64 [], with the number of mapped tables; it is assigned while a model loads."""
 
 
 def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[str, str, str]:
-    """Add counts, int64 []: tables that are mapped, that were to be, percent used of the fullest overlay."""
+    """Add three counts, int64 []: mapped tables, tables with an overlay, and percent used of the fullest
+    overlay.
+    """
     counter = editor.variable(COUNTER, DType.INT64)
     # An overlay that has room for every row of its table never becomes full, and does not count.
     bounded = [overlay for overlay in overlays if overlay.capacity < overlay.table_rows]
@@ -169,7 +173,7 @@ class Overlay(Struct, frozen=True):
     pages: Tensor | None = None
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Add a gather of the rows as they are now, for row numbers int64 [n]."""
+        """Add a gather of the rows' present values, for row numbers int64 [n]."""
         dtype = tf.as_dtype(int(self.nodes.dtype))
         places = tf.raw_ops.ListDiff(x=self._slots(ids).slots, y=tf.constant([0]))
         changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=places.out, dtype=dtype)
@@ -177,15 +181,15 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.InplaceUpdate(x=gathered, i=places.idx, v=changed)
 
     def place(self, ids: Tensor) -> Places:
-        """Add the choice of places for changed rows `ids`, which increase."""
+        """Add the choice of places for changed rows, whose numbers `ids` increase."""
         found = self._slots(ids)
         pages, held, slots = found.pages, found.held, tf.cast(found.slots, tf.int64)
         is_new, is_second, is_bare = tf.equal(slots, 0), slots > self.nodes.capacity, tf.equal(held, 0)
         first = tf.where(is_second, slots - self.nodes.capacity, slots)
-        # `used` is assigned last. If an update died before, it may have led slots and pages beyond it; the
-        # update that repairs changes the same rows at least, and so finds these here.
+        # `used` is assigned last. If an update died before that, slots and pages may point beyond it; the
+        # repairing update changes at least the same rows, and so finds these here.
         used = tf.maximum(read(self.used, *_USED), tf.stack([_largest(first), _largest(held)]))
-        # No slot leads to the other place now.
+        # No slot points to the other place now.
         other = tf.where(is_second, first, slots + self.nodes.capacity)
         rows = tf.where(is_new, used[0] + tf.cumsum(tf.cast(is_new, tf.int64)), other)
         # Rows of one page are neighbours: its first one asks for slots.
@@ -205,7 +209,7 @@ class Overlay(Struct, frozen=True):
         )
 
     def clear(self, pages: Tensor, begins: Tensor) -> Tensor:
-        """Add the operation that sets to 0 all slots of `pages`, of which `begins` are the contents."""
+        """Add the operation that zeroes all slots of `pages`, whose contents are `begins`."""
         first = tf.bitwise.left_shift(pages, PAGE_BITS) + begins
         size = self.nodes.table_rows if self.pages is None else PAGE_ROWS
         # Constant folding would keep the range of all rows; and mostly there is nothing to clear.
@@ -214,14 +218,14 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.ResourceScatterUpdate(resource=self.slots, indices=every, updates=tf.constant(0))
 
     def is_full(self, places: Places) -> Tensor:
-        """True if there is no room for the rows, bool []."""
+        """True, bool [], if there are not enough places for the rows."""
         return places.used[0] > self.nodes.capacity
 
     def _slots(self, ids: Tensor) -> _Slots:
         """Add gathers of the rows' slots."""
         if self.pages is None:
             pages = begins = tf.zeros_like(ids)
-            # Whichever was assigned, if an update died between: the slots were written before.
+            # Either: an update may have died between the two assignments, and slots were written before both.
             any_used = read(self.changed, DType.BOOL, ()) | (read(self.used, *_USED)[1] > 0)
             held = pages + tf.cast(any_used, tf.int64)
         else:
@@ -233,10 +237,10 @@ class Overlay(Struct, frozen=True):
 
 
 class _Slots(Struct, frozen=True):
-    """The `slots` of some rows, int32 [n], with the `pages` in which they lie, int64 [n].
+    """The `slots` of some rows, int32 [n], and the `pages` that contain them, int64 [n].
 
-    `begins`, int64 [n], are the contents of `pages` in the overlay, and `held`, int64 [n], the same without
-    what makes a row's number its own: 0 if the page has no slots.
+    `begins`, int64 [n], are the contents of `pages` in the overlay. `held`, int64 [n], is the page's number
+    among pages with slots, 0 if it has none.
     """
 
     pages: Tensor
@@ -250,11 +254,11 @@ def _largest(numbers: Tensor) -> Tensor:
 
 
 class Places(Struct, frozen=True):
-    """Where changed rows go: `rows`, int64 [n], are their places, `slots`, int32 [n], the same as contents of
-    the slots numbered `at`, int64 [n].
+    """Places for changed rows: `rows`, int64 [n]; `slots`, int32 [n], are the same, to be written at `at`,
+    int64 [n].
 
-    The `pages`, int64 [k], get slots: `begins`, int64 [k], are their new contents. Then `used`, int64 [2], is
-    how many rows have places, and how many pages have slots.
+    The `pages`, int64 [k], get slots: `begins`, int64 [k], are their new contents. `used`, int64 [2], are the
+    numbers of rows with places and of pages with slots afterwards.
     """
 
     at: Tensor
@@ -266,7 +270,7 @@ class Places(Struct, frozen=True):
 
     @classmethod
     def nowhere(cls) -> Places:
-        """Places of no rows."""
+        """Places for no rows."""
         rows, slots = tf.zeros([0], tf.int64), tf.zeros([0], tf.int32)
         return cls(rows, rows, slots, rows, rows, tf.zeros([2], tf.int64))
 
@@ -274,7 +278,7 @@ class Places(Struct, frozen=True):
 def add_overlays(
     editor: GraphEditor, variables: Iterable[GraphVariable], capacities: Mapping[str, int]
 ) -> dict[str, OverlayNodes]:
-    """Add an overlay for each variable in `capacities`, by the nodes of their handles."""
+    """Add an overlay for each variable in `capacities`; both are keyed by the nodes of the handles."""
     overlaid = (variable for variable in variables if variable.node in capacities)
     return {
         variable.node: OverlayNodes.add(editor, variable, capacities[variable.node]) for variable in overlaid

@@ -1,13 +1,13 @@
 """Read a delta inside the graph, check it, and unpack its rows, before any variable is changed.
 
 Files are read through `Dataset.from_tensors(...).map(...).ignore_errors()`, the only way in which a graph of
-stock operations survives an error: a damaged, missing or hostile file gives a fallback, which no delta holds.
+stock operations survives an error: a damaged, missing or hostile file gives a fallback that no delta has.
 `RestoreV2` verifies the checksum of each tensor. Everything else is checked here, since a kernel that meets
-an index out of range in the middle of a scatter has written the rows before it.
+an index out of range in the middle of a scatter has already written the rows before it.
 
-A delta's flags say in which form its rows are stored: exact, or packed in one of two ways
-(`exporter.delta.format`). The graph holds a branch for each form, so that a base takes every delta of its
-log, and an exact delta costs what it would cost without the others.
+A delta's flags give the form in which its rows are stored: exact, or packed in one of two ways
+(`exporter.delta.format`). The graph has a branch for each form, so that a base takes every delta of its log,
+and an exact delta costs no more than without the other branches.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from exporter.wire.update_status import UpdateStatus
 
 
 class DeltaForm(Struct, frozen=True):
-    """The arrangement of a delta in memory: `own` variables by themselves, parts of joined ones together.
+    """The arrangement of a delta in memory: `own` variables separately, parts of joined ones together.
 
-    `joined` has the parts of each joined variable: a variable of the schema, and the row where it begins.
+    `joined` has the parts of each joined variable: a variable of the schema, and its first row there.
     """
 
     # An operation that makes one tensor of n takes time in n squared in each run of TensorFlow's graph
@@ -59,11 +59,11 @@ class DeltaForm(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[ServedVariable, ...]:
-        """Those of `variables` that are tables."""
+        """The variables that are tables."""
         return tuple(variable for variable in self.variables if variable.is_table)
 
     def gather(self, read: Mapping[str, Tensor]) -> Tensor:
-        """Make one tensor of those that were read, by key; `RestoredRows.of` takes it apart."""
+        """Pack the tensors `read`, by key, into one; `RestoredRows.of` unpacks it."""
         gathered = []
         if self.tables:
             gathered += [*_end_to_end([read[variable.keys[0]] for variable in self.tables], rank=1)]
@@ -73,7 +73,7 @@ class DeltaForm(Struct, frozen=True):
         return _as_one(gathered)
 
     def take(self, arranged: Tensor) -> tuple[dict[ServedVariable, list[Tensor]], list[list[Tensor]]]:
-        """Take `RestoredRows.arranged` apart: the tensors of each of `own`, and of each joined variable."""
+        """Unpack `RestoredRows.arranged`: the tensors of each `own` variable, and of each joined variable."""
         variables = [*self.own, *(parts[0][0] for parts in self.joined)]
         dtypes = [dtype for variable in variables for dtype in variable.dtypes]
         shapes = [shape for v in variables for shape in ([[None]] if v.is_table else []) + [_shape(v)]]
@@ -83,18 +83,18 @@ class DeltaForm(Struct, frozen=True):
 
 
 def _end_to_end(tensors: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """The tensors, of which each should have `rank`, one after the other, and the length of each, int64."""
-    # If one has another rank, joining fails, or what is joined has another shape than it should.
+    """Concatenate tensors of `rank`; return the result and the length of each, int64."""
+    # With a wrong rank, `concat` fails, or the result has a wrong shape, which is checked later.
     shapes = tf.raw_ops.ShapeN(input=list(tensors), out_type=tf.int64)
     return tf.concat(tensors, 0), tf.concat(shapes, 0)[::rank]
 
 
 class RestoredRows(Struct, frozen=True, dict=True):
-    """The tensors of a delta as `DeltaForm.gather` has joined them.
+    """The tensors of a delta as `DeltaForm.gather` packed them.
 
-    `ids`, int64, are those of all `DeltaForm.tables`, one table after the other, and `counts` how many each
-    has. `values` has the rows or the value of each of `own`, `joined` the rows of each joined variable and
-    how many each of its parts has.
+    `ids`, int64, has the row numbers of all `DeltaForm.tables`, one table after the other, and `counts` the
+    number for each. `values` has the rows or the value of each `own` variable, `joined` the rows of each
+    joined variable and the number for each of its parts.
     """
 
     form: DeltaForm
@@ -105,7 +105,7 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, form: DeltaForm, gathered: Tensor) -> RestoredRows:
-        """Take the tensors out of the one of `DeltaForm.gather`; fails if a shape does not fit."""
+        """Unpack the tensor of `DeltaForm.gather`; the graph fails if a shape does not fit."""
         tables, own = form.tables, form.own
         kinds: list[tuple[DType, list[int | None]]] = []
         if tables:
@@ -139,11 +139,11 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @property
     def by_variable(self) -> dict[ServedVariable, Tensor]:
-        """The rows or the value of each variable of its own."""
+        """The rows or the value of each `own` variable."""
         return dict(zip(self.form.own, self.values, strict=True))
 
     def arranged(self) -> Tensor:
-        """Make one tensor for `DeltaForm.take`."""
+        """Pack the tensors into one for `DeltaForm.take`."""
         form, counts = self.form, self.counts
         sizes = [1] * sum(variable.is_table for variable in form.own) + [len(parts) for parts in form.joined]
         if not sizes:
@@ -164,7 +164,7 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
 
 def _repeated(values: Sequence[int], counts: Tensor) -> Tensor:
-    """Each of `values` as many times as `counts` says, int64."""
+    """Repeat each of `values` as often as `counts` says, int64."""
     # `tf.repeat` would take memory for the number of values times the greatest count.
     ends = tf.cumsum(counts)
     numbers = tf.range(ends[-1])[tf.newaxis]
@@ -173,7 +173,7 @@ def _repeated(values: Sequence[int], counts: Tensor) -> Tensor:
 
 
 class Expected(Struct, frozen=True):
-    """The demands of a base on a delta: lineage, string [], and schema; with `finite` no NaN or infinity.
+    """A base's demands on a delta: lineage, string [], and schema; with `finite` no NaN or infinity.
 
     `form` is the arrangement in which the delta is returned.
     """
@@ -191,9 +191,9 @@ class Expected(Struct, frozen=True):
 class ReadDelta(Struct, frozen=True):
     """A delta in memory. `refusal` is empty if it may be applied, else `<word>: <name> <why>`.
 
-    `changed`, bool [n], is true for each variable that the delta holds. `rows` is the number of rows of all
-    tables, `entries` that of all lookup tables. `tensors` holds its tensors as one (`DeltaForm.take`), or
-    none if the delta is refused.
+    `changed`, bool [n], is true for each variable in the delta. `rows` is the number of rows of all tables,
+    `entries` the number of entries of all lookup tables. `tensors` holds its tensors as one
+    (`DeltaForm.take`), or nothing if the delta is refused.
     """
 
     refusal: Tensor
@@ -205,7 +205,7 @@ class ReadDelta(Struct, frozen=True):
 
 
 class DeltaRefusal(Struct, frozen=True):
-    """A reason to refuse a delta if `fails`, bool []; `word` and `text` stand before and after its name."""
+    """A reason to refuse a delta if `fails`, bool []; the message is `word`, the delta's name and `text`."""
 
     fails: Tensor
     word: UpdateStatus
@@ -230,7 +230,7 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
 
 
 def _read_header(prefix: Tensor) -> Sequence[Tensor]:
-    """Read the fields int64 [6], lineage and schema digest; zeros and empty strings if that fails."""
+    """Read the fields int64 [6], the lineage and the schema digest; zeros and empty strings if that fails."""
 
     def read(path: Tensor) -> tuple[Tensor, ...]:
         fields, lineage, digest = restore(
@@ -245,7 +245,7 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
 def _read_body(
     prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
 ) -> Sequence[Tensor]:
-    """Read and check the rest: the refusal, `changed`, the number of entries, and the tensors as one."""
+    """Read and check the rest: return the refusal, `changed`, the number of entries, and packed tensors."""
     schema = expected.schema
 
     # The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
@@ -270,7 +270,7 @@ def _read_body(
 
 
 def _is_named(prefix: Tensor, *_: Tensor) -> Tensor:
-    """True of a path: the empty one is not tried, because a server logs each read that fails."""
+    """True unless a path is empty: an empty one is not tried, because a server logs each failed read."""
     return tf.not_equal(prefix, "")
 
 
@@ -292,7 +292,7 @@ def attempt(
 ) -> Sequence[Tensor]:
     """Add nodes that give the result of `action` on `argument`, or `fallback` if anything in it fails.
 
-    Where `condition`, if one is given, is false of the argument, the action is not tried.
+    If `condition` is given and false for the argument, the action is not tried.
     """
     arguments = tf.data.Dataset.from_tensors(argument)
     chosen = arguments if condition is None else arguments.filter(condition)
@@ -334,7 +334,7 @@ def _checks_of_header(
 
 
 def _checks_of_rows(rows: Tensor, restored: RestoredRows) -> list[DeltaRefusal]:
-    """Refuse row numbers that do not increase in their table, or lack a row; more than one dense value."""
+    """Refuse row numbers outside their table or out of order, more than one dense value, and wrong counts."""
     # All tables are checked together: a server prepares every node before the first call, and nodes for each
     # of hundreds of tables would make that slow.
     variables, tables = restored.form.schema.variables, restored.form.tables
@@ -365,7 +365,7 @@ def _numbers(numbers: Iterable[int]) -> Array:
 
 
 def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
-    """True for each table whose part of `ids`, by `counts`, fails to increase within [0, limit)."""
+    """True for each table whose part of `ids`, by `counts`, does not increase within [0, limit)."""
     every = tf.concat([ids, [0]], 0)  # one more, so that an empty last table has an element at its start
     ends = tf.cumsum(counts)
     starts = ends - counts
@@ -380,9 +380,8 @@ def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
 
 
 def _checks_of_lookups(schema: Schema, values_of: Mapping[ServedVariable, Tensor]) -> list[DeltaRefusal]:
-    """Add the checks of lookup tables: a refusal for each.
-
-    It holds where keys and values differ in number, or where the number of buckets is no power of two.
+    """A check for each lookup table: equal numbers of keys and values, and a power of two as number of
+    buckets.
     """
     checks = []
     for keys, values in schema.lookups:
@@ -425,7 +424,7 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
 
 
 def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, Tensor]:
-    """Read rows, or fail: a fault (string [], empty if none), and the tensors of `form.gather`."""
+    """Read rows: return a fault (string [], empty if none) and the tensor of `DeltaForm.gather`; may fail."""
     schema = form.schema
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
@@ -442,7 +441,7 @@ def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, 
 
 
 def _restore_as(packing: DeltaDtype | None, path: Tensor, form: DeltaForm) -> list[Tensor]:
-    """Read a delta of this form (None: exact): the fault, and the tensors of `form.gather`."""
+    """Read a delta in this form (None: exact): return the fault and the tensor of `DeltaForm.gather`."""
     schema = form.schema
     packed = [variable for variable in schema.variables if variable.packed(packing)]
     extra = [tensor for variable in packed for tensor in variable.packed(packing)]
@@ -471,7 +470,7 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, form: DeltaForm) -> li
 
 
 def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[Tensor]:
-    """Call `read` as a function that is not inlined: a server prepares it for the first such delta."""
+    """Call `read` as a function that is not inlined: a server prepares it only for the first such delta."""
     # With both forms inlined, the first update of a model of a hundred tables takes seconds longer. Graph
     # optimizers leave functions with `_tf_data_function` alone (see `GraphEditor.function`).
     attributes = {"_noinline": True, "_tf_data_function": True}
@@ -482,8 +481,8 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 def _unpack(
     rank: int, ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """All rows in the order of `ids`, and a bool []: each id has one row, and places and scales are sound."""
-    # Places are if they increase, a scale if it is 0 or in the range in which no code overflows.
+    """Return all rows in the order of `ids`, and a bool []: each id has a row, places and scales are fine."""
+    # Valid places increase; a valid scale is 0, or in the range in which no code overflows.
     ids, places, *of_rows = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))
     exact, codes = (tf.ensure_shape(rows, [None] * rank) for rows in (exact, codes))
     values = tf.cast(codes, tf.float32)
@@ -501,8 +500,8 @@ def _unpack(
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar that holds the tensors, without a copy of them."""
-    # Loops and branches then pass on one tensor, not hundreds.
+    """A scalar that holds the tensors, without copying them."""
+    # Loops and branches then carry one tensor, not hundreds.
     return tf.raw_ops.OptionalFromValue(components=list(tensors))
 
 

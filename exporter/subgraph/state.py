@@ -3,12 +3,13 @@
     sequence  int64 []    even: no update is writing; odd: an update is writing
     position  int64 [3]   position, step, and the target of an unfinished update, else -1
     since     float64 []  when the sequence became odd, in seconds since 1970
-    base      string []   the model base path, taken from an asset's path while the model loads
+    base      string []   the model base path, derived from an asset's path while the model loads
     warm      bool []     true after the first update, even if that had nothing to do
-    turn      int64 [3]   zeros while no call takes the turn (`update.one_at_a_time`)
-    holder    string [1]  the name of the call that took the turn last, empty before the first one
-    quiet     float64 []  until when readers ask that no update begins to write, in seconds since 1970
-    unsettled int64 []    how many responses were given without a position
+    turn      int64 [3]   zeros unless a call is acquiring the turn (`update.one_at_a_time`)
+    holder    string [1]  the iterator's name of the last call that got the turn; empty once it ended normally
+    quiet     float64 []  the time until which readers ask that no update begins to write, in seconds since
+    1970
+    unsettled int64 []    the number of responses that were given without a position
 
 One variable holds position, step and target, so that one read sees all three of one moment, without a lock.
 """
@@ -25,9 +26,9 @@ from exporter.late_names import tf
 from exporter.wire.dtypes import DType
 
 Tensor = Any
-"""A symbolic tensor of TensorFlow, which has no type information to offer."""
+"""A symbolic tensor; TensorFlow has no types for it."""
 
-_POLL_MICROSECONDS = 200  # short beside the milliseconds that an update writes
+_POLL_MICROSECONDS = 200  # short compared with the milliseconds that an update writes
 
 SETTLED = -1
 """The third field of `position` while no update is under way."""
@@ -36,9 +37,10 @@ T = TypeVar("T")
 
 
 class State(Struct, Generic[T], frozen=True):
-    """The state's variables, in the order in which functions take them: as nodes, or as handles inside one.
+    """The state's variables, in the order in which functions take them: as nodes, or as handles inside a
+    function.
 
-    TensorFlow orders accesses to one variable at most: the caller orders reads and writes of several by
+    TensorFlow orders at most the accesses to one variable: the caller orders reads and writes of several by
     control dependencies.
     """
 
@@ -58,7 +60,7 @@ class State(Struct, Generic[T], frozen=True):
         return [*astuple(self)]
 
     def read(self, name: str) -> Tensor:
-        """The value of a variable, given by its name, inside a function."""
+        """Read a variable, named by its field, inside a function."""
         return read(getattr(self, name), *_KINDS[name])
 
 
@@ -81,8 +83,8 @@ STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(_KINDS, (
 
 
 def add_state(editor: GraphEditor) -> StateNodes:
-    """Add the variables to a graph."""
-    # A name that ends in `/warm` is set to false while a model is loaded: see `add_init`.
+    """Add the state's variables to a graph."""
+    # While a model loads, `add_init` sets all variables whose names end in `/warm` to false.
     names = {name: "update/warm" if name == "warm" else name for name in _KINDS}
     return State(**{name: editor.variable(names[name], *kind) for name, kind in _KINDS.items()})
 
@@ -100,7 +102,7 @@ def assign(handle: Tensor, value: Tensor) -> Tensor:
 
 
 def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
-    """Add an operation that waits, and meanwhile blocks no thread of the server's compute pool."""
+    """Add an operation that waits without blocking a thread of the server's compute pool."""
     kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}
     element = tf.raw_ops.TensorDataset(components=[tf.constant(0)], output_shapes=kind["output_shapes"])
     slow = tf.raw_ops.SleepDataset(

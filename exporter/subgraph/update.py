@@ -2,10 +2,10 @@
 
 A call answers with its position and a status (`exporter.wire.update_status`). A call for an explicit target
 fails with the status as its message, unless the status is `reached`, `passed` or `merged`. A batch of calls
-for several targets does not fail so: one caller's target must not fail another.
+for several targets does not fail: one caller's target must not fail another.
 
 The file has three parts: the update, the listing of a log's directory (an update with nothing to do reads
-nothing else), and the turns by which one call at a time updates.
+nothing else), and the turns, which let one call at a time update.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _NAME_LENGTH = 2 * _POSITION_DIGITS + 1
 _NO_DELTA = "0" * _POSITION_DIGITS + "-" + "0" * _POSITION_DIGITS
 _NONE = -1
 _UNREADABLE = -2
-"""The choice of a delta that is not there."""
+"""Choices of no delta: none can be applied; read a missing one, to prepare the reading."""
 _GLOB_CHARACTERS = r"([*?\[\\])"
 _STORE = "(?s)[a-z0-9]+://.*"
 _PHILOX = 1
 _DRAWN_OF_ZEROS = -2204013331526194987
-"""The first number of that algorithm from a state of zeros; each draw changes the state."""
+"""The first number that this algorithm draws from a state of zeros; each draw changes the state."""
 # Readers wait for 0.7 to 1.7 ms per 100,000 slots (TensorFlow 2.21, one thread). With the default of
 # `snapshot_max_rows` 64 M rows are applied at once: at most 1.1 s, and readers have patience for 2.
 _SLOTS_A_ROW = 16
@@ -59,8 +59,8 @@ class UpdateRules(Struct, frozen=True):
     """The rules by which a base updates itself.
 
     `log`, string [], is the name of the log's directory. A delta of more than `snapshot_max_rows` rows and
-    entries is written in chunks, outside the sequence. Rows of overlays count a sixteenth: of these readers
-    wait for the slots, four bytes each.
+    entries is written in chunks, outside the sequence. A row of an overlay counts a sixteenth: readers wait
+    only for its slot, four bytes.
     """
 
     log: Tensor
@@ -71,9 +71,9 @@ class UpdateRules(Struct, frozen=True):
 class UpdateProgress(Struct, frozen=True):
     """The variables of the loop that applies deltas.
 
-    `choice`, int64 [], is the next delta's index in the listing, -1 if none leads on, -2 for one that is not
-    there. `position`, int64 [3], is the position variable's value. `refused`, bool [n], marks the deltas that
-    were refused; `refusal` says why the first one was. `rows` and `deltas` count what was applied;
+    `choice`, int64 [], is the index of the next delta in the listing; -1 if there is none, -2 to read a
+    missing one. `position`, int64 [3], is the position variable's value. `refused`, bool [n], marks the
+    deltas that were refused; `refusal` is the first one's reason. `rows` and `deltas` count what was applied;
     `in_chunks` is true if any of it was written in chunks.
     """
 
@@ -92,10 +92,11 @@ class UpdateProgress(Struct, frozen=True):
 
 
 class Outlook(Struct, frozen=True):
-    """The situation that an update finds: where it starts, what is published, how far it may go (`limit`).
+    """The situation in which an update begins: its start, the published deltas, and the last position
+    allowed.
 
-    `explicit` is false if the caller asked for the newest position. `is_step` is true if `published` holds
-    only the delta from the present position to the wanted one (`list_step`).
+    `limit` is that position. `explicit` is false if the caller asked for the newest position. `is_step` is
+    true if `published` has only the delta from the present position to the wanted one (`list_step`).
     """
 
     start: UpdateProgress
@@ -106,7 +107,7 @@ class Outlook(Struct, frozen=True):
 
     @classmethod
     def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor) -> Outlook:
-        """Add nodes that read the position and list the log: all of it, or the one step that is asked for."""
+        """Add nodes that read the position and list the log: all of it, or only the requested step."""
         position = state.read("position")
         explicit = tf.not_equal(wanted, NO_LIMIT)
         published, is_step = _list(wanted, position, state, rules, may_step & explicit)
@@ -124,16 +125,17 @@ class Outlook(Struct, frozen=True):
 
 
 def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> tuple[Tensor, ...]:
-    """Add the nodes of an update: position, step, rows, deltas int64 [n], status string [n], and a refusal.
+    """Add the nodes of an update; return position, step, rows, deltas int64 [n], status string [n], and a
+    refusal.
 
-    n is that of `up_to`. The refusal, string [], is empty, or the message with which the call fails: an
+    n is the length of `up_to`. The refusal, string [], is empty, or the message with which the call fails: an
     explicit target was not reached, and every row of the batch asked for that target.
     """
-    # A batching server may merge calls: the batch goes to the smallest target, and the other rows' callers
-    # are told to call again. No caller is ever carried beyond the position that it asked for.
+    # A batching server may merge calls: the batch goes to the smallest target, and the status asks the other
+    # rows' callers to call again. No caller ever gets beyond the position that it asked for.
     valid = tf.reduce_all(up_to >= NEWEST)
     wanted = tf.where(up_to < 0, tf.constant(NO_LIMIT, tf.int64), up_to)
-    least = tf.where(valid, tf.reduce_min(wanted), 0)  # no delta leads to 0: nothing is done
+    least = tf.where(valid, tf.reduce_min(wanted), 0)  # no delta ends at 0: nothing is done
     numbers, status = _update_in_turn(least, state, target, rules)
     position, step, unfinished, rows, deltas = tf.unstack(numbers)
     missed = tf.not_equal(least, NO_LIMIT) & ((position < least) | tf.not_equal(unfinished, SETTLED))
@@ -151,9 +153,9 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
 def _update_in_turn(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """Add the update to `wanted` under a turn: its numbers and status, as `Outlook.result`'s.
+    """Add the update to `wanted` under the turn; return the numbers and the status of `Outlook.result`.
 
-    A call without work takes no turn, except the first one.
+    A call without work does not use the turn, except the first call.
     """
     outlook = Outlook.of(wanted, state, rules, tf.constant(True))
 
@@ -181,7 +183,7 @@ def _update_in_turn(
 def _look_and_follow(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """Add the nodes that list deltas and apply them up to `wanted`; see `Outlook.result`."""
+    """Add the nodes that list deltas and apply them up to `wanted`; returns as `Outlook.result`."""
 
     def look(may_step: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         # Read the position and list again, now in the turn: before it, another call may have updated.
@@ -203,7 +205,7 @@ def _look_and_follow(
 def _list(
     wanted: Tensor, position: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor
 ) -> tuple[ListedDeltas, Tensor]:
-    """List the published deltas; true as well if only the one from the position to `wanted` is listed."""
+    """List the published deltas; also return true if only the one from the position to `wanted` is listed."""
     base = state.read("base")
     step = list_step(base, rules.log, position[0], wanted)
     # With a thousand deltas a look takes 30 us, a listing 4 to 5 ms. It is looked for only where it can be
@@ -220,9 +222,9 @@ def _list(
 
 
 def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
-    """The index of the delta that leads furthest without passing `limit`; -1 if none leads on."""
+    """The index of the delta with the greatest end up to `limit` that applies now; -1 if there is none."""
     fits = (published.starts <= position[0]) & (published.ends > position[0]) & tf.logical_not(refused)
-    # After an update that died half-way (position[2]) only a delta that leads at least as far overwrites all
+    # After an update that died half-way (position[2]) only a delta that ends at least there overwrites all
     # that it may have written.
     fits &= (published.ends <= limit) & (published.ends >= position[2])
     # Of deltas with one end, `argmax` takes the first, which begins last and is smallest: names descend.
@@ -230,14 +232,14 @@ def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: T
 
 
 def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> UpdateProgress:
-    """Add the loop that applies deltas until none leads on, each time the one that leads furthest."""
+    """Add the loop that applies deltas until none is left, each time the one with the greatest end."""
     published, start = outlook.published, outlook.start
     # A server prepares how a delta is read when it reads the first one: for 90 ms, beside the 15 that a delta
     # of 100,000 rows takes. So the first call, a warm-up record as a rule, reads one even if there is none.
     is_idle = tf.equal(start.choice, _NONE) & tf.logical_not(state.read("warm"))
     choice = tf.where(is_idle, tf.constant(_UNREADABLE, tf.int64), start.choice)
     first = [*astuple(replace(start, choice=choice))]
-    # Before the listed deltas stands one without a name.
+    # Index 0 is a delta without a name, which cannot be read.
     ends = tf.concat([tf.zeros([1], tf.int64), published.ends], 0)
     names = tf.concat([[""], published.names], 0)
 
@@ -268,7 +270,7 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
             return tf.ensure_shape(written, [3])
 
         position = tf.cond(accepted, write, lambda: tf.identity(before.position))
-        # A refused delta is not chosen a second time; another one may lead past it.
+        # A refused delta is not chosen a second time; another one may span it.
         this = tf.equal(tf.range(tf.size(published.ends, tf.int64)), before.choice)
         refused = before.refused | (this & tf.logical_not(accepted))
         after = UpdateProgress(
@@ -294,20 +296,20 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
 
 
 def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
-    """The refusal of a delta, or that its rows have no room in the overlay of the table `full` (or "")."""
+    """The refusal of a delta; or that the overlay of the table `full` (unless "") lacks room for it."""
     text = " changes more rows of ", full, " than its overlay has room for"
     said = tf.strings.join([f"{UpdateStatus.OVERLAY}: ", name, *text])
     return tf.where(tf.equal(full, ""), refusal, said)
 
 
 def _and_then(operation: Tensor, value: Tensor) -> Tensor:
-    """The value, after the operation."""
+    """The value, made to wait for the operation."""
     with tf.control_dependencies([operation]):
         return tf.identity(value)
 
 
 def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
-    """The status, string []: why the update stopped, by the first of `cases` that applies."""
+    """The status, string []: the reason why the update stopped, by the first of `cases` that applies."""
     published, explicit, limit = outlook.published, outlook.explicit, outlook.limit
     position, unfinished = end.position[0], end.position[2]
     here, wanted = tf.strings.as_string(position), tf.strings.as_string(limit)
@@ -343,11 +345,11 @@ def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
 
 
 class ListedDeltas(Struct, frozen=True):
-    """The deltas that a log's directory lists, newest first, with a last entry that no update chooses.
+    """The deltas in a log's directory, newest first, with a last entry that no update chooses.
 
     `names` string [n], `starts` and `ends` int64 [n]. `hold`, int64 [], is the position beyond which an
     update to -1 does not go; negative if its file cannot be read. `unlisted`, bool [], is true if it is
-    unknown what is published: the model's directory is gone or cannot be read.
+    unknown what is published: the model's directory is missing or cannot be read.
     """
 
     directory: Tensor
@@ -359,7 +361,7 @@ class ListedDeltas(Struct, frozen=True):
 
 
 def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
-    """List a log's directory, without entries that are neither deltas nor the hold file."""
+    """List a log's directory; entries other than deltas and the hold file are ignored."""
     directory = _log_directory(base, log)
     paths, hold = _list_and_hold(directory)
     ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
@@ -380,7 +382,7 @@ def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
 
 
 def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDeltas:
-    """A listing of the delta `start-end` alone, whether it is published or not."""
+    """A listing with only the delta `start-end`, whether it is published or not."""
     # For a call from `start` to the explicit target `end` the whole log's listing would choose this delta,
     # too; this costs the same however many deltas there are. An explicit target is not subject to the hold.
     digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
@@ -395,7 +397,7 @@ def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDe
 
 
 def is_published(step: ListedDeltas) -> Tensor:
-    """True if the delta of a `list_step` is published, bool []."""
+    """True, bool [], if the delta of a `list_step` is published."""
     whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
     in_store = tf.strings.regex_full_match(step.directory, _STORE)
     path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
@@ -407,12 +409,12 @@ def _log_directory(base: Tensor, log: Tensor) -> Tensor:
 
 
 def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
-    """The paths of deltas and hold file in a log's directory, and the hold's position, else `NO_LIMIT`."""
+    """The paths of deltas and the hold file in a log's directory, and the hold's position, or `NO_LIMIT`."""
     path = tf.strings.join([directory, HOLD_FILE], separator="/")
 
     def held() -> tuple[Tensor, Tensor]:
-        # List again, after the hold was read. A rollback publishes its delta first and moves the hold then:
-        # an older listing beside the new hold would lack that delta, and lead on to what was rolled back.
+        # List again, after the hold was read. A rollback publishes its delta first and then moves the hold:
+        # an older listing with the new hold would lack that delta, and go on to what was rolled back.
         hold = _read_hold(path)
         with tf.control_dependencies([hold]):
             return _list_log(tf.identity(directory)), hold
@@ -425,7 +427,7 @@ def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_hold(path: Tensor) -> Tensor:
-    """The position in a hold's file, -1 if it cannot be read or is no number."""
+    """The position in a hold's file; -1 if it cannot be read or is not a number."""
     (position,) = attempt(
         path,
         lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
@@ -435,7 +437,7 @@ def _read_hold(path: Tensor) -> Tensor:
 
 
 def _list_log(directory: Tensor) -> Tensor:
-    """The paths of deltas and hold file in a log's directory; none if it cannot be read."""
+    """The paths of deltas and the hold file in a log's directory; none if it cannot be read."""
     # In a file system a delta appears by a rename, whole. A store has no renames: behind `gs://` a delta's
     # directory exists as soon as one of its files does, so its manifest counts, which is written last.
     # Only there: listing `*/<file>` looks into each directory, 144 ms for 1,000 deltas against 3 ms for `*`.
@@ -447,19 +449,19 @@ def _list_log(directory: Tensor) -> Tensor:
 
 
 def _within(directory: Tensor, pattern: str) -> Tensor:
-    """A pattern for `MatchingFiles` below a directory, whose own name is taken literally."""
+    """A pattern for `MatchingFiles` below a directory, whose own name is matched literally."""
     literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
     return tf.strings.join([literal, pattern], separator="/")
 
 
 def _match(patterns: Tensor) -> Tensor:
-    """The paths that match, in order; none if a directory is absent or cannot be read."""
+    """The paths that match, sorted; none if a directory is missing or cannot be read."""
     (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
     return tf.ensure_shape(paths, [None])
 
 
 def _count_overlaid(places: DeltaPlaces) -> Tensor:
-    """How many of a delta's rows go into overlays, int64 []; 0 if it is refused."""
+    """The number of a delta's rows that go into overlays, int64 []; 0 if it is refused."""
     sizes = {name: tf.size(found.rows, tf.int64) for (name, _), found in places.items()}
     return tf.add_n([tf.constant(0, tf.int64), *sizes.values()])
 
@@ -467,25 +469,26 @@ def _count_overlaid(places: DeltaPlaces) -> Tensor:
 def one_at_a_time(
     state: UpdateState, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The results of `part`; or `occupied`, of the same dtypes, while another call runs it.
+    """Return the results of `part`; or `occupied`, of the same dtypes, while another call runs it.
 
-    Whatever `part` reads, it reads after it has taken the turn.
+    All reads of `part` come after its call has the turn.
 
-    No call waits, since each waiting call would hold a thread of the server: the turn is free, or the call
-    gets `occupied` at once. While nothing is updated, a turn costs nothing.
+    No call waits, since each waiting call would block a thread of the server: a call either gets the turn or
+    returns `occupied` at once. While nothing is updated, a turn costs nothing.
 
     A turn is the life of an anonymous iterator, which nobody iterates: `holder` has its name, and a call that
     finds an iterator of that name knows that another call has the turn. The iterator's deleter is a tensor of
-    the call's. When that tensor is freed, the iterator is gone (tensorflow/core/framework/resource_mgr.h,
-    `ResourceDeleter`). TensorFlow frees it when the last operation that the call started has ended, also if
-    the call failed or was cancelled. Names are not used twice, so an iterator that is gone stays gone.
+    the call's. When that tensor is freed, the iterator no longer exists
+    (tensorflow/core/framework/resource_mgr.h, `ResourceDeleter`). TensorFlow frees it when the last operation
+    that the call started has ended, also if the call failed or was cancelled. Names are not used twice, so an
+    iterator that was deleted stays deleted.
 
     Four other ways fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
     (mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call
     that waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it
     starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use a
     scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`). The
-    constructor of a `GeneratorDataset`, whose last function could give the turn back, makes the C library map
+    constructor of a `GeneratorDataset`, whose last function could release the turn, makes the C library map
     each tensor of 128 KiB and more anew, for all models of the process (generator_dataset_op.cc, 2.21 on).
     """
     function = tf.compat.v1.wrap_function(part, [])
@@ -508,7 +511,7 @@ def one_at_a_time(
         (tf.constant(False),),
         condition=lambda other: tf.not_equal(other, ""),
     )
-    # All that may fail or be cancelled comes before or after the few operations that take the turn.
+    # All that may fail or be cancelled comes before or after the few operations that acquire the turn.
     with tf.control_dependencies([name, is_held, *occupied]):
         is_taken = _take(state, name, before, is_held)
     # A filter and a fallback element instead of `tf.cond`: servers with `enable_mlir_graph_optimization` fail
@@ -526,18 +529,18 @@ def one_at_a_time(
 
 
 def _exists(name: Tensor, kind: Mapping[str, Any]) -> Tensor:
-    """True, bool []; the graph fails if there is no iterator of that name."""
+    """True, bool [], if an iterator of that name exists; otherwise the graph fails."""
     found = tf.raw_ops.IteratorFromStringHandleV2(string_handle=name, **kind)
     with tf.control_dependencies([found]):
         return tf.constant(True)
 
 
 def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> Tensor:
-    """Make `name` the holder, if that is still `before` and nobody holds it; true, bool [], if it is now."""
+    """Make `name` the holder, if that is still `before` and has no turn; true, bool [], if it is now."""
     # A call between the first operation and the last keeps all others out. These operations cannot be
     # cancelled: they are a straight line of kernels that only compute.
     # The first is a test-and-set: a stock operation of every TensorFlow from 1.15 on that changes a variable
-    # under a lock, and whose result tells what it was, with a shape that TensorFlow 2's loader can infer.
+    # under a lock, and whose result depends on its old value, with a shape that TensorFlow 2 can infer.
     drawn = tf.raw_ops.StatefulUniformFullInt(
         resource=state.turn, algorithm=tf.constant(_PHILOX, tf.int64), shape=[1], dtype=tf.int64
     )
@@ -552,7 +555,7 @@ def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> 
 
 
 def _write_if(condition: Tensor, variable: Tensor, value: Tensor) -> Tensor:
-    """The operation that sets the first element of a variable to `value`, or nothing unless `condition`."""
+    """Add the operation that sets the first element of a variable to `value`, if `condition`."""
     # A scatter without indices writes nothing. No `tf.cond`, see `one_at_a_time`.
     first = tf.range(tf.cast(condition, tf.int32))
     values = tf.fill(tf.shape(first), value)

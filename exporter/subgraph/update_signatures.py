@@ -1,6 +1,6 @@
 """Add the signatures of a graph that takes deltas: update, status, digest, and stamps on predictions.
 
-`incremental_digest` gives checksums of what a server holds, to compare with what was published.
+`incremental_digest` gives checksums of a server's values, to compare with the published ones.
 `exporter.delta.chunk_digest` defines them; here they are computed by stock operations. A server answers with
 the decimal text of a signed 64-bit integer, because JavaScript rounds numbers of that size.
 
@@ -34,7 +34,7 @@ STAMPS = ("model_position", "model_step")
 NO_TEXTS: Mapping[str, str] = {}
 
 Served = Mapping[ServedVariable, tuple[str, ...]]
-"""The variables that deltas write, with the nodes of their handles; a lookup table's stand with its keys."""
+"""The variables that deltas write, with the nodes of their handles (a lookup table's are with its keys)."""
 
 
 def add_update(
@@ -55,7 +55,7 @@ def add_update(
 
 
 class HowToUpdate(Struct, frozen=True):
-    """Traces `update`. By its fields, and the schema, traced updates are told apart."""
+    """A tracer of `update`; its fields and the schema identify a traced function."""
 
     finite: bool
     snapshot_max_rows: int
@@ -120,7 +120,8 @@ def add_stamps(
 ) -> None:
     """Give a signature the outputs `model_position` and `model_step`, with a value for each row of a batch.
 
-    `position` is the tensor of the position that the answer was computed at; None reads it beside the answer.
+    `position` is the tensor of the position at which the answer was computed; with None the position is read
+    independently of the answer.
     """
     if position is None:
         position = editor.node(
@@ -141,18 +142,18 @@ def add_stamps(
 
 
 def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
-    """The tensor whose length is the batch size: the first of unknown length, else of any length."""
+    """The tensor whose length is the batch size: the first of unknown length, else one of any length."""
     open_ = [t for t in tensors if t.shape and t.shape[0] is None]
     vectors = [t for t in tensors if t.shape != ()]
     return next(iter([*open_, *vectors, *tensors]))
 
 
 class _Handles(Struct, frozen=True):
-    """The handles that a traced function takes, without their log, so that bases share what is traced.
+    """The handles that a traced function takes, independent of the log, so that bases share the function.
 
-    `owners` are the variables that are written, one for each handle of theirs; `numbers` are the arguments
-    with these handles: variables that lie in one joined variable share it. Of each owner `overlays` has its
-    overlay, and `joined` the first row of a variable that lies in another, or None.
+    `owners` are the variables that are written, once for each of their handles; `numbers` are the arguments
+    with these handles: variables inside one joined variable share an argument. `overlays` has each owner's
+    overlay, or None; `joined` the first row of a variable that is part of another, or None.
     """
 
     schema: Schema
@@ -163,12 +164,12 @@ class _Handles(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """The number of arguments: handles of variables, then those of overlays."""
+        """The number of arguments: the handles of variables and of overlays."""
         further = sum(len(overlay.handles) for overlay in self.overlays if overlay is not None)
         return max(self.numbers, default=-1) + 1 + further
 
     def target(self, handles: Sequence[Tensor]) -> UpdateTarget:
-        """Sort the function's arguments by the variables' names: handles, then those of overlays."""
+        """Sort the function's arguments (handles of variables, then of overlays) by the variables' names."""
         by_name: dict[str, list[Tensor | Overlay | JoinedRows]] = {
             variable.name: [] for variable in self.schema.variables
         }
@@ -201,7 +202,9 @@ def _add_part(
     build: Callable[..., tuple[Tensor, ...]],
     texts: Mapping[str, str] = NO_TEXTS,
 ) -> tuple[str, list[str]]:
-    """Add a call of `build` on int64 [n], state, variables, overlays, texts; its placeholder and outputs."""
+    """Add a call of `build` on int64 [n], state, variables, overlays, texts; return its placeholder and
+    outputs.
+    """
     schema = Schema.of(served)
     owners = tuple(variable for variable in schema.variables for _ in served[variable])
     nodes = [node for variable in schema.variables for node in served[variable]]
@@ -224,8 +227,7 @@ def _add_part(
 def _traced(
     build: Callable[..., tuple[Tensor, ...]], argument: str, handles: _Handles, texts: tuple[str, ...]
 ) -> TracedFunction:
-    """Trace `build` as a function, once for all bases of one schema."""
-    # It takes a second.
+    """Trace `build` as a function, once for all bases of one schema: it takes a second."""
     count = handles.count
 
     def part(given: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -238,7 +240,7 @@ def _traced(
 
 
 def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> Tensor:
-    """Give a handle the dtype and shape of its variable."""
+    """Give a handle the dtype and shape of its variable, and return it."""
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
     known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
@@ -249,7 +251,7 @@ def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...
 def _unless_refused(
     editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
 ) -> list[str]:
-    """All outputs but the last; the call fails with the last as its message unless that is empty."""
+    """All outputs except the last; the call fails with the last as its message unless that is empty."""
     # The check is outside the function: inside, TensorFlow would put the function's name before the message.
     *results, refusal = outputs
     none = editor.constant(f"{name}/none", "", DType.STRING)
@@ -287,13 +289,13 @@ def add_init(
     before: str | None,
     start: tuple[int, int],
 ) -> str:
-    """Add the op that initializes the state, and runs the node `before`, too; its name.
+    """Add the operation that initializes the state and runs the node `before`; return its name.
 
     `asset` is the node of the asset at `<base>/<version>/assets/<file>`; `start` is position and step.
     """
 
     def model_base(path: Tensor) -> Tensor:
-        """`<base>` of the asset's path: `.` if the path begins with the version, `..` if that is a dot."""
+        """The `<base>` in the asset's path: `.` if the path begins with the version, `..` if that is `.`."""
         version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
         base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
         relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
@@ -328,9 +330,9 @@ def add_init(
 
 
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-    """Add the nodes of digests: of chunks string [n], positions before and after int64 [n], a refusal."""
+    """Add the nodes of digests: checksums string [n], positions before and after int64 [n], a refusal."""
     # A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message with
-    # which the call fails: a chunk of such a number does not exist.
+    # which the call fails: there is no chunk of that number.
     variables = digested(target.schema)
     counts = [-(-row_count(variable) // CHUNK_ROWS) for variable in variables]
     first = np.cumsum([0, *counts], dtype=np.int64)
@@ -356,7 +358,7 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
 
 
 def _branch(variable: ServedVariable, handle: Tensor | Overlay | JoinedRows) -> Callable[[Tensor], Tensor]:
-    """A function that adds nodes: from the first row of a chunk of `variable` to the chunk's digest."""
+    """A function that adds nodes for the digest of a chunk of `variable`, given the chunk's first row."""
     dtype = tf.as_dtype(int(variable.dtype))
 
     def of_rows(start: Tensor) -> Tensor:
@@ -385,7 +387,7 @@ def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
     flat = tf.reshape(rows, [-1])
     if dtype is not DType.BOOL:
         flat = tf.reshape(tf.bitcast(flat, f"uint{8 * word_size(dtype.numpy)}"), [-1])
-    # Sums and products are of int64, which wraps alike: TensorFlow has those of uint64 from 2.5 on.
+    # Sums and products are int64, which wraps alike: TensorFlow has them for uint64 only from 2.5 on.
     words = tf.bitcast(tf.cast(flat, tf.uint64), tf.int64)
     words += tf.range(1, tf.size(words, tf.int64) + 1) * _signed(GOLDEN)
     for shift, factor in ROUNDS:
@@ -394,7 +396,7 @@ def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
 
 
 def _signed(number: int) -> Tensor:
-    """The int64 of the same 64 bits as an unsigned number, int64 []."""
+    """The int64 with the same 64 bits as an unsigned number, int64 []."""
     return tf.constant(np.uint64(number).astype(np.int64))
 
 
@@ -405,6 +407,6 @@ def _shifted_xor(words: Tensor, shift: int) -> Tensor:
 
 
 def _settled_position(state: UpdateState) -> Tensor:
-    """The position, -1 while an update is unfinished."""
+    """The position; -1 while an update is unfinished."""
     vector = state.read("position")
     return tf.where(tf.equal(vector[2], SETTLED), vector[0], SETTLED)

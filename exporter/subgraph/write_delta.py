@@ -1,14 +1,14 @@
 """Write a checked delta into the served variables, inside the graph.
 
-*Snapshot*: rows of overlays are written into places that no slot leads to. Then the sequence becomes odd, all
-other writes run without a loop between them, position and step follow, the sequence becomes even. TensorFlow
-cancels a call at a loop's condition and nowhere else, so a cancelled call does not leave a straight line half
+*Snapshot*: rows of overlays are written into places to which no slot points. Then the sequence becomes odd,
+all other writes run without a loop between them, position and step follow, the sequence becomes even.
+TensorFlow cancels a call only at a loop's condition, so a cancelled call does not leave a straight line half
 done. *Rows*: tables are written chunk by chunk, outside the sequence, each chunk under the table's exclusive
 lock: a response may mix rows of two deltas, but every row that it reads is whole.
 
-Either way the update first notes where it is going, in the third field of `position`. If it dies after all
-(the process survives, a kernel failed), only a delta that leads at least that far overwrites everything that
-it may have written.
+Either way the update first records its target in the third field of `position`. If it dies (the process
+survives, a kernel failed), only a delta that ends at or beyond the target overwrites everything that it may
+have written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from exporter.subgraph.read_delta import DeltaForm, ReadDelta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
 
 CHUNK_ROWS = 4096
-"""Rows written under one lock of a table, which lookups wait for: about a millisecond for 64 floats a row."""
+"""Rows written under one lock of a table, for which lookups wait: about a millisecond for 64 floats a row."""
 
 _LONGEST_QUIET_SECONDS = 30.0  # that an update waits, if readers asked for more or the clock was set back
 
@@ -36,21 +36,21 @@ _AT_ONCE = 4  # scatters at the same time: a model with fewer tables than this h
 
 
 DeltaPlaces: TypeAlias = dict[tuple[str, int], Places]
-"""Where a delta's rows go in overlays: by the name of the table, and the number of its handle."""
+"""The places of a delta's rows in overlays, by the table's name and the number of its handle."""
 
 
 class JoinedRows(Struct, frozen=True):
-    """The rows of a variable that lies in another with several: the handle of that, and the first row."""
+    """The rows of a variable that is part of a joined one: the handle of that, and the first row in it."""
 
     handle: Tensor
     first: int
 
 
 class UpdateTarget(Struct, frozen=True):
-    """The variables that a delta is written into: handles by the names of the schema.
+    """The variables into which a delta is written: handles by the names of the schema.
 
-    A name has several handles if several variables of the graph are restored from one tensor. The handle of
-    a mapped table comes with its overlay, that of a joined variable with its first row.
+    A name has several handles if several variables of the graph are restored from one tensor. The handle of a
+    mapped table comes with its overlay, the handle of a joined variable with its first row.
     """
 
     schema: Schema
@@ -63,14 +63,14 @@ class UpdateTarget(Struct, frozen=True):
 
     @property
     def _own(self) -> tuple[ServedVariable, ...]:
-        """The variables of which some tensor is written by itself."""
+        """The variables with a tensor that is written separately."""
         handles = self.handles
         is_joined = {name: all(isinstance(each, JoinedRows) for each in handles[name]) for name in handles}
         return tuple(v for v in self.schema.variables if not (handles[v.name] and is_joined[v.name]))
 
     @property
     def _joined(self) -> list[tuple[Tensor, tuple[tuple[ServedVariable, int], ...]]]:
-        """The handle of each joined variable, with its parts: a variable, and the row where it begins."""
+        """The handle of each joined variable, with its parts: a variable, and its first row there."""
         found: dict[Any, list[tuple[ServedVariable, int]]] = {}
         for variable in self.schema.variables:
             for handle in self.handles[variable.name]:
@@ -79,8 +79,8 @@ class UpdateTarget(Struct, frozen=True):
         return [(handle.deref(), tuple(parts)) for handle, parts in found.items()]
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
-        """Choose where a delta's rows go in overlays; nowhere if it is refused: its ids may be any."""
-        # Slots are read once, before anything is written: the same places tell whether there is room.
+        """Choose places for a delta's rows in overlays; none if it is refused, as its ids may be invalid."""
+        # Slots are read once, before anything is written: the check for room uses the same places.
         overlays = {
             (name, number): handle
             for name, handles in self.handles.items()
@@ -113,7 +113,7 @@ class UpdateTarget(Struct, frozen=True):
         return name
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
-        """List the writes that a delta needs, given its `places`. Variables without elements need none."""
+        """List the writes that a delta needs, given its `places`; variables without elements need none."""
         found, joined = self.form.take(delta.tensors)
         tensors = [tensor for its_tensors in (*found.values(), *joined) for tensor in its_tensors]
         writes = Writes(tensors, [], [], [], [], [], [], [], [])
@@ -148,16 +148,17 @@ class UpdateTarget(Struct, frozen=True):
 
 
 class Writes(Struct, frozen=True):
-    """A delta's `tensors`, and the writes to do with them, one for each handle.
+    """A delta's `tensors`, and the writes that it needs, one for each handle.
 
     `tables` are scattered (handle, ids, rows), `dense` variables assigned (handle, whether it changed,
     value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
 
-    Of overlays `overlaid` rows are scattered first (handle, places, rows), and the slots of some pages
-    `cleared` (overlay, pages, contents); then the `slots` that lead to rows (handle, at, places) and the
-    `pages` that lead to slots (handle, pages, contents). Last it is assigned how much is `used`, and whether
-    any is (handle, value). So what leads anywhere leads to what is there; and an update that dies takes
-    nothing for good: `Overlay.place` of the one that repairs looks at slots and pages, too.
+    For overlays, first the `overlaid` rows are scattered (handle, places, rows), and the slots of some pages
+    `cleared` (overlay, pages, contents); then the `slots` that point to rows (handle, at, places) and the
+    `pages` that point to slots (handle, pages, contents). Last, the amounts in `used` are assigned, and
+    whether any is (handle, value). So a pointer always points to valid content; and an update that dies loses
+    no place for good:
+    `Overlay.place` of the repairing update reads slots and pages, too.
     """
 
     tensors: Sequence[Tensor]
@@ -179,7 +180,9 @@ def write_snapshot(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Add the writes of all tensors while the sequence is odd; the last operation, for others to wait for."""
+    """Add the writes of all tensors while the sequence is odd; return the last operation, for others to wait
+    for.
+    """
     # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
@@ -189,9 +192,9 @@ def write_snapshot(
     scattered = (*tables, *writes.overlaid, *writes.cleared, *slots, *writes.pages)
     chosen = (value for _, *values in (*scattered, *dense, *writes.used) for value in values)
     prepared = [*writes.tensors, start, end, *chosen]
-    # Rows of overlays, too: no slot leads to where they are written (`exporter.subgraph.overlay`). As nobody
-    # waits for these, one table follows another: at once they would hold all threads of a server's pool, on
-    # which predictions run, for some 20 ms on two cores.
+    # Rows of overlays, too: no slot points to their places (`exporter.subgraph.overlay`). As nobody waits for
+    # these, one table follows another: at once they would occupy all threads of a server's pool, on which
+    # predictions run, for some 20 ms on two cores.
     rows: list[Tensor] = []
     for write in writes.overlaid:
         with tf.control_dependencies([*prepared, *rows[-1:]]):
@@ -201,8 +204,8 @@ def write_snapshot(
     with tf.control_dependencies([*prepared, *rows]):
         granted = _grant_quiet(state)
     with tf.control_dependencies([granted]):
-        # `since` before odd: a reader that finds the sequence odd takes `since` for its beginning, and would
-        # lose patience at once with an old one. The target before the first write: see the module.
+        # `since` before odd: a reader that finds the sequence odd takes `since` as the beginning, and would
+        # lose patience at once with an old value. The target before the first write: see the module.
         noted = [assign(state.since, tf.timestamp()), assign(state.position, start)]
         # `| 1`, not `+ 1`: if an update died while the sequence was odd, `+ 1` would make it even here.
         odd = tf.bitwise.bitwise_or(state.read("sequence"), 1)
@@ -229,11 +232,11 @@ def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _grant_quiet(state: UpdateState) -> Tensor:
-    """Add a loop that waits for the quiet that readers ask for; the time at its end."""
+    """Add a loop that waits for the quiet that readers ask for; return the time at its end."""
 
-    # What they ask for meanwhile is granted by the next update: they delay an update once, but never keep it
-    # out. This is the only loop of a snapshot, and it stands before all writes: a call that is cancelled in
-    # it has written nothing.
+    # Later requests are granted by the next update: readers delay an update once, but never block it. This is
+    # the only loop of a snapshot, and it comes before all writes: a call that is cancelled in it has written
+    # nothing.
     def wait(_: Tensor) -> Tensor:
         with tf.control_dependencies([sleep()]):
             return tf.timestamp()
@@ -245,7 +248,7 @@ def _grant_quiet(state: UpdateState) -> Tensor:
 
 
 def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Cut the rows of a few tables into parts, to be written at the same time; of many tables none."""
+    """Cut the rows of a few tables into parts, to be written at the same time; many tables stay whole."""
     # The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
     count = _AT_ONCE // len(tables) if tables else 1
     if count < 2:
@@ -267,13 +270,13 @@ def write_rows(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Add the writes of all tensors outside of the sequence, tables chunk by chunk; the last operation."""
+    """Add the writes of all tensors outside the sequence, tables in chunks; return the last operation."""
     writes = target.writes(delta, places)
     placed = [at for _, at, *_ in (*writes.overlaid, *writes.slots, *writes.pages)]
     with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
         sequence = state.read("sequence")
         noted = assign(state.position, start)
-    # The target is noted before the first write: see the module.
+    # The target is recorded before the first write: see the module.
     with tf.control_dependencies([noted]):
         written = [
             assign(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense
@@ -289,8 +292,8 @@ def write_rows(
 
 
 def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
-    """Add the assignment of the position after all writes, then that of the sequence: the last operation."""
-    # The position follows the writes: a call that fails in one leaves the target in it. It precedes the
+    """Add the assignments of the position, after all writes, and then of the sequence; return the latter."""
+    # The position follows the writes: a call that fails in one leaves the target recorded. It precedes the
     # sequence: a reader that finds the sequence even and unchanged has read this position, too.
     with tf.control_dependencies(written):
         moved = assign(state.position, end)
@@ -299,10 +302,10 @@ def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence
 
 
 def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
-    """The value to assign: the only one of `value` [1, ...] or, if not `changed`, the variable's own."""
+    """The value to assign: the only one in `value` [1, ...] or, if not `changed`, the variable's own."""
     # The variable's own value is not copied: reading and assigning it share one buffer. The branch chooses
     # the value and the assignment is unconditional: servers with `enable_mlir_graph_optimization` lose the
-    # order of an assignment that stands in a branch. It is made of raw ops, because `tf.cond` makes two
+    # order of an assignment inside a branch. It is made of raw ops, because `tf.cond` makes two
     # functions for each variable, and a server takes seconds to inline them all.
     held = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
     kept = tf.raw_ops.Switch(data=held, pred=changed).output_false
@@ -317,7 +320,7 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
     # (source: tensorflow/core/kernels/lookup_table_op.cc, `ImportValues`).
     def replace() -> Tensor:
         # Shape inference takes keys for scalars, but tables that store all their buckets hold keys of shape
-        # [1]. So it is shown tensors of unknown shape.
+        # [1]. So it gets tensors of unknown shape.
         whole = [
             tf.raw_ops.PlaceholderWithDefault(input=half[0], shape=tf.TensorShape(None))
             for half in (keys, values)
@@ -330,7 +333,7 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
 
 
 def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces) -> Tensor:
-    """Add a loop that writes the next chunk of every table in each round, then one for slots of overlays."""
+    """Add a loop that writes one chunk of every table per round, then one for slots of overlays."""
 
     # The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
     # them before its first update, which with a hundred tables takes noticeable time for each node.
@@ -352,7 +355,7 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
                 (*writes.slots, *writes.pages) if leads else (*writes.tables, *writes.overlaid)
             )
         ]
-        # Nobody reads these: no lookup has to wait for them.
+        # Nobody reads these slots yet, so no lookup waits for them.
         for overlay, *led in () if leads else writes.cleared:
             scatters.append(overlay.clear(*(tf.raw_ops.StridedSlice(input=each, **rows) for each in led)))
         with tf.control_dependencies(scatters):
@@ -374,5 +377,5 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
-    """A value of the position variable, int64 [3]."""
+    """A value for the position variable, int64 [3]."""
     return tf.stack([position, step, tf.cast(target, tf.int64)])

@@ -1,4 +1,4 @@
-"""The terminal, for both commands: parameters, what is printed, errors and exit codes, signals."""
+"""The terminal, for both programs: parameters, printing, errors and exit codes, signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 class Leave(SystemExit):
-    """The end of a command that has said all there is to say; any other SystemExit is a library's."""
+    """The end of a command that has printed everything; any other SystemExit comes from a library."""
 
 
 def interrupt_at_once() -> None:
@@ -19,14 +19,14 @@ def interrupt_at_once() -> None:
 
 
 ONE_STOP_SECONDS = 5.0
-"""A SIGTERM so soon after another is the same request: systemd sends it to all processes of a unit, and the
-process of `--config` to those that it started."""
+"""A SIGTERM within this time of another is the same request: systemd sends it to all processes of a unit, and
+the process of `--config` to those that it started."""
 
 
 def interrupt_by_exception() -> None:
     """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, so that work in progress is unwound.
 
-    A second SIGTERM, within `ONE_STOP_SECONDS`, does not interrupt the unwinding.
+    A second SIGTERM within `ONE_STOP_SECONDS` is ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,8 +53,8 @@ def stop_on_sigterm() -> None:
 def sleep_until_a_signal() -> None:
     """Sleep until a signal's handler raises, even if the signal came just before or to another thread.
 
-    The interpreter writes to the pipe for each signal, in whichever thread: so no signal is lost between a
-    check and the sleep, and the main thread wakes up to run the handler.
+    The interpreter writes to the pipe for each signal, in any thread: so no signal is lost between a check
+    and the sleep, and the main thread wakes up to run the handler.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

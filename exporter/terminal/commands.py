@@ -1,6 +1,6 @@
-"""Programs of several commands, each of which is imported, and its options made, when it is asked for.
+"""Programs of several commands, each imported, with its options, only when it is called.
 
-To make all commands of `export-model` takes longer than a small delta, and half as long as its `--help`.
+Building all commands of `export-model` takes longer than a small delta, and half as long as its `--help`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from exporter.terminal.parameters import help_of, with_structs
 
 
 class LateCommand(Struct, frozen=True):
-    """A command before it is imported."""
+    """A command that is not imported yet."""
 
     module: str
     function: str
@@ -25,13 +25,13 @@ class LateCommand(Struct, frozen=True):
     """Keyword arguments of `typer.Typer.command`."""
 
     def load(self) -> Callable[..., None]:
-        """The function that runs it, whose module is imported."""
+        """Import the module and return the function that runs the command."""
         function: Callable[..., None] = getattr(import_module(self.module), self.function)
         return function
 
 
 class Commands(Mapping[str, Any]):
-    """Click's commands by their names."""
+    """Click's commands by their names, made when they are first used."""
 
     def __init__(self, late: Mapping[str, LateCommand]) -> None:
         self._late = late
@@ -62,13 +62,13 @@ class Commands(Mapping[str, Any]):
 def application(
     help: str, late: Mapping[str, LateCommand], *, invoke_without_command: bool = False
 ) -> typer.Typer:
-    """A program of several commands. `help` is of the command without a name, which is its callback.
+    """A program of several commands. `help` is the help text of the program, or of its callback.
 
-    A callback that runs without a command has options of its own for help.
+    A callback that runs without a command has its own help options.
     """
 
     class Program(PlainGroup):
-        """A group of commands that are made late."""
+        """A group of commands that are made when they are used."""
 
         def __init__(self, **settings: Any) -> None:
             commands: Any = Commands(late)
@@ -90,8 +90,8 @@ def application(
 
 
 def without_variables(command: Any) -> Any:
-    """The command, whose help names no environment variables: they follow one rule, and a help text is long
-    enough.
+    """The command, whose help no longer names environment variables: one rule gives all names, and help is
+    long.
     """
     for one in command.params:
         one.show_envvar = False

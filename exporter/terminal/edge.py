@@ -1,4 +1,4 @@
-"""What the two command lines share: one sink, errors to exit codes, signals, and their common options."""
+"""The common part of both command lines: one sink, errors to exit codes, signals, and common options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from exporter.version import __version__
 
 
 class OutputFlags(Struct, frozen=True):
-    """How a command prints: the options that all of them have."""
+    """The options of every command about its output."""
 
     json_: Annotated[bool, Option("Print JSON: one document on stdout, errors on stderr.", name="--json")] = (
         False
@@ -36,12 +36,12 @@ class OutputFlags(Struct, frozen=True):
 
     @property
     def mode(self) -> OutputMode:
-        """The reader that the flags ask for."""
+        """The output mode that the flags ask for."""
         return OutputMode.JSON if self.json_ else OutputMode.QUIET if self.quiet else OutputMode.HUMAN
 
 
 AS_TEXT = OutputFlags()
-"""Nothing was typed: text for a person."""
+"""The default: text for a person."""
 
 
 def _print_version(is_asked: bool) -> None:
@@ -54,12 +54,12 @@ _version_option = partial(
     typer.Option, callback=_print_version, is_eager=True, help="Print the program's version."
 )
 VersionFlag = Annotated[bool, _version_option("-V")]
-"""Where `--version` is an export's, or the version to ask."""
+"""For commands whose `--version` means something else."""
 VersionOption = Annotated[bool, _version_option("--version", "-V")]
 
 
 def _exit_codes() -> str:
-    """The table of exit codes at the end of a help text, a code a line: two columns do not fit a terminal."""
+    """The table of exit codes for the end of a help text, one per line: two columns do not fit a terminal."""
     rows = (f"  {int(code):<5}{code.meaning}" for code in Exit)
     return "\b\nExit codes:\n" + "\n".join(rows)
 
@@ -67,14 +67,14 @@ def _exit_codes() -> str:
 EXIT_CODES = _exit_codes()
 
 NOTES = "notes"
-"""Where the context has what is to be said of the arguments: see `run`."""
+"""The key, in the context's object, of notes about the arguments: see `run`."""
 
 
 @contextmanager
 def command(flags: OutputFlags) -> Iterator[Output]:
-    """Run a command's body with its sink; whatever it raises ends in a message and an exit code.
+    """Run a command's body with its sink; any exception ends in a message and an exit code.
 
-    SIGTERM is treated as SIGINT is: the body is unwound, so that staging is removed.
+    SIGTERM is treated like SIGINT: the body is unwound, so that staging is removed.
     """
     sink = Output(flags.mode)
     if taken := TAKEN.get():
@@ -94,12 +94,12 @@ def command(flags: OutputFlags) -> Iterator[Output]:
         _finish(sink, error, flags.debug)
     except KeyboardInterrupt:
         _finish(sink, Interrupted("interrupted"), flags.debug)
-    except BrokenPipeError:  # the reader of stdout has gone (`| head`): nothing is left to say
+    except BrokenPipeError:  # the reader of stdout has ended (`| head`): print nothing more
         silence(sys.stdout)
         raise typer.Exit(Exit.FAILURE) from None
     except ModuleNotFoundError as error:
         _finish(sink, needed(error), flags.debug)
-    except OSError as error:  # of some look at a path: whether it is there, or a file
+    except OSError as error:  # from some look at a path: whether it exists, or is a file
         _finish(sink, unreachable(error), flags.debug)
     except Leave:
         raise
@@ -112,7 +112,7 @@ def command(flags: OutputFlags) -> Iterator[Output]:
 
 
 def outlived(sink: Output, error: ExportError) -> None:
-    """Say what went wrong, or is waited for, and that the command goes on all the same."""
+    """Print an error that the command survives; one that may pass as a note that the command is waiting."""
     if error.may_pass:
         sink.note(f"waiting: {error.message}")
     else:
@@ -120,7 +120,7 @@ def outlived(sink: Output, error: ExportError) -> None:
 
 
 def watch_ended(sink: Output, why: str) -> None:
-    """Print the last line of a watch: why it ended."""
+    """Print the last line of a watch: the reason why it ended."""
     sink.note(f"the watch has ended: {why}")
 
 
@@ -137,8 +137,9 @@ class PublishedSoFar(Struct):
 
 @contextmanager
 def until_interrupted(sink: Output) -> Iterator[PublishedSoFar]:
-    """Run a watch, which Ctrl-C and SIGTERM end as its own limits do: what is under way is unwound, and it is
-    no error. Its last line says what was published.
+    """Run a watch, which Ctrl-C and SIGTERM end without an error: work in progress is unwound.
+
+    The last line says how many publications there were, and names the newest.
     """
     published = PublishedSoFar()
     try:
@@ -149,7 +150,7 @@ def until_interrupted(sink: Output) -> Iterator[PublishedSoFar]:
 
 
 class Interrupted(ExportError):
-    """SIGINT or SIGTERM."""
+    """The command was ended by SIGINT or SIGTERM."""
 
     exit_code = Exit.INTERRUPTED
     default_hint = "nothing is half-written; run the command again"
@@ -166,15 +167,16 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
 
 
 def _say_all_characters() -> None:
-    """Write what a stream's encoding lacks as an escape: no name of a file is to fail what is done."""
+    """Print characters that a stream's encoding lacks as escapes, so that no file's name fails a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def _keep_stderr() -> None:
-    """Give `sys.stderr` a descriptor of its own: number 2 leads elsewhere while some thread imports
-    TensorFlow, and what another thread said meanwhile, perhaps why the program ends, would be lost.
+    """Give `sys.stderr` its own descriptor, since number 2 is redirected while a thread imports TensorFlow.
+
+    Otherwise another thread's messages at that time, perhaps the reason why the program ends, would be lost.
     """
     with suppress(OSError, ValueError):  # it has no descriptor, or there are no more
         if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
@@ -182,8 +184,10 @@ def _keep_stderr() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give closed standard streams (`>&-`) their descriptors back: a file that is opened next would get them,
-    and with them what is printed. Writing to such a stream still fails, as it should.
+    """Give closed standard streams (`>&-`) their descriptors back.
+
+    Otherwise the next file to be opened would get them, and with them the program's output. Writing to such a
+    stream still fails, as it should.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -194,12 +198,12 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  for good
 
 
-# Click's own class, whichever Click there is: from 0.26 on Typer carries one along.
+# Click's own class, of whichever Click: from 0.26 on Typer contains one.
 _ClickUsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 Rewrite = Callable[[list[str]], tuple[list[str], list[str]]]
-"""What is typed, made into what is parsed, and what the command is to say of it."""
+"""A function from the typed arguments to the arguments to parse, and notes to print about them."""
 
 
 def run(
@@ -210,15 +214,15 @@ def run(
     *,
     takes: Sequence[str] = (),
 ) -> NoReturn:
-    """Run an application as a program; Typer's usage errors leave by the same door as all others.
+    """Run an application as a program; Typer's usage errors are printed like all others.
 
-    `takes` are options, or a command, for words that stand where a command is expected: see `wrong_use`.
+    `takes` are the options, or a command, that take words typed in place of a command: see `wrong_use`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()
     _keep_stderr()
     _say_all_characters()
-    if arguments == ["--version"]:  # alone; an export's version number stands behind it
+    if arguments == ["--version"]:  # alone; as an export's option it has a version number
         arguments = ["-V"]
     program = without_variables(typer.main.get_command(app))
     ARGUMENTS.set(tuple(arguments))

@@ -1,4 +1,4 @@
-"""Help as plain lines of 80 columns: the options of most runs, those of one topic, or all by heading.
+"""Help as plain lines of 80 columns: the most used options, those of one topic, or all by heading.
 
 Typer's own help has panels, which cut long names off and break examples: no command here prints them.
 """
@@ -19,7 +19,7 @@ from exporter.errors import Exit, UsageError, nearest
 _WIDTH = 80
 _COLUMN = 24
 _OUTPUT, _EXIT_CODES = "output", "exit-codes"
-"""The topic of options without a heading, and one that has no options."""
+"""The topic of options without a heading, and the topic of exit codes."""
 
 
 class Help(Struct, frozen=True):
@@ -71,7 +71,7 @@ class Help(Struct, frozen=True):
 
 
 class PlainCommand(TyperCommand):
-    """A command whose help is plain lines, by heading: names of options are whole at any width."""
+    """A command whose help is plain lines, by heading; names of options are whole at any width."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
@@ -87,13 +87,13 @@ class PlainGroup(TyperGroup):
 
 
 def _all_of(command: Any, context: Any) -> Iterator[str]:
-    """The lines of a page: a command's text, each option, and each command of a group."""
+    """Yield the lines of a page: a command's text, each option, and each command of a group."""
     yield from (
         re.sub(r"\{(\S+)\}", r"\1", command.get_usage(context)),
         "",
-    )  # Click's form of what is required
+    )  # without the braces that Click puts around required parameters
     for line in command.help.splitlines():
-        is_example = line.startswith(" ")  # it stays one line, which can be copied
+        is_example = line.startswith(" ")  # not wrapped, so that it can be copied
         yield from ("",) if not line else (line,) if is_example else textwrap.wrap(line, _WIDTH)
     by_heading: dict[str, list[Any]] = {}
     for one in command.get_params(context):
@@ -111,7 +111,7 @@ def _commands(group: Any, context: Any) -> Iterator[str]:
 
 
 def _clause(text: str, width: int) -> str:
-    """A sentence, or as many of its clauses as fit."""
+    """A sentence, shortened to as many of its clauses as fit."""
     if len(text) <= width:
         return text
     first = re.split("[:;]", text)[0]
@@ -119,7 +119,7 @@ def _clause(text: str, width: int) -> str:
 
 
 def _options(parameters: Iterable[Any], context: Any) -> Iterator[str]:
-    """Lines of help: each option's name, and its text in a second column."""
+    """Yield lines of help: each option's name, and its text in a second column."""
     for one in parameters:
         if (record := one.get_help_record(context)) is None:
             continue

@@ -1,12 +1,11 @@
-"""Files of options, JSON or TOML: those of one command, or those of several models with what they share.
+"""Files of options, JSON or TOML: for one command, or for several models with shared options.
 
     keep = 3                           # of all models
-
     [models.ranker]
     ckpt-dir = "train/ranker"
     out = "models/ranker"
 
-`--options FILE` takes a table of options; `--options FILE#ranker` those of one model, with what all share.
+`--options FILE` uses a table of options; `--options FILE#ranker` uses one model's, with the shared ones.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
 
 def options_in(path: Path) -> Mapping[str, Any]:
-    """The options in a file, or of a model in it (`FILE#NAME`), by name.
+    """The options in a JSON or TOML file; with `FILE#NAME`, those of a model and the shared ones.
 
     Raises:
-        UsageError: it cannot be read, has no such model, or has several and none is named.
+        UsageError: it cannot be read or has no such model; or it has models, and none is named.
     """
     file, name = _parted(str(path))
     found = _read(Path(file))
@@ -62,7 +61,7 @@ def _with_shared(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def _parted(text: str) -> tuple[str, str]:
-    """A file's path, and the model's name behind it; a path may have a `#` of its own."""
+    """A file's path, and the model's name after `#`; the path may contain a `#`, too."""
     parts = text.split("#")
     ends = [end for end in range(1, len(parts) + 1) if Path("#".join(parts[:end])).is_file()]
     end = ends[-1] if ends else 1
@@ -70,10 +69,10 @@ def _parted(text: str) -> tuple[str, str]:
 
 
 def models_in(path: Path) -> dict[str, dict[str, Any]]:
-    """The options of each model in a file, with what all share, by name and in the file's order.
+    """The options of each model in a file, with the shared ones; by name, in the file's order.
 
     Raises:
-        UsageError: it cannot be read, or has none.
+        UsageError: it cannot be read, or has no models.
     """
     if "#" in str(path) and not path.exists():
         raise UsageError(
@@ -86,7 +85,7 @@ def models_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _meant(found: Mapping[str, Any]) -> str:
-    """The hint for a file that has `[model.NAME]`; empty if it has not."""
+    """The hint for a file with `[model.NAME]`; empty for any other."""
     named = found.get("model")
     return f"write [{_MODELS}.{next(iter(named), 'NAME')}]: with an s" if isinstance(named, dict) else ""
 
@@ -116,13 +115,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"{path} cannot be read as options", cause=str(error), hint=form) from error
     if not isinstance(found, dict):
         raise UsageError(f"{path}: expected a JSON object", hint=form)
-    if "config" in found:  # each of its models would begin with all of them again
+    if "config" in found:  # each of its models would start all of them again
         raise UsageError(f"{path} has an option 'config'", hint="leave it out: it is typed")
     return found
 
 
 def _toml(text: str) -> Any:
-    # of a key of n parts the library reads n tables n times
+    # the library's time grows with the square of a key's parts
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
         raise ValueError(f"a line has more than {_MOST_DOTS} dots: write one value a line")
     return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)

@@ -1,10 +1,9 @@
-"""Print results, notes and errors, for people, as JSON or not at all. Nothing else in the program prints.
+"""Print results, notes and errors: for people, as JSON, or not at all. Nothing else in the program prints.
 
-stdout carries results, stderr talk. Colour is decided for each stream: NO_COLOR > FORCE_COLOR > isatty.
-
-Lines hold styled words, `[bold]label[/] text`, for a stream with colours or without. A backslash makes the
-next character plain text. All other control characters are escaped. rich takes longer to import than many a
-command to run: it is left for tables and progress bars.
+stdout has results, stderr has notes and errors. Colour is decided for each stream: NO_COLOR > FORCE_COLOR >
+isatty. Lines contain styled words, `[bold]label[/] text`, for a stream with colours or without. A backslash
+makes the next character plain text. All other control characters are escaped. Importing rich takes longer
+than many a command: it is imported only for tables and progress bars.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ def escape(value: Any) -> str:
 
 
 def labelled(label: str, value: Any) -> str:
-    """A line of a result: what it is, and in a column of its own what was found."""
+    """A line of a result: a label, and a value in the second column."""
     return f"[bold]{label:<14}[/]{escape(value)}"
 
 
 def rendered(line: str, *, coloured: bool) -> str:
-    """A line as a terminal takes it, or without styles: no control character but those of the styles."""
+    """A line with its styles as escape sequences, or without styles; other control characters are escaped."""
 
     def style(found: re.Match[str]) -> str:
         literal, words = found.groups()
@@ -63,12 +62,12 @@ def rendered(line: str, *, coloured: bool) -> str:
 
 
 def plain(*lines: str) -> bytes:
-    """The body of an answer of the kind text/plain: people read it on a terminal, too."""
+    """The body of a text/plain answer; control characters are escaped, as people read it on terminals."""
     return "".join(f"{printable(line)}\n" for line in lines).encode()
 
 
 def quote_logs() -> None:
-    """Make what the process logs printable, where nobody set up a handler of their own."""
+    """Escape control characters in logged lines, unless the program set up its own handler."""
     import logging
 
     class Quoted(logging.Formatter):
@@ -80,10 +79,10 @@ def quote_logs() -> None:
 
 
 _SILENCE_S = 2.0
-"""How long a command may say nothing on a terminal."""
+"""Seconds without output on a terminal after which a command says that it is at work."""
 
 FORMAT_VERSION = 1
-"""Version of every JSON document; it comes first in each."""
+"""The version of every JSON document; it comes first in each."""
 
 
 class Failure(Struct, frozen=True):
@@ -94,7 +93,7 @@ class Failure(Struct, frozen=True):
     message: str
     """What was found, and what was expected."""
     cause: str
-    """Why, if that is known; otherwise empty."""
+    """The cause, if it is known; otherwise empty."""
     hint: str
     """The next command, or what to change."""
     exit_code: int
@@ -112,10 +111,10 @@ class OutputMode(Enum):
 class Output(Struct):
     """A command's output. Streams default to the process's own at the time of the call.
 
-    With `json_lines` each document takes one line, and people read the time of each result and note: for a
-    command that goes on and has many results. What cannot be written then is missed, and the next is tried.
-    With `is_brief` people read one line of each result that has one. `has_spoken` tells whether a person
-    has read anything yet.
+    With `json_lines` each document is one line, and people see the time of each result and note: for a
+    command that runs on and has many results. A failure to write is then ignored, and the next result is
+    tried. With `is_brief` people get one line for each result that has one. `has_spoken` is true once
+    anything was printed for a person.
     """
 
     mode: OutputMode = OutputMode.HUMAN
@@ -128,11 +127,10 @@ class Output(Struct):
     def result(
         self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
     ) -> None:
-        """Print the command's result, as JSON or as lines for people; `lines` and `brief` may hold markup.
+        """Print the command's result, as JSON or as lines for people; `lines` and `brief` may contain markup.
 
-        `document` is one of `exporter.cli.documents` or `serving.documents`.
-
-        `is_done`: it reports something that has happened, so that a failure to print it is a warning.
+        `document` is one of `exporter.cli.documents` or `serving.documents`. `is_done`: the result has
+        happened already, so that a failure to print it is only a warning.
         """
         with self._writing_stdout(is_done=is_done):
             if self.mode is OutputMode.JSON:
@@ -200,7 +198,7 @@ class Output(Struct):
             self.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Print a remark for people, on stderr."""
+        """Print a note for people, on stderr."""
         if self.mode is OutputMode.HUMAN:
             self._say(escape(" ".join([*self._time(), bounded(text)])))
 
@@ -210,7 +208,7 @@ class Output(Struct):
             self._say(f"[yellow]warning:[/] {escape(bounded(text))}")
 
     def _say(self, *lines: str) -> None:
-        """Print lines on stderr; that it cannot be written fails no command."""
+        """Print lines on stderr; a failure to write is ignored."""
         self.has_spoken = True
         try:
             for line in lines:
@@ -221,7 +219,7 @@ class Output(Struct):
 
     @contextmanager
     def at_work(self, what: str) -> Iterator[None]:
-        """Say on a terminal what is at work if nothing else is said for two seconds."""
+        """Print on a terminal that the command is at work if nothing else was printed for two seconds."""
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield
             return
@@ -239,11 +237,11 @@ class Output(Struct):
             timer.cancel()
 
     def trouble(self, text: str) -> None:
-        """Print an error that the command outlives, on stderr, also with --quiet."""
+        """Print an error that the command survives, on stderr, also with --quiet."""
         self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def close(self) -> None:
-        """Write what is left; what cannot be written is let go."""
+        """Flush both streams; a failure to write is ignored."""
         for stream in (self.stdout, self.stderr):
             try:
                 stream.flush()
@@ -251,11 +249,11 @@ class Output(Struct):
                 silence(stream)
 
     def _give_up(self, stream: IO[str]) -> None:
-        if not self.json_lines:  # a disk that is full now may have space when there is more to say
+        if not self.json_lines:  # else keep it: a full disk may have space for the next result
             silence(stream)
 
     def error(self, error: ExportError) -> None:
-        """Print an error with its cause and hint; with --json as one object, stderr's last line."""
+        """Print an error with its cause and hint; with --json as one object, the last line of stderr."""
         _explain(error)
         if self.mode is OutputMode.JSON:
             failure = Failure(
@@ -274,7 +272,7 @@ class Output(Struct):
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Progress]:
-        """A progress bar on stderr if that is a terminal and a person reads it."""
+        """A progress bar on stderr, if that is a terminal and a person reads it."""
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
             return
@@ -283,7 +281,7 @@ class Output(Struct):
         from rich.text import Text
 
         class Bytes(bars.ProgressColumn):
-            """rich's own have other units than what is printed at the end."""
+            """A column of bytes done and speed, in the units of final results, which rich's own lacks."""
 
             def render(self, task: Any) -> Any:
                 speed = f", {human_bytes(task.speed)}/s" if task.speed else ""
@@ -303,7 +301,7 @@ class Output(Struct):
         from rich.console import Console
 
         class Raising(Console):
-            """rich's own leaves the program with exit code 1, whatever has been done."""
+            """A console that raises BrokenPipeError; rich's own ends the program with exit code 1."""
 
             def on_broken_pipe(self) -> None:
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -331,7 +329,8 @@ class _Bar(Struct, frozen=True):
 
 
 def as_json(document: Any, indent: int | None = None) -> str:
-    """A document as ASCII: JSON writes all that a terminal would obey as an escape, except one."""
+    """A document as ASCII JSON without control characters."""
+    # JSON escapes all control characters except one, DEL.
     text = json.dumps(document, indent=indent, default=to_json)
     return shown(text, lambda url: json.dumps(url)[1:-1]).replace("\x7f", "\\u007f")
 
@@ -344,7 +343,7 @@ def to_json(value: Any) -> Any:
 
 
 def silence(stream: IO[str]) -> None:
-    """Send a stream that fails to nowhere, so that what is left in it is not tried again at exit."""
+    """Redirect a stream that failed to /dev/null, so that its buffer is not written again at exit."""
     with suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
@@ -352,7 +351,8 @@ def silence(stream: IO[str]) -> None:
 
 
 def use_colour(stream: IO[str]) -> bool:
-    """NO_COLOR > FORCE_COLOR > isatty; an empty variable counts as unset (no-color.org)."""
+    """True if the stream gets colours: NO_COLOR > FORCE_COLOR > isatty; an empty variable counts as unset."""
+    # no-color.org
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):

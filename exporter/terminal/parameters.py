@@ -1,4 +1,4 @@
-"""Parameters of a command that stand together as one struct.
+"""Parameters of a command that are grouped in structs.
 
     class NameFlags(Struct, frozen=True):
         renames: Annotated[tuple[str, ...], Option("...", name="--rename", metavar="PATTERN=NAME")] = ()
@@ -7,13 +7,13 @@
     @with_structs
     def export(names: NameFlags) -> None:
 
-Typer reads the signature that `with_structs` gives a function: the struct's options take its place.
+Typer reads the signature that `with_structs` gives a function: the struct's options replace it.
 
 Values that are not typed come from environment variables, and from a file of options. An option's variable is
-the program's name and the option's, `EXPORT_MODEL_CKPT_DIR`; that of a subcommand has the subcommand between
-them, `EXPORT_MODEL_MERGE_KEEP`. `--options` names the file (`exporter.terminal.options_file`). What is typed
-goes first, then variables, then the file. Such a value counts like one that is typed, with one exception:
-where it would have no effect, it is left out instead of refused.
+the program's name and the option's, `EXPORT_MODEL_CKPT_DIR`; for a subcommand with the subcommand between
+them, `EXPORT_MODEL_MERGE_KEEP`. `--options` names the file (`exporter.terminal.options_file`). Typed values
+come first, then variables, then the file. Values from variables and files count like typed ones, with one
+exception: where a value would have no effect, it is ignored instead of refused.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from exporter.storage.local_paths import local_path, quoted, without_secrets
 OPTIONS_FILE = "--options"
 _NEARLY = 0.7
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?")
-"""What Kubernetes sets behind EXPORT_MODEL_ where there is a service `export-model`: no mistake."""
+"""Variables that Kubernetes sets after EXPORT_MODEL_ if there is a service `export-model`: not mistakes."""
 _BadParameter: type[Any] = typer.BadParameter
 
 
 class Taken(Struct, frozen=True):
-    """An option that was not typed."""
+    """An option that was not typed, and has its value from elsewhere."""
 
     option: str
     """Its name."""
     value: str
-    """Its value, as it would be typed."""
+    """Its value, in the form in which it would be typed."""
     source: str
-    """The environment variable or the file that it comes from."""
+    """The environment variable or the file with the value."""
 
 
 TAKEN: ContextVar[tuple[Taken, ...]] = ContextVar("TAKEN", default=())
-"""The options of the command that were not typed, and have an effect."""
+"""The options of the command that come from elsewhere and have an effect."""
 MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", default=())
-"""Variables that nothing reads, each with the one that was probably meant."""
+"""Environment variables that nothing reads, each with the one that was probably meant."""
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that a variable or file sets, by parameter; the file's values are put into `given`.
+    """The options that a variable or a file sets, by parameter; the file's values are put into `given`.
 
-    UsageError for an option of the file that there is not.
+    UsageError for an unknown option in the file.
     """
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
@@ -95,13 +95,13 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
 
 
 def variable_of(context: Any, parameter: Any) -> str | None:
-    """The environment variable that an option's value comes from; None if it does not come from one."""
+    """The environment variable with an option's value; None if the value does not come from one."""
     is_one = _source(context, parameter) == "ENVIRONMENT"
     return f"{context.auto_envvar_prefix}_{parameter.name.upper()}" if is_one else None
 
 
 def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
-    """A value of a file of options, as if it had been typed; an error knows the file."""
+    """A value from a file of options, parsed as if it had been typed; an error knows the file."""
     try:
         return parameter.type_cast_value(context, text)
     except _BadParameter as error:
@@ -110,7 +110,7 @@ def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
 
 
 def misspelt(context: Any) -> Iterator[tuple[str, str]]:
-    """Environment variables that are nearly those of options, each with the one that was probably meant."""
+    """Yield environment variables that nearly name an option, each with the one that was probably meant."""
     root = context.find_root()
     prefix = f"{root.auto_envvar_prefix}_"
     known = {one.name.upper() for one in root.command.params}
@@ -127,7 +127,7 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Refuse a file's value that would be misread: `True` is 1, and of a list the first would count."""
+    """Refuse a file's value that would be misread, as `true` for a number, or a list for one value."""
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
     elif isinstance(value, list | dict) and not parameter.multiple:
@@ -145,7 +145,7 @@ def _source(context: Any, parameter: Any) -> str:
 
 
 def _arguments_of(value: Any) -> Iterator[Any]:
-    """The arguments for a value of a file: a flag stays a flag, names and values become `NAME=VALUE`."""
+    """Yield the arguments for a file's value: a flag stays a flag, names and values become `NAME=VALUE`."""
     if isinstance(value, dict):
         yield from (f"{name}={each}" for name, each in value.items())
     elif isinstance(value, list):
@@ -155,20 +155,20 @@ def _arguments_of(value: Any) -> Iterator[Any]:
 
 
 _TYPED: ContextVar[Mapping[str, str] | None] = ContextVar("_TYPED", default=None)
-"""What was typed for the words of hints."""
+"""The typed values, by the words for them in hints."""
 _CONTEXT = "typer_context"
 ARGUMENTS: ContextVar[tuple[str, ...]] = ContextVar("ARGUMENTS", default=())
-"""What was typed behind the program's name."""
+"""The arguments that were typed after the program's name."""
 COMMAND = ContextVar("COMMAND", default="export-model")
-"""The command that was typed: the program's name, and that of its subcommand."""
+"""The typed command: the name of the program and of its subcommand."""
 _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} | {"DIR|PREFIX": "DIR"}
-"""The word of hints that stands for a parameter, by its metavar."""
+"""The words in hints that stand for a parameter, by its metavar."""
 
 
 def with_names(error: ExportError) -> ExportError:
-    """Replace words as MODEL in an error's hint by what was typed, so that it can be run.
+    """Replace words such as MODEL in an error's hint by the typed values, so that it can be run.
 
-    Returns the error.
+    Returns the same error.
     """
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
@@ -180,11 +180,11 @@ def with_names(error: ExportError) -> ExportError:
 
 
 def with_structs(function: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options of its structs as parameters, by heading.
+    """A command whose structs are replaced by their options as parameters, sorted by heading.
 
-    A default of the command's own has other values than the struct's.
+    A default of the parameter replaces the struct's own default values.
 
-    Raises (the command that is returned):
+    Raises (the returned command):
         UsageError: an option is given without one that it goes with.
     """
     parameters: list[inspect.Parameter] = []
@@ -233,7 +233,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
-    """Take the defaults of options that were not typed, and would have no effect."""
+    """Reset options that were not typed, and would have no effect, to their defaults."""
     while True:
         values = [
             (one, one.default if value is None else _value(one, value)) for one, _, value in found.values()
@@ -249,13 +249,13 @@ def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhe
 
 
 def _hint_word(parameter: inspect.Parameter) -> str:
-    """The word of hints that stands for a parameter's value; empty if none does."""
+    """The word in hints for a parameter's value; empty if there is none."""
     metavars = (getattr(one, "metavar", None) for one in getattr(parameter.annotation, "__metadata__", ()))
     return next((_WORDS[one] for one in metavars if one in _WORDS), "")
 
 
 def _sort_key(parameter: inspect.Parameter) -> int:
-    """A sort key: the place of the parameter's heading in `HEADINGS`, or behind all of them."""
+    """The place of the parameter's heading in `HEADINGS`; other headings come last."""
     places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
         getattr(one, "rich_help_panel", None) for one in getattr(parameter.annotation, "__metadata__", ())
@@ -264,7 +264,7 @@ def _sort_key(parameter: inspect.Parameter) -> int:
 
 
 def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
-    """A declared option as Typer takes it; what is parsed here is None unless it is typed."""
+    """A declared option as Typer's parameter; the parsed value is None unless it was typed."""
     option, parser = one.option, None
     kind: Any = option.typed or one.type
     if option.parse is not None:
@@ -294,7 +294,7 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
 
 
 def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser with a name of its own, which Click asks for."""
+    """The parser under a name of its own, which Click requires."""
 
     def value(text: str) -> Any:
         return parse(text)
@@ -330,7 +330,7 @@ def _typer_options(values: Struct) -> list[inspect.Parameter]:
 
 
 def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
-    """The struct with the values that were typed, by the path to each field; None: not typed."""
+    """The struct with the typed values, given by the path to each field; None means not typed."""
     changes: dict[str, Any] = {}
     parts: dict[str, dict[tuple[str, ...], Any]] = {}
     for (name, *inner), value in typed.items():
@@ -343,9 +343,9 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
 
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
-    """The value of an option's field for what was typed."""
+    """The value of an option's field, from the typed one."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
-        return kind(typed)  # of a file; Typer makes those that are typed
+        return kind(typed)  # from a file; Typer converts typed ones
     if _is_mapping(one.type):
         return pairs(one.name, typed)
     if get_origin(one.type) is tuple:
@@ -374,7 +374,7 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
 
 
 def help_of(text: str) -> str:
-    """A help text with a line for each paragraph, as Typer wants it; after a `\\b` lines are kept."""
+    r"""A help text with one line per paragraph, as Typer wants it; after a `\b` lines are kept."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
         each.removeprefix("\b\n") if each.startswith("\b") else " ".join(each.split()) for each in paragraphs

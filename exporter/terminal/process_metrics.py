@@ -1,4 +1,4 @@
-"""What each program of ours tells Prometheus of itself: version, processor time, memory, open files."""
+"""Metrics of each program about its own process: version, processor time, memory, open files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build_info(prefix: str) -> Described:
 
 
 def register_process(registry: Any, prefix: str) -> None:
-    """Add this process to a registry: `PREFIX_build_info`, and what prometheus_client reads of /proc."""
+    """Add this process to a registry: `PREFIX_build_info`, and prometheus_client's metrics from /proc."""
     from prometheus_client import Gauge, ProcessCollector
 
     info = build_info(prefix)

@@ -1,4 +1,4 @@
-"""Report the progress of long work, without knowing who shows it."""
+"""Report the progress of long work, independently of how it is shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 
 class Progress(Protocol):
-    """What long work reports to: `advance` counts bytes or items done."""
+    """The receiver of a long work's progress: `advance` counts bytes or items done."""
 
     def advance(self, amount: int) -> None:
         """Note `amount` more units as done."""
@@ -22,7 +22,7 @@ class NoProgress:
 
 
 ProgressFactory: TypeAlias = Callable[[str, int], AbstractContextManager[Progress]]
-"""Makes the progress bar of one piece of long work from a label and its number of bytes."""
+"""A function that makes a progress bar for one long work from a label and its number of bytes."""
 
 
 class _NotShown:
@@ -34,7 +34,7 @@ class _NotShown:
 
 
 no_progress = _NotShown()
-"""Makes progress bars that are not shown; `help` shows it as the default by its name."""
+"""A factory of progress bars that are not shown; `help` shows this default by its name."""
 
 
 def human_bytes(count: float) -> str:
@@ -47,7 +47,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """`42 s`, `5 min`, `3 h`, `2 d`: the largest unit of which there are two."""
+    """`42 s`, `5 min`, `3 h`, `2 d`: in the largest unit that gives at least two."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

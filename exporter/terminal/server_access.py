@@ -1,4 +1,4 @@
-"""The options by which a command reaches model servers over TLS, the same for every command that asks one."""
+"""The options by which a command reaches model servers over TLS, the same for all commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from msgspec import Struct
 
 SYSTEM_CA = "system"
-"""The certificate authorities that gRPC brings along, instead of a file."""
+"""The value for gRPC's own certificate authorities, instead of a file."""
 
 
 GROUP = "Reaching model servers over TLS"
@@ -18,9 +18,9 @@ _Option = partial(typer.Option, rich_help_panel=GROUP)
 
 
 class ServerAccess(Struct, frozen=True):
-    """How to reach model servers: without TLS, unless a certificate authority is named.
+    """Access to model servers: without TLS, unless a certificate authority is named.
 
-    These are names of files. What is in them is read when it is needed, and never part of a message.
+    These are names of files. Their content is read when it is needed, and never part of a message.
     """
 
     grpc_ca: Annotated[

@@ -1,7 +1,7 @@
-"""TensorFlow: which one fits, said by name; and, at the command lines, its messages at import silenced.
+"""TensorFlow: refuse unsupported versions by name; and, at the command lines, silence messages at import.
 
 TensorFlow's C++ side writes some lines straight to file descriptor 2 before any of its log settings apply. A
-finder on `sys.meta_path` redirects that descriptor while the package is imported, and prints what was caught
+finder on `sys.meta_path` redirects that descriptor while the package is imported, and prints the caught text
 if the import fails.
 """
 
@@ -28,16 +28,16 @@ _DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tensorflow-rocm
 
 
 OLDEST, NEWEST = (2, 15), (2, 22)
-"""The releases of TensorFlow that every part of this package is tested with: tests/matrix."""
+"""The oldest and newest release of TensorFlow with which this package is tested: tests/matrix."""
 _NIGHTLY = "tf-nightly"
-"""What is not released yet, which whoever installs it means to try; it may be of any newer release."""
+"""An unreleased TensorFlow, installed to try it on purpose; any newer version is accepted."""
 
 
 def require_tensorflow(purpose: str) -> None:
-    """Make sure, before anything is begun, that the TensorFlow that is needed is there.
+    """Refuse to begin unless a supported TensorFlow is installed; `purpose` names the work in the message.
 
     Raises:
-        TensorFlowNeeded: there is none, or one that does not fit.
+        TensorFlowNeeded: there is none, or an unsupported one.
     """
     if PathFinder.find_spec(_PACKAGE) is None:
         raise TensorFlowNeeded(f"{purpose} runs in TensorFlow, which is not installed")
@@ -45,7 +45,7 @@ def require_tensorflow(purpose: str) -> None:
 
 
 def needed(error: ModuleNotFoundError) -> ExportError:
-    """The named error for an import that failed."""
+    """The named error for a failed import."""
     if not _is_of_tensorflow(error):
         return ExportError(f"unexpected {type(error).__name__}: {error}")
     return TensorFlowNeeded("this runs in TensorFlow, which is not installed", cause=str(error))
@@ -53,12 +53,12 @@ def needed(error: ModuleNotFoundError) -> ExportError:
 
 @contextmanager
 def said_by_name() -> Iterator[None]:
-    """In somebody else's program, raise TensorFlowNeeded if an imported TensorFlow is missing or unfit.
+    """In somebody else's program, raise TensorFlowNeeded if an imported TensorFlow is missing or unsupported.
 
     Nothing else changes there: no message is silenced.
 
     Raises:
-        TensorFlowNeeded: what is done here runs TensorFlow, and there is none, or one that does not fit.
+        TensorFlowNeeded: the block runs TensorFlow, and there is none, or an unsupported one.
     """
     if sys.modules.get(_PACKAGE) is not None:
         require_fitting()
@@ -87,7 +87,7 @@ _WATCHED = WhileNeeded(_watched)
 
 
 def require_fitting() -> None:
-    """Make sure that the TensorFlow that is installed, if any, is one that fits.
+    """Refuse an installed TensorFlow that is not supported; none at all is accepted.
 
     Raises:
         TensorFlowNeeded: it is too old, or too new.
@@ -110,9 +110,9 @@ def require_fitting() -> None:
 
 
 def on_import_of_tensorflow() -> None:
-    """Silence imports of TensorFlow from now on, and let one that does not fit raise TensorFlowNeeded.
+    """Silence imports of TensorFlow from now on, and let an unsupported one raise TensorFlowNeeded.
 
-    It sees no GPU. Settings that the user made in the environment win.
+    It sees no GPU. Settings in the user's environment win.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help

@@ -1,4 +1,4 @@
-"""Say of a command line that Click refused what is wrong with it, and which command line was meant."""
+"""Explain a command line that Click refused, and propose the one that was probably meant."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", r
 def wrong_use(
     error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> UsageError:
-    """The error of a command line that Click refused; `command` is the program's root.
+    """The error for a command line that Click refused; `command` is the program's root.
 
-    `takes` are the options, or the command, for words that stand where a command is expected, in their order:
-    such a word is probably a path.
+    `takes` are the options, or the command, for words typed in place of a command, in their order: such a
+    word is probably a path.
     """
     message = error.format_message()
     for technical, plain in _PLAINLY.items():
@@ -77,14 +77,14 @@ def wrong_use(
 
 
 def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
-    """The context of the command that was asked for, as Click makes it while it parses nothing."""
+    """The context of the typed command, as Click makes it, without parsing its arguments."""
     root = command.make_context(program, [], resilient_parsing=True)
     sub = next((one for each in arguments if (one := command.get_command(root, each))), None)
     return root if sub is None else sub.make_context(sub.name, [], parent=root, resilient_parsing=True)
 
 
 def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
-    """The command line with its missing parameter; words too many become the values of required options."""
+    """The command line with its missing parameter; surplus words become the values of required options."""
     own = sum(one.param_type_name == "argument" for one in context.command.params)
     asked, words = arguments[: 1 + own], arguments[1 + own :]
     required = [one for one in context.command.params if one.param_type_name == "option" and one.required]
@@ -102,7 +102,7 @@ def _with_missing(program: str, arguments: Sequence[str], parameter: Any, contex
 
 
 def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
-    """The words of a command line; MODEL@POSITION in two, if the option that is missing takes a position."""
+    """Yield the words of a command line; MODEL@POSITION is split, if the missing option takes a position."""
     is_position = parameter.metavar == "POSITION" and parameter.param_type_name == "option"
     for each in arguments:
         model, at, position = each.rpartition("@")
@@ -112,7 +112,7 @@ def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """The first option without its value: name, metavar, and the option that follows; or None."""
+    """The first option without its value: name, metavar, and the option that follows; None without one."""
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
         one = known.get(name)
@@ -140,7 +140,7 @@ def _unknown_word(
 
 
 def _with_pairs(context: Any, arguments: Sequence[str]) -> Iterator[str]:
-    """The words of a command line; of a NAME=VALUE that was typed with a space between, both as one."""
+    """Yield the words of a command line; a NAME=VALUE that was typed with a space between is joined."""
     options = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     words = iter(arguments)
     name, follows = "", next(words, None)
@@ -154,11 +154,11 @@ def _with_pairs(context: Any, arguments: Sequence[str]) -> Iterator[str]:
 
 
 _MEANT = {"untag": ("tag", "--delete")}
-"""Words that are near to a command, and mean it with an option."""
+"""Words that mean a command with an option."""
 
 
 def _usage_of(parameter: Any, context: Any) -> str:
-    """An option or argument as it is typed: `--keep N`, `MODEL`."""
+    """An option or argument in the form in which it is typed: `--keep N`, `MODEL`."""
     metavar = str(parameter.make_metavar(context))
     if parameter.param_type_name == "argument":
         return metavar.strip("{}[]")
@@ -166,7 +166,7 @@ def _usage_of(parameter: Any, context: Any) -> str:
 
 
 def _nearest_choice(parameter: Any, message: str) -> str:
-    """The option with the choice nearest to the one that was typed; empty if none is near."""
+    """The option with the choice nearest to the typed one; empty if none is near."""
     typed = re.search(r"'([^']*)' is not one of", message)
     close = nearest(typed[1], getattr(parameter.type, "choices", ())) if typed else ""
     return f"{max(parameter.opts, key=len)} {close}" if close else ""
