@@ -84,9 +84,9 @@ class Code(StrEnum):
     OVERLAY = "overlay", "overlay fills", Level.WARNING
     TWO_PUBLISHERS = "two-publishers", "two publishers", Level.WARNING
     RESTARTS = "restarts", "restarts", Level.WARNING
-    CANARY_LATE = "canary-late", "canary waits", Level.WARNING
     STORE = "store", "store unseen", Level.WARNING
     WITHHELD = "withheld", "withheld", Level.WARNING
+    CANARY_LATE = "canary-late", "canary waits", Level.WARNING
     HELD = "held", "held", Level.WARNING
     BEYOND_HOLD = "beyond-hold", "beyond the hold", Level.WARNING
     LOADING = "loading", "loading", Level.WARNING

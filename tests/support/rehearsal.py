@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,6 +49,7 @@ GOLDEN = {
 }
 _MOST_COMMANDS = 4
 _LOOK_AGAIN_S = 45.0
+_SETTLED_LOOKS = 8
 Say = Callable[[str], None]
 
 
@@ -482,7 +484,7 @@ def _follow_the_page(world: StoredWorld, step: Step, say: Say) -> None:
             by_hand = None
         else:
             _require(done.returncode == 0, f"{line}: {done.stdout}{done.stderr}")
-        if _until(lambda: not _others(world, step), _LOOK_AGAIN_S):
+        if _until(partial(_moved_on, world, step, line), _LOOK_AGAIN_S) and not _others(world, step):
             break
     left = _until(lambda: not _others(world, step) and "all", _LOOK_AGAIN_S)
     _require(bool(left), f"it is not over: {world.findings}")
@@ -500,6 +502,17 @@ def _clears_soon(world: StoredWorld, step: Step) -> Iterator[None]:
         timer.start()
     yield
     timer.cancel()
+
+
+def _moved_on(world: StoredWorld, step: Step, typed: str) -> bool:
+    """True if nothing is left to do, or the page has proposed something else for a while."""
+    for _ in range(_SETTLED_LOOKS):
+        if not (left := _others(world, step)):
+            return True
+        if left[0]["command"] == typed:
+            return False
+        time.sleep(1.0)
+    return True
 
 
 def _others(world: StoredWorld, step: Step) -> list[dict[str, Any]]:
