@@ -251,15 +251,16 @@ class ModelClient:
             lambda found: Metadata(_signatures(found), _version(found, version)),
         )
 
-    def status(self, version: int | None = None) -> list[VersionStatus]:
-        """The state of each version, the newest first.
+    def status(self, version: int | None = None, *, deadline_s: float | None = None) -> list[VersionStatus]:
+        """The state of each version, the newest first; `deadline_s` is that of the client unless given.
 
         Raises:
             CallFailed: the server did not respond, or does not know a version of the model.
         """
         request = self._request("serving.GetModelStatusRequest", version)
+        response = "serving.GetModelStatusResponse"
         return self._call(
-            "ModelService", "GetModelStatus", request, "serving.GetModelStatusResponse", _statuses
+            "ModelService", "GetModelStatus", request, response, _statuses, deadline_s=deadline_s
         )
 
     def labelled(self, label: str) -> int | None:

@@ -22,8 +22,9 @@ A base that servers load by themselves is also asked the golden requests, but no
     | the canary's, at G | none can, and one loads or was never up | `Idle`: it is loading             |
     | the canary's, at G | none can                                | `Idle`: they refuse, or are down  |
 
-A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta, or
-ended before it was sent there, the next one goes at once. This module reads no clock, file or network.
+A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta,
+hangs, or ended before it was sent there, the next one goes at once. This module reads no clock, file or
+network.
 """
 
 from __future__ import annotations
@@ -114,11 +115,13 @@ def decide(
     *,
     patience_s: float,
     knows: bool,
+    hangs: bool = False,
 ) -> tuple[Action, Trial | None]:
     """The next action, and the trial from now on; see the module's table.
 
     `patience_s` is how long a replica may take to pass the hold; `knows` is True if the responses at the
-    approved position are known, or cannot be learnt.
+    approved position are known, or cannot be learnt; `hangs` is True if the replica on trial accepts calls
+    and does not answer them.
     """
     replicas = dict(sorted(replicas.items()))
     if log.limit is None:
@@ -145,7 +148,7 @@ def decide(
     if trial is None and not _were_asked(replicas):  # one may be beyond the hold, as the former canary
         return Idle("some replicas have not been asked yet"), None
     able = [address for address, observed in replicas.items() if _can_pass(beyond, observed, approved, now)]
-    return _send(beyond, approved, replicas, able, trial, now, patience_s)
+    return _send(beyond, approved, replicas, able, trial, now, patience_s, hangs=hangs)
 
 
 def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
@@ -211,14 +214,16 @@ def _send(
     trial: Trial | None,
     now: float,
     patience_s: float,
+    *,
+    hangs: bool,
 ) -> tuple[Action, Trial | None]:
     """Choose the replica that goes first, or continue with the chosen one. `log` is without its hold."""
     if trial is None:
         trial = Trial(approved, "", now)
     if _never_took(trial.address, replicas, approved):  # the delta is not to blame, and it is not `lost`
         trial = replace(trial, address="", began=now)
-    elif trial.address and now - trial.began >= patience_s:
-        trial = _lose(trial, replicas, now)
+    elif trial.address and (hangs or now - trial.began >= patience_s):
+        trial = _lose(trial, now, is_dead=hangs or _is_silent(trial.address, replicas))
     if len(trial.dead) >= LOST_MEANS_BAD and any(
         observed.standing(log.lineage) for observed in replicas.values()
     ):
@@ -241,9 +246,8 @@ def _send(
     return Go(trial.address, log.newest), trial
 
 
-def _lose(trial: Trial, replicas: Mapping[str, Observed], now: float) -> Trial:
+def _lose(trial: Trial, now: float, *, is_dead: bool) -> Trial:
     """The trial after the first replica's time is over; `_send` then chooses the next one."""
-    is_dead = _is_silent(trial.address, replicas)
     dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
     return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
 

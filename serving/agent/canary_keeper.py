@@ -62,6 +62,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _SILENT_S = 60.0
 """The same event is not repeated within this time."""
 
+_HANGS_S = 5.0
+"""A replica that goes first and answers no question of its state for so long is replaced by the next."""
+_ASK_S = 1.0
+
 _KEPT = 32
 _LONGEST_REASON = 500
 _NEWS = frozenset(
@@ -127,6 +131,7 @@ class Canary:
         self._troubles = 0
         self._stop = threading.Event()
         self._clients: dict[str, ModelClient] = {}
+        self._asked_at = 0.0
         self._seen = 0
 
     @property
@@ -213,6 +218,7 @@ class Canary:
             time.monotonic(),
             patience_s=self._rules.patience_s + size / BYTES_A_SECOND,
             knows=key in self._answers or (is_there and self._has_waited("learn", key)),
+            hangs=self._hangs(),
         )
         if self.current != (log.lineage, action):
             self.current = (log.lineage, action)
@@ -230,6 +236,34 @@ class Canary:
                 return self._judge(log, action)
             case RollBack(to, reason):
                 return self._roll_back(log, to, reason)
+
+    def _hangs(self) -> bool:
+        """Ask the replica that goes first for its state, once a second; True if it does not answer.
+
+        Its own thread waits meanwhile for the update, whose deadline grows with the deltas. A server says
+        its state beside any update.
+        """
+        _, action = self.current or ("", None)
+        if not isinstance(action, Go) or time.monotonic() < self._asked_at + _ASK_S:
+            return False
+        self._asked_at = time.monotonic()
+        try:
+            self._client(action.address).status(deadline_s=_HANGS_S)
+        except CallFailed as error:
+            if error.code != "DEADLINE_EXCEEDED":  # it refuses, or is down: its own thread finds that
+                return False
+            text = f"hangs: no answer in {_HANGS_S:g} s, so another goes first"
+            self._report(EventKind.CANARY, text, action.address)
+            return True
+        return False
+
+    def _client(self, address: str) -> ModelClient:
+        if address not in self._clients:
+            model, rules = self.publications.model.name, self._rules
+            self._clients[address] = ModelClient(
+                address, model, deadline_s=rules.deadline_s, access=rules.access
+            )
+        return self._clients[address]
 
     def _announce(self, action: Action) -> None:
         match action:
@@ -294,12 +328,7 @@ class Canary:
         None, too, while a replica that reports its position does not answer: it is asked again until
         `patience_s` is over, and counts as refusing all requests then.
         """
-        if address not in self._clients:
-            model = self.publications.model.name
-            self._clients[address] = ModelClient(
-                address, model, deadline_s=self._rules.deadline_s, access=self._rules.access
-            )
-        client = self._clients[address]
+        client = self._client(address)
         answers: tuple[Answer, ...] = ()
         try:
             before = read_incremental_status(client, version)

@@ -382,6 +382,19 @@ def test_a_trial_counts_from_when_its_replica_was_chosen() -> None:
     assert (action, third) == (Go("b", 3), Trial(1, "b", NOW + 31, lost=("a",)))
 
 
+def test_one_that_hangs_gives_way_at_once_and_two_in_a_row_roll_back() -> None:
+    members, now = dict([A1, B1, C1]), NOW + 6
+    sent = trial("a", 6)
+    action, first = decide(HELD, members, sent, NOW, patience_s=PATIENCE_S, knows=True, hangs=True)
+    assert (action, first) == (Go("b", 3), Trial(1, "b", NOW, lost=("a",), dead=("a",)))
+    action, _ = decide(HELD, members, first, now, patience_s=PATIENCE_S, knows=True, hangs=False)
+    assert action == Go("b", 3)
+    action, _ = decide(HELD, members, first, now, patience_s=PATIENCE_S, knows=True, hangs=True)
+    assert action == RollBack(
+        1, "a and b stopped answering, one after the other, when they were sent beyond 1"
+    )
+
+
 @pytest.mark.parametrize("passes_first", [False, True], ids=["as it is applied", "as it is asked"])
 def test_what_takes_down_one_replica_after_the_other_takes_down_two(passes_first: bool) -> None:
     """Whether they go down as they take the deltas, or once they stand beyond the hold."""
