@@ -1,6 +1,6 @@
 """Dynamic embedding tables: keys are any 64-bit integers, and stock TensorFlow Serving looks them up.
 
-Each name is imported when first used: an export needs neither the builders' tables nor the trainers'.
+Each name is imported when first used: an export needs neither the tables of builders nor those of trainers.
 """
 
 from __future__ import annotations

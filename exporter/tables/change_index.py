@@ -1,8 +1,8 @@
 """Change the index of a published table: find keys, add some, drop others.
 
-Only what an added key needs is read: the seed of its group, the slots of the group's window, the keys in
-them. A new key that finds its slot taken gets its whole group another seed, so a few keys that did not change
-get other slots, too.
+Only the elements that an added key needs are read: the seed of its group, the slots of the group's window,
+the keys in them. If a new key's slot is taken, its whole group gets another seed, so a few keys that did not
+change get other slots, too.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from exporter.tables.integer_sets import among, distinct
 from exporter.tables.spread import Crowded, spread, table_full
 from exporter.wire.dtypes import Array
 
-_SCAN = 1 << 20  # slots that are read at a time
+_SCAN = 1 << 20  # slots read at a time
 
 
 class TableState(Protocol):
-    """Reads elements of a published table's variables, at any numbers (int64) in any order."""
+    """Reads elements of a published table's variables, with any numbers (int64) in any order."""
 
     def seeds(self, groups: Array) -> Array:
-        """Elements of `index_seeds`."""
+        """Return elements of `index_seeds`."""
 
     def rows(self, slots: Array) -> Array:
-        """Elements of `index_rows`."""
+        """Return elements of `index_rows`."""
 
     def keys(self, rows: Array) -> Array:
-        """Elements of `keys`."""
+        """Return elements of `keys`."""
 
 
 class ArrayState(Struct, frozen=True):
@@ -55,7 +55,7 @@ class ArrayState(Struct, frozen=True):
 
 
 class Elements(Struct, frozen=True):
-    """Elements of one variable to write: strictly increasing numbers, and their values."""
+    """Elements of one variable to write: strictly increasing numbers, and the values."""
 
     ids: Array
     values: Array
@@ -68,7 +68,9 @@ class Elements(Struct, frozen=True):
 
 
 class IndexChange(Struct, frozen=True):
-    """The elements of a table's index to write; `added` is the row of each key to be added, in order."""
+    """The elements of a table's index to write; `added` is the row of each key to be added, in the keys'
+    order.
+    """
 
     seeds: Elements
     rows: Elements
@@ -77,12 +79,12 @@ class IndexChange(Struct, frozen=True):
 
 
 def find_rows(geometry: TableGeometry, state: TableState, keys: Array) -> Array:
-    """The row of each key as int64; -1 for those that are absent."""
+    """Return the row of each key as int64; -1 for keys that are absent."""
     return _Found.of(geometry, state, keys).rows
 
 
 def live_rows(geometry: TableGeometry, state: TableState) -> Array:
-    """True for each row that a key has; reads all of `index_rows`."""
+    """Return a mask of the rows that a key has; reads all of `index_rows`."""
     used = np.zeros(geometry.capacity, bool)
     for begin in range(0, geometry.slots, _SCAN):
         used[state.rows(np.arange(begin, min(begin + _SCAN, geometry.slots)))] = True
@@ -91,10 +93,10 @@ def live_rows(geometry: TableGeometry, state: TableState) -> Array:
 
 
 def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: Array) -> IndexChange:
-    """Plan to add keys (int64, distinct) and drop others; an added key that is there keeps its row.
+    """Plan to add keys (int64, distinct) and drop others; an added key that exists keeps its row.
 
-    Absent keys are dropped in vain. Rows that become free are given to new keys first. TableFull if rows run
-    out or a group finds no seed; ValueError if a key is named twice.
+    Keys to drop that are absent are ignored. New keys get the rows of dropped keys first. TableFull if rows
+    run out or a group finds no seed; ValueError if a key is named twice.
     """
     both = np.concatenate([add, drop])
     if len(distinct(both)) != len(both):
@@ -118,7 +120,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
 
 
 class _Found(Struct, frozen=True):
-    """Keys that were looked up: rows (-1: absent), slots under the groups' seeds, what these slots hold."""
+    """Keys that were looked up: their rows (-1: absent), their slots, and the rows that these slots hold."""
 
     rows: Array
     slots: Array
@@ -126,19 +128,20 @@ class _Found(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, state: TableState, keys: Array) -> _Found:
-        """Look keys up: one seed, one slot and one row each."""
+        """Look up keys: one seed, one slot and one row each."""
         groups = geometry.groups_of(keys)
         slots = geometry.slots_of(keys, groups, state.seeds(groups))
         held = state.rows(slots).astype(np.int64)
-        # An absent key -1 finds the last row, whose key is -1: see the module `geometry`.
+        # An absent key -1 finds the last row, whose key is -1, and is not present: see the module `geometry`.
         present = (state.keys(held) == keys) & (held != geometry.empty_row)
         return cls(np.where(present, held, -1), slots, held)
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Choose rows for `count` keys, dropped keys' first, then unused ones; these and the cursor then.
+    """Choose rows for `count` keys, dropped keys' rows first, then unused ones; return them and the new
+    cursor.
 
-    TableFull if there are fewer.
+    TableFull if there are too few.
     """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
@@ -157,26 +160,26 @@ def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: i
 
 
 class _Placed(Struct, frozen=True):
-    """Slots, the rows that they are to hold, and the keys of these rows."""
+    """Slots, the rows that they will hold, and the keys of these rows."""
 
     slots: Array
     rows: Array
     keys: Array
 
     def at(self, which: Array) -> _Placed:
-        """The entries that a mask, or numbers, choose."""
+        """Return the entries that a mask, or numbers, choose."""
         return _Placed(self.slots[which], self.rows[which], self.keys[which])
 
 
 def _insert(
     geometry: TableGeometry, state: TableState, new: _Placed, is_free: Array, gone_slots: Array
 ) -> tuple[Elements, Elements]:
-    """Place new keys and clear the slots of dropped ones: the seeds and slots to write."""
-    # Where all of a group's new keys find their slots free, nothing around them has to be read.
+    """Place new keys and clear the slots of dropped ones; return the seeds and the slots to write."""
+    # If the slots of all of a group's new keys are free, nothing around them has to be read.
     groups = geometry.groups_of(new.keys)
     fits = is_free & _is_first(new.slots)
     fits &= ~among(groups, np.sort(groups[~fits]))
-    # In ascending order they are found in the cache, one beside the other.
+    # In ascending order neighbours are in the processor's cache.
     fitting, others = new.at(np.flatnonzero(fits)[np.argsort(new.slots[fits])]), new.at(~fits)
     gone_slots = np.sort(gone_slots)
     area = _Area.around(geometry, state, groups[~fits], gone_slots, fitting)
@@ -193,7 +196,7 @@ def _insert(
 
 
 def _is_first(values: Array) -> Array:
-    """A mask of the values that do not occur before."""
+    """Return a mask of the values that did not occur before."""
     order = np.argsort(values, kind="stable")
     first = np.ones(len(values), bool)
     first[order[1:]] = values[order[1:]] != values[order[:-1]]
@@ -201,7 +204,7 @@ def _is_first(values: Array) -> Array:
 
 
 class _Area(Struct):
-    """The slots of some groups' windows, one behind another; `starts` is where each window begins."""
+    """The slots of some groups' windows, in order; `starts` is the beginning of each window."""
 
     # Windows that overlap share their slots.
 
@@ -217,7 +220,7 @@ class _Area(Struct):
     def around(
         cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array, placed: _Placed
     ) -> _Area:
-        """Read the windows of these groups, then empty `cleared` slots and fill those `placed`."""
+        """Read the windows of these groups, then empty `cleared` slots and fill those in `placed`."""
         groups = distinct(groups)
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
         lengths = np.append(steps, WINDOW)[: len(groups)]
@@ -234,18 +237,19 @@ class _Area(Struct):
         return cls(geometry, groups, starts, slots, before, rows, keys)
 
     def changed(self) -> Elements:
-        """The slots that hold another row than was read."""
+        """Return the slots that hold another row than was read."""
         differ = np.flatnonzero(self.rows != self.before)
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose a new seed for each group, and place its keys and the new ones by it; the seeds to write.
+        """Choose a new seed for each group and place its old and new keys by it; return the seeds to
+        write.
 
         Crowded if a group finds none.
         """
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
-        # A window has keys of other groups, too: they stay where they are.
+        # A window has keys of other groups, too: they keep their slots.
         ours = among(groups, self.groups)
         places = filled[ours]
         owners = np.concatenate([groups[ours], self.geometry.groups_of(new.keys)])
@@ -262,7 +266,9 @@ class _Area(Struct):
 
 
 def _put(values: Array, ids: Array, wanted: Array, given: Array | np.generic) -> None:
-    """Set the `values` at the places where `ids`, ascending, have the wanted ones, if they are there."""
+    """Set `values` at the places in `ids`, ascending, that hold the `wanted` numbers; wanted numbers not in
+    it are ignored.
+    """
     if len(ids):
         places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
         inside = ids[places] == wanted

@@ -1,8 +1,8 @@
 """A dynamic table in a model for stock TensorFlow: `DynamicTable` in graphs, `DynamicEmbedding` in Keras.
 
-In an export's builder a table is four variables without values; the export lays out the checkpoint's table of
-the same name for them. `rows` turns ids into row numbers of `values`, an ordinary variable, so that whatever
-TensorFlow does with a variable's rows it does with a dynamic table's:
+In an export's builder a table is four variables without values; the export fills them from the checkpoint's
+table of the same name. `rows` turns ids into row numbers of `values`, an ordinary variable, so that
+everything that TensorFlow does with a variable's rows works with a dynamic table's:
 
     table = DynamicTable("user_embedding", dim=16)
     tf.nn.embedding_lookup(table.values, table.rows(ids))
@@ -32,16 +32,16 @@ from exporter.wire.dtypes import Array, DType
 def dynamic_embedding(
     name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
 ) -> Any:
-    """A Keras layer that gives ids their rows in the table `name`; see `DynamicTable` for the arguments.
+    """Return a Keras layer that looks up ids in the table `name`; see `DynamicTable` for the arguments.
 
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
-    `tf.nn.embedding_lookup_sparse` does it; those of a dense tensor count all.
+    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts.
     """
     return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
 
 
 class ServedEmbedding:
-    """Takes the place of a `trainable_embedding` where a model is made from its config to be served."""
+    """Replaces a `trainable_embedding` when a model is made from its config for serving."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
@@ -58,7 +58,7 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
     keras = _keras()
 
     class DynamicEmbedding(keras.layers.Layer):  # type: ignore[name-defined, misc]  # Keras is untyped
-        """Rows of a dynamic table, which the checkpoint has; nothing of it is trained here."""
+        """Looks up rows of a dynamic table, which come from the checkpoint; nothing is trained here."""
 
         def call(self, ids: Any) -> Any:
             if combiner is None:
@@ -80,7 +80,7 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
 
 
 def _keras() -> Any:
-    """The Keras that the program uses: the one that it has imported, else TensorFlow's own."""
+    """Return the Keras that the program uses: the one that it has imported, else TensorFlow's own."""
     if "tf_keras" in sys.modules and "keras" not in sys.modules:
         return sys.modules["tf_keras"]
     return tf.keras
@@ -92,9 +92,9 @@ _HANDLES = ("seeds", "rows", "keys", "values")
 
 
 class DynamicTable(TableLookups):
-    """Rows of `dim` numbers by any 64-bit integer; in a graph, for inference.
+    """A table of rows of `dim` numbers, looked up by any 64-bit integers; in a graph, for inference.
 
-    `name` is what the checkpoint calls the table. A key that it does not hold reads `default`: a number, a
+    `name` is the table's name in the checkpoint. A key that it does not hold reads `default`: a number, a
     row, or an array [d, dim], of which key k reads row `k mod d`.
     """
 
@@ -105,7 +105,7 @@ class DynamicTable(TableLookups):
 
     @property
     def values(self) -> Any:
-        """The variable that has the rows; its first dimension is a checkpoint's matter."""
+        """The variable with the rows; only a checkpoint determines its first dimension."""
         return self._variables()[-1]
 
     def _rows_of(self, ids: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class DynamicTable(TableLookups):
         return found
 
     def _import(self, ids: Tensor) -> Tensor:
-        """Add the nodes of a lookup to the graph that is being built; the rows."""
+        """Add the nodes of a lookup to the graph that is being built; return the tensor of row numbers."""
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
         for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
@@ -127,7 +127,7 @@ class DynamicTable(TableLookups):
         return rows
 
     def _variables(self) -> list[Any]:
-        """The table's variables in the graph that is being built, made once in each.
+        """Return the table's variables in the graph that is being built, made once in each graph.
 
         UsageError outside of a graph.
         """
@@ -179,7 +179,7 @@ def _captured(tensor: Tensor) -> Tensor:
 
 
 def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
-    """The default rows [d, dim] of a number, a row, or several rows; UsageError for anything else."""
+    """Return the default rows [d, dim] for a number, a row, or several rows; UsageError for anything else."""
     given = np.asarray(default, np.float64)
     if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The index of a dynamic table: four ordinary variables that lead from any 64-bit key to a row of values.
+"""The index of a dynamic table: four ordinary variables that map any 64-bit key to a row of values.
 
     <table>/index_seeds  int64 [groups]           groups = 2 ** group_bits
     <table>/index_rows   int32 [slots]            slots = groups * stride + WINDOW
@@ -6,7 +6,7 @@
     <table>/values       dtype [capacity, dim]    the rows
 
 The group of a key is the upper bits of `(key + OFFSET) * MULTIPLIER`. Each group has a *window* of `WINDOW`
-slots; the windows of neighbours overlap. Where a key lies in its window depends on the group's seed, an odd
+slots; the windows of neighbours overlap. The place of a key in its window depends on the group's seed, an odd
 number that the exporter has chosen so that no two keys share a slot. So a lookup tries one slot:
 
     group = upper group_bits of (key + OFFSET) * MULTIPLIER
@@ -14,22 +14,24 @@ number that the exporter has chosen so that no two keys share a slot. So a looku
     row   = index_rows[slot]
     found = keys[row] == key
 
-The last `defaults` rows are what absent keys read: key k reads row
-`capacity - defaults + floormod(k, defaults)`.
-An empty slot holds the last row, and the key of the last row is -1. Only key -1 could take that for its own
-row, and an absent key -1 reads the last row anyway: so every 64-bit integer is a legal key. The row before
-the default rows is never looked up; its key is the *cursor*, the first row that has never been used.
+The last `defaults` rows are read for absent keys: key k reads row `capacity - defaults + floormod(k,
+defaults)`.
 
-Measured on two busy cores, TensorFlow 2.21, one thread, 1 M and 10 M random keys, rows of 16 floats, from
-key to values, processor time of whole calls beside those of DenseHashTable and a gather: with 64 ids 1.2
-times, with 1,000 1.4 times, with 100,000 1.4 and 1.6 times (330 ns a key of 10 M). A lookup is fifteen
-operations, theirs two: with 64 ids in each of 100 tables, each looked up by itself, it takes 2.3 to 2.9
-times as long. So such lookups are joined (`exporter.graph.joined_lookups`).
-What costs is memory that no cache holds, read by three gathers before that of the values: with 64 ids in each
-of 100 tables of 20,000 keys, one gather more takes 4 to 6 us, any other operation 0.4 to 1.1 us.
-CONTRIBUTING.md, under "An index of seeds", has what was measured beside it.
+An empty slot holds the last row, and the key of the last row is -1. Only key -1 could mistake that for its
+own row, and an absent key -1 reads the last row anyway: so every 64-bit integer is a legal key. The row
+before the default rows is never looked up; its key is the *cursor*, the first row that has never been used.
 
-`TableGeometry` has a table's sizes; `TablePlan` its four tensors, and where in a new shard they are to lie.
+Measured on two busy cores, TensorFlow 2.21, one thread, 1 M and 10 M random keys, rows of 16 floats, from key
+to values, processor time of whole calls relative to DenseHashTable and a gather: with 64 ids 1.2 times, with
+1,000 1.4 times, with 100,000 1.4 and 1.6 times (330 ns a key of 10 M). A lookup is fifteen operations, theirs
+two: with 64 ids in each of 100 tables, each looked up by itself, it takes 2.3 to 2.9 times as long. So such
+lookups are joined (`exporter.graph.joined_lookups`).
+
+Most of the time goes into memory that no cache holds, read by three gathers before that of the values: with
+64 ids in each of 100 tables of 20,000 keys, one gather more takes 4 to 6 us, any other operation 0.4 to 1.1
+us. CONTRIBUTING.md, under "An index of seeds", has the alternatives that were measured.
+
+`TableGeometry` has a table's sizes; `TablePlan` its four tensors, and their places in a new shard.
 """
 
 from __future__ import annotations
@@ -47,20 +49,24 @@ from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS, VALUES
 from exporter.wire.dtypes import Array, DType
 
 OFFSET = 0x243F6A8885A308D3
-"""Added to keys first: 0, and others that end in many zeros, would go to the same slots under every seed."""
+"""Added to keys first: without it, 0 and other keys with many zeros at the end would get the same slots under
+every seed.
+"""
 
 MULTIPLIER = 0x9E3779B97F4A7C15
-"""2 ** 64 over the golden ratio: keys in sequence, or that share their lower bits, are spread evenly."""
+"""2 ** 64 over the golden ratio: consecutive keys, and keys that share their lower bits, are spread
+evenly.
+"""
 
 WINDOW_BITS = 7
 WINDOW = 1 << WINDOW_BITS
-"""Slots that a group's keys may lie in: as crowded as the table is, a window has free ones."""
+"""The slots available to a group's keys: even in a crowded table, a window has free ones."""
 
-SLOTS_PER_ROW = 1.5  # of the capacity, at least
-ROWS_PER_GROUP = 3.6  # of the capacity, at most; half of that at least
+SLOTS_PER_ROW = 1.5  # slots for each row of the capacity, at least
+ROWS_PER_GROUP = 3.6  # rows of the capacity for each group, at most; half of that at least
 
 EMPTY_KEY = -1
-"""The key of the last row, which empty slots lead to."""
+"""The key of the last row, which empty slots hold."""
 
 MAX_ROWS = 2**31 - 1  # the index has them as int32
 
@@ -68,7 +74,7 @@ MAX_ROWS = 2**31 - 1  # the index has them as int32
 class TableGeometry(Struct, frozen=True):
     """The sizes of a table's variables.
 
-    `defaults` is the number of default rows; `capacity` counts them, and the cursor's row.
+    `defaults` is the number of default rows; `capacity` includes them, and the cursor's row.
     """
 
     group_bits: int
@@ -78,7 +84,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def for_keys(cls, count: int, head_room: float = 0.25, defaults: int = 1) -> TableGeometry:
-        """The sizes for `count` keys and `head_room` times as many more, 1,000 at least."""
+        """Choose the sizes for `count` keys and `head_room` times as many more, at least 1,000 more."""
         usable = count + max(math.ceil(count * head_room), 1000)
         group_bits = max(1, math.ceil(math.log2(usable / ROWS_PER_GROUP)))
         stride = max(1, math.ceil(usable * SLOTS_PER_ROW / (1 << group_bits)))
@@ -86,7 +92,9 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
-        """The sizes of published variables, by their shapes; ValueError if these make no table."""
+        """Return the sizes of published variables, given their shapes; ValueError if these do not fit
+        together.
+        """
         group_bits = groups.bit_length() - 1
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
         if rest or stride < 1 or groups != 1 << group_bits or capacity < defaults + 1 or defaults < 1:
@@ -97,7 +105,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def unset(cls, defaults: int = 1) -> TableGeometry:
-        """Sizes to build a graph with until a checkpoint gives the true ones."""
+        """Return sizes to build a graph with until a checkpoint determines the true ones."""
         return cls(1, 1, defaults + 1, defaults)
 
     @property
@@ -117,7 +125,7 @@ class TableGeometry(Struct, frozen=True):
 
     @property
     def cursor_row(self) -> int:
-        """The row whose key is the cursor: behind those that keys may have."""
+        """The row whose key is the cursor: the first row after those that keys may have."""
         return self.usable_rows
 
     @property
@@ -132,40 +140,42 @@ class TableGeometry(Struct, frozen=True):
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of all variables but the values."""
+        """The bytes of all variables except the values."""
         return 8 * self.groups + 4 * self.slots + 8 * self.capacity
 
     def groups_of(self, keys: Array) -> Array:
-        """The group of each key, as int64."""
+        """Return the group of each key, as int64."""
         return self.group_of_hash(hashes_of(keys))
 
     def group_of_hash(self, hashed: Array) -> Array:
-        """The group of each hash, as int64."""
+        """Return the group of each hash, as int64."""
         return (hashed >> np.uint64(64 - self.group_bits)).view(np.int64)
 
     def slots_of(self, keys: Array, groups: Array, seeds: Array) -> Array:
-        """The slot of each key, given its group and that group's seed."""
+        """Return the slot of each key, given its group and that group's seed."""
         return groups * self.stride + places_of(keys, seeds)
 
 
 def hashes_of(keys: Array) -> Array:
-    """The hash, uint64, of each key; no two keys have the same."""
+    """Return the hash, uint64, of each key; no two keys have the same."""
     return (keys.view(np.uint64) + np.uint64(OFFSET)) * np.uint64(MULTIPLIER)
 
 
 def keys_of(hashed: Array) -> Array:
-    """The keys that have these hashes."""
+    """Return the keys with these hashes."""
     return (hashed * np.uint64(pow(MULTIPLIER, -1, 1 << 64)) - np.uint64(OFFSET)).view(np.int64)
 
 
 def places_of(keys: Array, seeds: Array) -> Array:
-    """The place of each key in its group's window, given the group's seed."""
+    """Return the place of each key in its group's window, given the group's seed."""
     spread = (keys.view(np.uint64) + np.uint64(OFFSET)) * seeds.view(np.uint64)
     return (spread >> np.uint64(64 - WINDOW_BITS)).view(np.int64)
 
 
 def seeds(first: int, count: int) -> Array:
-    """The `count` seeds from number `first` on, in the order in which they are tried: odd, pseudorandom."""
+    """Return `count` seeds from number `first` on, in the order in which they are tried: odd,
+    pseudorandom.
+    """
     # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
     state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -177,7 +187,7 @@ _ALIGNED = 64
 
 
 class TablePlan(Struct, frozen=True, eq=False):
-    """A table to serve: its name, where it comes from, its sizes, and its default rows [d, dim]."""
+    """A table to serve: its name, the trainer's variable, its sizes, and its default rows [d, dim]."""
 
     name: str
     variable: EmbeddingVariable
@@ -188,7 +198,9 @@ class TablePlan(Struct, frozen=True, eq=False):
     def of(
         cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """Plan a table for a variable's keys, `awaited` more, and head room; UsageError if too many."""
+        """Plan a table for a variable's keys, `awaited` more, and head room; UsageError if there are too many
+        rows.
+        """
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
             raise UsageError(
@@ -198,9 +210,10 @@ class TablePlan(Struct, frozen=True, eq=False):
         return cls(name, variable, geometry, defaults)
 
     def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
-        """The table's four tensors by the last part of their names, without checksums if yet to be written.
+        """Return the table's four tensors by the last part of their names, and the offset at which they
+        end.
 
-        They begin in a shard at `offset`; the second value is where they end.
+        They begin in a shard at `offset`; those that are not written yet have no checksum.
         """
         size, place = self.geometry, _Allocation(shard, offset)
         parts, wide = self.variable.parts, self.variable.key_dtype is DType.INT64
@@ -217,11 +230,11 @@ class TablePlan(Struct, frozen=True, eq=False):
     def _joined(
         self, part: str, dtype: DType, shape: tuple[int, ...], stored: Iterable[TensorRef], place: _Allocation
     ) -> TensorRef:
-        """The tensor that begins with stored ones; its other rows get a place in the new shard."""
+        """Return a tensor that begins with stored ones; its other rows get a place in the new shard."""
         slices, row = [], 0
         for ref in stored:
             if ref.shape[0]:
-                # What has no extent is copied into a bundle before it is read: see `TableLayout.with_source`.
+                # Without an extent it is copied into a bundle before it is read: see `TableLayout.with_source`.
                 extent = ref.extent or Extent(-1, 0, ref.bytes_, 0)
                 slices.append(SliceRef(row_box(shape, row, ref.shape[0]), extent))
                 row += ref.shape[0]
@@ -234,19 +247,19 @@ class TablePlan(Struct, frozen=True, eq=False):
 
 
 class _Allocation(Struct):
-    """Hands out aligned places in a shard, one behind the other."""
+    """Assigns aligned places in a shard, one after another."""
 
     shard: int
     offset: int
 
     def take(self, size: int) -> Extent:
-        """The next place, of `size` bytes."""
+        """Assign the next `size` bytes and return their extent."""
         extent = Extent(self.shard, self.offset, size, 0)
         self.offset += -(-size // _ALIGNED) * _ALIGNED
         return extent
 
 
 def row_box(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:
-    """The box of `count` whole rows."""
+    """The box of `count` whole rows from row `first` on."""
     rest = shape[1:]
     return SliceSpec(shape, (first, *(0 for _ in rest)), (count, *rest))

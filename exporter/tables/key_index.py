@@ -1,21 +1,21 @@
 """Rows for keys that come and go, from stock operations: the index of a table that is being trained.
 
-    row_keys   int64 [capacity]   the key of each row; of a free one, that of before
+    row_keys   int64 [capacity]   the key of each row; for a free row, its last key
     index      hash table         key -> row
     free       int64 [capacity]   a ring of the rows whose keys were removed
-    cursors    int64 [3]          rows that were ever given; where the ring begins and ends, counted on and on
-    changed    uint8 [capacity]   1 where a row was given to a key since that was last recorded
+    cursors    int64 [3]          rows ever assigned; begin and end of the ring, which only grow
+    changed    uint8 [capacity]   1 where a row was assigned to a key since that was last recorded
     removed    hash table         keys that were removed since that was last recorded
 
-A key has a row if the index leads to it *and* the row names the key: a row that two keys were given (see
-below) belongs to the last one, and the other is given another row when it is met again. A row is in use if
-the index leads from its key to it. Rows are given in their order, those of removed keys last and the
-longest free first: a step that has looked a key up still writes to the key's row after it was removed.
+A key has a row if the index has it *and* the row names the key: a row that was assigned to two keys (see
+below) belongs to the last one, and the other gets another row when it is met again. A row is in use if the
+index maps its key to it. Rows are assigned in their order, those of removed keys last and the longest free
+first: a step that has looked a key up still writes to the key's row after it was removed.
 
-New keys are given rows by one caller at a time (`tf.CriticalSection`, that is `MutexLock`); a worker that
-finds all of its keys takes no lock. That kernel has a fault: a waiter that is cancelled, as its worker died,
-opens the lock that another one holds. Then two callers may be given the same row, or one key two. The
-first costs one gradient and heals as said above, and the key that lost its row is noted as removed; of the
+One caller at a time assigns rows to new keys (`tf.CriticalSection`, that is `MutexLock`); a worker that finds
+all of its keys takes no lock. That kernel has a fault: a waiter that is cancelled, because its worker died,
+opens the lock that another one holds. Then two keys may get the same row, or one key two rows. The first
+costs one gradient and heals as said above, and the key that lost its row is recorded as removed; after the
 second, one row stays unused, and so do rows that a worker was taking from keys when it died. They are found
 when there is no other row left.
 """
@@ -36,15 +36,15 @@ ABSENT = -1
 
 
 MakeVariable = Callable[[str, Callable[[], Tensor]], Variable]
-"""Makes a variable of this name and initial value that nothing trains or saves."""
+"""Makes a variable of this name and initial value that is neither trained nor saved."""
 
 
 class KeyIndex:
-    """Gives up to `capacity` keys a row each; in graphs and eagerly.
+    """Assigns a row to each of up to `capacity` keys; in graphs and eagerly.
 
-    `at_home` is the context in which operations are placed where the index lies. `reset` is called with
-    rows that had another key before, and adds the operation by which they begin again. With `shared` all
-    sessions of a server use the same index; eagerly each has its own.
+    `at_home` is the context in which operations are placed on the index's device. `reset` is called with rows
+    that had another key before, and adds the operation that sets them to initial values. With `shared` all
+    sessions of a server use the same index; eagerly each object has its own.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class KeyIndex:
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables that hold the index."""
+        """The variables of the index."""
         return (self.row_keys, self.free, self.cursors, self.changed, self.is_recorded)
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run a function by one caller at a time, and give its result."""
+        """Run a function while no other caller runs one under this lock, and return its result."""
         if tf.executing_eagerly():
             return self._lock.execute(function)
         # `execute` adds to this collection, for locks that share resources; a MetaGraph could not hold it.
@@ -88,14 +88,14 @@ class KeyIndex:
         return result
 
     def find(self, keys: Tensor) -> Tensor:
-        """The row of each key of a vector, `ABSENT` if it has none."""
+        """Return the row of each key of a vector, `ABSENT` if it has none."""
         with self._at_home():
             rows = self._lookup(keys)
             named = tf.gather(self.row_keys, tf.maximum(rows, 0))
             return tf.where((rows >= 0) & tf.equal(named, keys), rows, tf.constant(ABSENT, tf.int64))
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """The row of each key of a vector of distinct keys, which is given one if it has none."""
+        """Return the row of each key of a vector of distinct keys; a key without a row gets one."""
         found = self.find(keys)
         with self._at_home():
             return tf.cond(
@@ -103,9 +103,11 @@ class KeyIndex:
             )
 
     def remove(self, keys: Tensor, also: Callable[[Tensor], list[Any]]) -> Tensor:
-        """Take away the rows of distinct keys; the number of keys that had one."""
+        """Remove distinct keys and free their rows; return the number of keys that had one.
 
-        # `also` adds operations on these rows, which run before other keys may be given them.
+        `also` adds operations on these rows, which run before other keys may get them.
+        """
+
         def take_away() -> Tensor:
             rows = self.find(keys)
             gone, rows = tf.boolean_mask(keys, rows >= 0), tf.boolean_mask(rows, rows >= 0)
@@ -126,21 +128,23 @@ class KeyIndex:
             return self.locked(take_away)
 
     def in_use(self) -> tuple[Tensor, Tensor]:
-        """The rows in use, ascending, and their keys."""
+        """Return the rows in use, ascending, and their keys."""
         with self._at_home():
             keys = self.row_keys.read_value()[: self.cursors.read_value()[0]]
             is_used = tf.equal(self._lookup(keys), tf.range(tf.size(keys, tf.int64)))
             return tf.where(is_used)[:, 0], tf.boolean_mask(keys, is_used)
 
     def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A mask of the rows that are in use, and the key that each names."""
+        """Return a mask of the rows that are in use, and the key that each names."""
         with self._at_home():
             keys = tf.gather(self.row_keys, rows)
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """Add the operation that gives these keys these rows, and all others none."""
-        # `also` adds operations that run before the index leads to the rows.
+        """Add the operation that assigns these rows to these keys, and removes all other keys.
+
+        `also` adds operations that run before the index has the new rows.
+        """
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
             tf.constant(self.capacity, tf.int64),
@@ -161,9 +165,12 @@ class KeyIndex:
             return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """Add the operation that takes away keys, then gives others, or the same, these rows."""
+        """Add the operation that removes keys, then assigns `rows` to `keys`, new or existing ones.
 
-        # Keys that have these rows lose them, and are noted as removed: other workers may have met new keys.
+        Other keys that have these rows lose them and are recorded as removed: other workers may have met new
+        keys.
+        """
+
         def change() -> Tensor:
             left = tf.concat([self.find(removed), self.find(keys)], 0)
             lost = self._others_with(rows, keys)
@@ -188,7 +195,7 @@ class KeyIndex:
             return self.locked(change)
 
     def take_changed(self) -> Tensor:
-        """The rows that were given to keys since the last call; their marks are cleared."""
+        """Return and clear the record of the rows that were assigned to keys since the last call."""
         with self._at_home():
             rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
             with _after(rows):
@@ -198,7 +205,9 @@ class KeyIndex:
                 return tf.identity(rows)
 
     def take_removed(self) -> Tensor:
-        """The keys that were removed since the last call, some of which may be there again; forgets them."""
+        """Return and clear the record of the keys removed since the last call, some of which may exist
+        again.
+        """
         with self._at_home():
             keys, _ = self.removed.export()
             cleared = self.removed.remove(keys)
@@ -206,12 +215,14 @@ class KeyIndex:
                 return tf.identity(keys)
 
     def _lookup(self, keys: Tensor) -> Tensor:
-        """The rows that the index has for the keys of a vector, whatever keys these rows name."""
+        """Return the rows that the index has for the keys of a vector, whatever keys these rows name."""
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
-        """Give rows to those keys that still have none; the rows of all. For one caller at a time."""
-        # A row has everything before the index leads to it, and is marked as changed after.
+        """Assign rows to the keys that still have none; return the rows of all. One caller at a time may run
+        this.
+        """
+        # A row is complete before the index has it, and is marked as changed afterwards.
         found = self.find(keys)
         new = tf.boolean_mask(keys, found < 0)
         count = tf.size(new, tf.int64)
@@ -236,22 +247,22 @@ class KeyIndex:
             ones = tf.ones_like(rows, tf.uint8)
             marked = self.changed.scatter_update(tf.IndexedSlices(ones, rows))
             forgotten = self._forget(lost)
-        with _after(marked, *forgotten):  # whatever others do meanwhile, every key has a row
+        with _after(marked, *forgotten):  # no second lookup: others may have changed the index meanwhile
             return tf.tensor_scatter_nd_update(found, tf.where(found < 0), rows)
 
     def _others_with(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Previous owners of rows that are reassigned to these keys."""
+        """Return the previous owners of rows that are reassigned to these keys."""
         named = tf.gather(self.row_keys, rows)
         return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
 
     def _forget(self, keys: Tensor) -> list[Any]:
-        """Add operations that take keys out of the index, and note them as removed."""
+        """Add operations that remove keys from the index and record them as removed."""
         removed = self.index.remove(keys)
         with _after(removed):
             return [removed, self._note_removed(keys)]
 
     def _find_lost_rows(self, count: Tensor) -> Any:
-        """Add the operation that finds out again which rows are free, if fewer than `count` seem to be."""
+        """Add the operation that determines anew which rows are free, if fewer than `count` seem to be."""
         given, first, last = tf.unstack(self.cursors.read_value())
 
         def find() -> Tensor:
@@ -261,19 +272,21 @@ class KeyIndex:
         return tf.cond(count > self.capacity - given + last - first, find, lambda: tf.constant(0))
 
     def _note_removed(self, keys: Tensor) -> Any:
-        """Add the operation that notes keys as removed, if anybody is to ask for them and so forget them."""
-        # Without a branch: where the caller's worker has died, no function is called any more.
+        """Add the operation that records keys as removed, if somebody will read and clear the record."""
+        # Without a branch: after the caller's worker has died, no function is called any more.
         noted = tf.boolean_mask(keys, tf.fill([tf.size(keys)], self.is_recorded.read_value()))
         return self.removed.insert(noted, tf.zeros_like(noted))
 
     def _restore_free(self, rows: Tensor) -> list[Any]:
-        """Add assignments by which all rows but these are free."""
+        """Add assignments after which all rows except these are free."""
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
         return self._set_free(1 - is_used)
 
     def _set_free(self, is_free: Tensor) -> list[Any]:
-        """Add assignments by which the rows with a 1 are free, and those behind were never given."""
+        """Add assignments after which the rows with a 1 are free, and the rows after them were never
+        assigned.
+        """
         free = tf.where(tf.equal(is_free, 1))[:, 0]
         count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
         rest = tf.zeros([self.capacity - count], tf.int64)
@@ -291,6 +304,6 @@ class KeyIndex:
 
 
 def _after(*operations: Any) -> AbstractContextManager[Any]:
-    """The context of nodes that run after operations; eagerly these are None, and done."""
+    """The context of nodes that run after operations; eagerly, operations are None and already done."""
     there = [each for each in operations if each is not None]
     return tf.control_dependencies(there)  # type: ignore[no-any-return]  # TensorFlow is untyped

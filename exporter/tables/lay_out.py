@@ -1,14 +1,14 @@
-"""Lay the tables of a checkpoint out as ordinary tensors, so that they are served like any others.
+"""Present the tables of a checkpoint as ordinary tensors, so that they are served like any others.
 
 The keys and the rows stay where the trainer wrote them: they become slices of `<table>/keys` and
-`<table>/values`. What the tensors are and how large follows from the checkpoint's index alone (`lay_out`);
-keys are read when the rest is written (`TableLayout.write`).
+`<table>/values`. The tensors and their sizes follow from the checkpoint's index alone (`lay_out`); keys are
+read when the rest is written (`TableLayout.write`).
 
 The rest is the index, room for more rows, and the default rows. A job of two kinds of tasks builds the index
 (`IndexJob`): `Partition` sorts the checkpoint's keys by ranges, `PlaceKeys` places ranges in slots. Small
-tables share tasks, large ones are divided. In a file system what the tasks wrote is joined with the room,
+tables share tasks, large ones are divided. In a file system the tasks' results are joined with the room,
 which is a hole, and the default rows in one new shard, because a server reads a tensor faster in one piece.
-In a store it stays where it is: the tasks that write the version read it there, and read zeros nowhere.
+In a store they stay where they are: the tasks that write the version read them there, and read zeros nowhere.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from exporter.terminal.progress import Progress
 from exporter.wire.crc32c import chunks_of, combine, extend, mask, zeros_crc
 from exporter.wire.dtypes import Array
 
-_LEAST_RANGES = 16  # of a run, if the table has so many: a part of the range behind each run is placed twice
-_LEAST_RUNS = 4  # of a table, if it has enough ranges: so that a few threads have something to do
+_LEAST_RANGES = 16  # of a run, if possible: the beginning of the range behind each run is placed twice
+_LEAST_RUNS = 4  # of a table, if it has enough ranges: so that a few threads have work
 
 
 class WrittenPart(Struct, frozen=True):
@@ -80,7 +80,7 @@ class IndexJob:
     ) -> None:
         self._catalog = catalog
         self._read = RangeChecksums[int]()
-        self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path is another in each process
+        self._shown = mirror.shown(os.fspath(catalog.prefix))  # the local path differs between processes
         self._planned = cache(Input.of)
         runs = [(table.name, run) for table in tables for run in _key_runs(table, admission, task_bytes)]
         self._sorted = list(batches(runs, task_bytes, lambda each: each[1].part(each[1].keys).size))
@@ -95,18 +95,21 @@ class IndexJob:
 
     @property
     def plan(self) -> list[Task]:
-        """All tasks; those that place keys without their inputs, which other tasks write."""
+        """All tasks; tasks that place keys are without their inputs, which other tasks write."""
         return [*self.partitions, *(self._place(*each, {}) for each in enumerate(self._placed))]
 
     @property
     def size_of_work(self) -> tuple[int, int]:
-        """The number of tasks, and about how many bytes they read."""
+        """The number of tasks, and the approximate number of bytes that they read."""
         size = sum(task.bytes_ for task in self.partitions)
         size += sum(each.bytes_ for batch in self._placed for each in batch)
         return len(self.partitions) + len(self._placed), size
 
     def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
-        """Do the tasks in a job of this `plan`, and compare what they read; the parts that they wrote."""
+        """Run the tasks in a job of this `plan` and wait for them; return the parts they wrote.
+
+        CorruptFile if a tensor they read has another checksum.
+        """
         pieces: list[WrittenPart] = []
         place = job.directory.place
         sections: dict[str, list[_Sorted]] = {}
@@ -143,7 +146,9 @@ class IndexJob:
         )
 
     def _compare(self, batch: Iterable[KeyRun], receipt: Receipt) -> None:
-        """Note the checksums in a receipt, and compare those of tensors of which this is the last part."""
+        """Record the checksums in a receipt, and compare them for the tensors of which this is the last
+        part.
+        """
         crcs = iter(receipt.read)
         for run in batch:
             for ref in run.counted:
@@ -153,7 +158,7 @@ class IndexJob:
                     compare_checksum(self._catalog.path_of(extent), ref.name, extent, mask(crc))
 
     def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> PlaceKeys:
-        """The task that places these ranges, given where the sorted keys of each table lie."""
+        """The task that places these ranges, given the places of each table's sorted keys."""
         inputs: dict[Input, int] = {}
         runs = []
         for wanted in batch:
@@ -175,19 +180,19 @@ class IndexJob:
 
 
 class _Wanted(Struct, frozen=True):
-    """A run of ranges to place, without sections, and about how many bytes of sorted keys it has."""
+    """A run of ranges to place, without sections, and the approximate bytes of its sorted keys."""
 
     run: RangeRun
     bytes_: int
 
     @property
     def is_whole(self) -> bool:
-        """True if it has all ranges of the table: then others may share its task."""
+        """True if it has all ranges of the table; then others may share its task."""
         return self.run.stop - self.run.start == self.run.ranges.count
 
     @classmethod
     def of_table(cls, table: TablePlan, task_bytes: int) -> Iterator[_Wanted]:
-        """Yield all ranges of a table, in runs of an even number."""
+        """Yield all ranges of a table, in runs with an even number of ranges."""
         ranges, stored = _ranges(table), tuple((part.keys.name, part.rows) for part in table.variable.parts)
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)
         most = max(_LEAST_RANGES, task_bytes // bytes_of_range)
@@ -200,7 +205,7 @@ class _Wanted(Struct, frozen=True):
 
 
 class _Sorted(Struct, frozen=True, eq=False):
-    """One run's sorted keys: object, offset, count per range."""
+    """One run's sorted keys: object, offset, and the number of keys by range."""
 
     source: Input
     offset: int
@@ -212,7 +217,9 @@ def _ranges(table: TablePlan) -> KeyRanges:
 
 
 def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
-    """Yield the keys of a table, and what decides on their admission, in runs of `task_bytes` at most."""
+    """Yield the keys of a table, with the tensors that decide on their admission, in runs of at most
+    `task_bytes`.
+    """
     variable, row = table.variable, 0
     has_freqs = admission.min_freq > 0 and all(part.freqs is not None for part in variable.parts)
     has_versions = admission.max_age_steps is not None and all(
@@ -244,8 +251,11 @@ def join_pieces(
     directory: Directory,
     home: Directory,
 ) -> Catalog:
-    """Write the catalog's last shard into `home`, from what tasks wrote into `directory`; the catalog."""
-    # The shard is named by its contents: a command that resumes the job finds it there.
+    """Write the catalog's last shard into `home`, from the tasks' results in `directory`; return the
+    catalog.
+
+    The shard is named after its contents: a command that resumes the job finds it.
+    """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
     for piece in pieces:
@@ -283,8 +293,11 @@ def show_pieces(
     directory: Directory,
     scratch: Path,
 ) -> Catalog:
-    """The catalog with each object that tasks wrote as a shard, and a small new shard with the rest."""
-    # Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
+    """Return the catalog with each object that tasks wrote as a shard, and write a small shard with the
+    rest.
+
+    Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
+    """
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
     rest, tensors = _Rest(first + len(objects)), dict(catalog.tensors)
@@ -318,7 +331,9 @@ def show_pieces(
 
 
 class _Rest:
-    """Collects what no task writes: the last rows of keys and values in one shard, zeros in the next."""
+    """Collects the elements that no task writes: the last rows of keys and values in one shard, zeros in the
+    next.
+    """
 
     def __init__(self, shard: int) -> None:
         self._shard = shard
@@ -326,7 +341,7 @@ class _Rest:
         self._zeros = 0
 
     def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
-        """Yield the slices of a tensor behind its `held` first rows: zeros up to `row`, then the elements."""
+        """Yield the slices of a tensor after its `held` first rows: zeros up to `row`, then the elements."""
         raw = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
         if row > held:
             size = (row - held) * (raw.size // len(elements))
@@ -338,8 +353,8 @@ class _Rest:
         self._content += raw.tobytes()
 
     def put(self, directory: Directory, scratch: Path) -> str:
-        """Write both shards, the first one into the directory; its name."""
-        # It is named by its contents and never written again: so its tag stays, and plans that read it do.
+        """Write both shards, the first into the directory; return its name."""
+        # Named by its contents and never rewritten: so its tag stays the same, and so do plans that read it.
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
         with writing(scratch), new_file(scratch) as (descriptor, path):
             write_at(descriptor, 0, self._content)
@@ -354,7 +369,7 @@ def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
 
 
 def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
-    """The last rows of keys and values: the first one's number, and the elements."""
+    """Return the last rows of keys and values: the number of the first of them, and the elements."""
     geometry, variable = table.geometry, table.variable
     keys = np.zeros(geometry.capacity - geometry.cursor_row, np.int64)
     keys[0], keys[-1] = variable.rows, EMPTY_KEY
@@ -365,7 +380,7 @@ def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
 def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> None:
     """Append a piece of an open object to a run of a shard.
 
-    CheckpointChanged if it became shorter, CorruptFile if it is not as the task wrote it.
+    CheckpointChanged if the object became shorter, CorruptFile if it differs from what the task wrote.
     """
     crc = done = 0
     for chunk in chunks_of(descriptor, piece.offset, piece.size):
@@ -373,7 +388,7 @@ def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> N
         crc, done = extend(crc, data), done + len(chunk)
     if done != piece.size:
         raise CheckpointChanged(f"{path} became shorter after it was written")
-    if crc != piece.crc:  # else the new shard's own checksum would call damage right
+    if crc != piece.crc:  # without this, the new shard's own checksum would confirm the damage
         raise CorruptFile(f"{path} is damaged: it is not what a task of the job wrote")
     run.crc = combine(run.crc, crc, done)
 
@@ -386,7 +401,9 @@ def _written(
     tail: tuple[int, Array] | None,
     opened: Callable[[str], tuple[Path, int]],
 ) -> TensorRef:
-    """Write the elements of a tensor that lie in the new shard, with holes for zeros; its index entry."""
+    """Write the elements of a tensor that are in the new shard, with holes for zeros; return its index
+    entry.
+    """
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
     first = ref.shape[0] - known.size // max(1, element)
@@ -418,7 +435,7 @@ class TableLayout(Struct, frozen=True, eq=False):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tables' variables, by their names."""
+        """The shapes of the tables' variables, by name."""
         added = self.catalog.tensors.keys() - self.source.tensors.keys()
         return {name: self.catalog.tensors[name].shape for name in added}
 
@@ -430,14 +447,14 @@ class TableLayout(Struct, frozen=True, eq=False):
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """The names of all tensors of the checkpoint that the tables are, or may be, read from."""
+        """The names of all tensors of the checkpoint that tables are, or may be, read from."""
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         names = chain.from_iterable(part.tensor_names for part in parts)
         return tuple(name for name in names if name in self.source.tensors)
 
     def with_source(self, catalog: Catalog) -> TableLayout:
-        """Lay the same tables out in another catalog, to which their tensors were copied."""
-        # By its keys: a name may depend on tables that were not copied.
+        """Lay out the same tables for another catalog, to which their tensors were copied."""
+        # Matched by the tensor of keys: a table's name may depend on tables that were not copied.
         known = {variable.parts[0].keys.name: variable for variable in embedding_variables(catalog).values()}
         moved = [known[plan.variable.parts[0].keys.name] for plan in self.tables]
         plans = zip(self.tables, moved, strict=True)
@@ -450,9 +467,11 @@ class TableLayout(Struct, frozen=True, eq=False):
     def write(
         self, scratch: Path, admission: Admission, runner: Runner = LOCAL, progress: Progress | None = None
     ) -> tuple[Catalog, Job]:
-        """Write what no shard of the checkpoint holds: into `scratch`, or where the runner keeps jobs.
+        """Write the elements that no shard of the checkpoint holds, into `scratch` or where the runner keeps
+        jobs.
 
-        Returns the catalog with all tensors, and the job, to be left (a context manager) once these are read.
+        Waits for the job's tasks. Returns the catalog with all tensors, and the job: a context manager, to be
+        left once the tensors have been read.
         """
         index = self.index_job(admission, runner.task_bytes)
         with ExitStack() as stack:
@@ -470,7 +489,7 @@ class TableLayout(Struct, frozen=True, eq=False):
 
 
 def lay_out(catalog: Catalog, tables: Iterable[TablePlan]) -> TableLayout:
-    """Add the tables' tensors to a catalog, by its index alone: nothing is read or written."""
+    """Add the tables' tensors to a catalog, by its index alone: no values are read or written."""
     tables = tuple(tables)
     tensors, offset, shard = dict(catalog.tensors), 0, len(catalog.shards)
     for table in tables:

@@ -1,10 +1,11 @@
-"""Look keys up in a dynamic table, inside the served graph: a dozen stock operations, of which four gather.
+"""Look up keys in a dynamic table, inside the served graph: a dozen stock operations, of which four
+gather.
 
 Lookups in many tables may share these operations (`add_joined_rows`): see `graph.joined_lookups`.
 
 The nodes are added to a GraphDef, so that graphs which TensorFlow cannot load get them, too. They need the
-table's sizes, which only a checkpoint tells: those are constants with the attribute `SIZE`, and `set_sizes`
-fills them in.
+table's sizes, which only a checkpoint determines: these are constants with the attribute `SIZE`, and
+`set_sizes` fills them in.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ Tensor = Any
 
 
 class TableLookups(ABC):
-    """Looks ids up in a table whose rows are those of the variable `values`."""
+    """Looks up ids in a table with the rows of the variable `values`."""
 
     values: Any
 
     @abstractmethod
     def _rows_of(self, ids: Tensor) -> Tensor:
-        """The row number of each id of an int64 tensor, in its shape."""
+        """Return the row number of each id of an int64 tensor, in its shape."""
 
     def rows(self, ids: Any) -> Any:
-        """The row number of each id, of a tensor of any shape, a SparseTensor or a RaggedTensor."""
+        """Return the row number of each id, for a tensor of any shape, a SparseTensor or a RaggedTensor."""
         if isinstance(ids, tf.SparseTensor):
             return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
         if isinstance(ids, tf.RaggedTensor):
@@ -45,24 +46,24 @@ class TableLookups(ABC):
         return self._rows_of(tf.cast(ids, tf.int64))
 
     def lookup(self, ids: Any) -> Any:
-        """The rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
+        """Return the rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
         if isinstance(ids, tf.RaggedTensor):
             return ids.with_flat_values(self.lookup(ids.flat_values))
         return tf.nn.embedding_lookup(self.values, self.rows(ids))
 
     def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
-        """The combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
+        """Return the combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
 
 TABLE = "_dynamic_table"
-"""The attribute of a node that names the table which it belongs to."""
+"""The attribute of a node with the name of the table that it belongs to."""
 
 SIZE = "_dynamic_table_size"
-"""The attribute of a constant that says which size of its table it is."""
+"""The attribute of a constant with the kind of its table's size that it holds."""
 
 PART = "_dynamic_table_part"
-"""The attribute of a VarHandleOp that says which of `parts.PARTS` it is; `TABLE` is there, too."""
+"""The attribute of a VarHandleOp with its member of `parts.PARTS`; it has `TABLE`, too."""
 
 DEFAULTS = "_dynamic_table_defaults"
 """The attribute of the values' VarHandleOp with the default rows, a tensor [d, dim]."""
@@ -83,10 +84,11 @@ class RowNodes(Struct, frozen=True):
 def add_rows(
     graph_def: Proto, name: str, table: str, handles: Sequence[str], ids: str, *, defaults: int = 1
 ) -> RowNodes:
-    """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
+    """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table; return their
+    names.
 
-    `handles` are the tensors of its variables in the order of `parts.PARTS`, `defaults` is the number of
-    its default rows. The rows index the values.
+    `handles` are the tensors of its variables in the order of `parts.PARTS`, `defaults` is the number of its
+    default rows. The rows index the values.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles
@@ -110,12 +112,12 @@ def add_rows(
 
 
 class JoinedLookup(Struct, frozen=True):
-    """A lookup of ids, int64, in a table whose index lies in joined variables, from these elements on."""
+    """A lookup of ids, int64, in a table whose index is part of joined variables, from these elements on."""
 
     table: str
     scope: str  # of the nodes that do it by itself
     ids: str
-    is_vector: bool  # for certain, whatever clients send: needs no reshaping
+    is_vector: bool  # certainly, for any request: then no reshaping is needed
     geometry: TableGeometry
     first_group: int
     first_slot: int
@@ -130,8 +132,8 @@ def add_joined_rows(
     `handles` are the tensors of the joined variables, in the order of `parts.PARTS`. The results are vectors;
     `found` is "" unless it is asked for.
     """
-    # The ids of all stand one behind the other, and with each of them the number of its lookup: by that the
-    # sizes of tables are gathered. So the number of operations hardly depends on that of the tables.
+    # All ids are concatenated, each with the number of its lookup, by which the sizes of tables are gathered.
+    # So the number of operations hardly depends on the number of tables.
     nodes, many = _Nodes(graph_def, name, ""), len(lookups)
     seeds, index_rows, keys = handles
     axis, flat = nodes.constant("axis", 0, DType.INT32), nodes.vector("flat", [-1], DType.INT32)
@@ -216,9 +218,9 @@ def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
 
 
 def first_defaults(graph_def: Proto) -> dict[str, int]:
-    """The first default row of each table that a graph looks keys up in, by the table's name.
+    """Return the first default row of each table that a graph looks up keys in, by the table's name.
 
-    GraphError if a constant that says it is damaged.
+    GraphError if a constant with it is damaged.
     """
     found = {}
     for node in all_nodes(graph_def):
@@ -231,7 +233,7 @@ def first_defaults(graph_def: Proto) -> dict[str, int]:
 
 @contextmanager
 def _damaged(node: Proto) -> Iterator[None]:
-    """Raise GraphError, which names the node, for what is wrong with a constant of a table's size."""
+    """Convert errors about a constant of a table's size to a GraphError that names the node."""
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -257,7 +259,7 @@ def _set_value(node: Proto, value: np.ndarray[Any, Any]) -> None:
 
 
 class _Nodes(Struct, frozen=True):
-    """Adds nodes of one lookup to a graph; each method gives the new node's name."""
+    """Adds nodes of one lookup to a graph; each method returns the new node's name."""
 
     graph_def: Proto
     scope: str
@@ -282,14 +284,14 @@ class _Nodes(Struct, frozen=True):
         return str(node.name)
 
     def constant(self, name: str, value: int, dtype: DType = DType.INT64) -> str:
-        """Add a scalar constant; returns its node's name."""
+        """Add a scalar constant."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))
         return str(node.name)
 
     def vector(self, name: str, values: Iterable[int], dtype: DType) -> str:
-        """Add a constant vector; returns its node's name."""
+        """Add a constant vector."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array([*values], dtype.numpy))
@@ -308,11 +310,11 @@ class _Nodes(Struct, frozen=True):
     def bitcast(
         self, name: str, value: str, source: DType = DType.INT64, target: DType = DType.UINT64
     ) -> str:
-        """Add the same bits as another type."""
+        """Add a node that reinterprets the bits as another type."""
         return self.typed(name, "Bitcast", value, T=source, type=target)
 
     def place(self, key: str, seed: str) -> str:
-        """Add the places of keys in their groups' windows, given the groups' seeds."""
+        """Add nodes that compute the places of keys in their groups' windows, given the groups' seeds."""
         spread = self.add("spread", "Mul", key, seed)
         shift = self.constant("place_shift", 64 - WINDOW_BITS)
         shifted = self.add("place_bits", "RightShift", spread, shift)

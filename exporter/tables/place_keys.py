@@ -1,15 +1,15 @@
 """The tasks that make an index: sort keys by ranges of their table's groups, then place them in its slots.
 
-Each range of groups is placed by itself, a few ranges (about 40 MB) to a task. A range reaches with the
-window of its last groups into the next one's slots. So every other range is placed first, into empty slots,
-and those between are placed around them: the index depends on keys, rows and sizes alone, not on how ranges
-are divided among tasks. A task does not wait for the task behind it: it also places the beginning of the
-range behind its last one, as the other task does, and only then its own last range around it.
+Each range of groups is placed by itself, a few ranges (about 40 MB) to a task. The window of a range's last
+groups overlaps the slots of the next range. So every second range is placed first, into empty slots, and the
+others are placed around them: the index depends only on keys, rows and sizes, not on how ranges are divided
+among tasks. A task does not wait for the task behind it: it also places the beginning of the range behind its
+last one, as the other task does, and only then its own last range around it.
 
 The object of a `Partition` has the keys of one run after another: for each range the hashes of its keys
 (uint64), then their rows (int32), in the order in which they are stored. `~row` is the row of a key that is
-not served. Behind a run whose keys are stored as int32 they follow as int64, as they are served. The object
-of a `PlaceKeys` has the seeds (int64) and the slots (int32) of each run of ranges.
+not served. After a run whose keys are stored as int32, they follow as int64, the type that is served. The
+object of a `PlaceKeys` has the seeds (int64) and the slots (int32) of each run of ranges.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from exporter.wire.crc32c import crc_of, extend
 from exporter.wire.dtypes import Array, DType
 
 RANGE_KEYS = 1 << 18
-"""Keys of a range on average at most, half of that at least: all are equally wide, and hashes even."""
+"""The most keys of a range on average: all ranges are equally wide, and hashes are evenly distributed."""
 
 KEY_BYTES = 12
 """Bytes of a sorted key: its hash (uint64) and its row (int32)."""
@@ -58,7 +58,7 @@ class KeyRanges(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, count: int) -> KeyRanges:
-        """The ranges for about `count` keys."""
+        """Choose the ranges for about `count` keys."""
         wanted = max(0, (-(-count // RANGE_KEYS) - 1).bit_length())
         most = geometry.group_bits - (_LEAST_GROUPS - 1).bit_length()
         return cls(geometry, max(0, min(wanted, most)))
@@ -70,21 +70,21 @@ class KeyRanges(Struct, frozen=True):
 
     @property
     def groups(self) -> int:
-        """The number of groups of each range."""
+        """The number of groups in each range."""
         return self.geometry.groups >> self.bits
 
     @property
     def slots(self) -> int:
-        """The number of slots of each range, but for the window in which it reaches into the next one."""
+        """The number of slots of each range, without the window that overlaps the next one."""
         return self.groups * self.geometry.stride
 
     @property
     def room(self) -> int:
-        """The number of keys that have a place in a range, at most."""
+        """The most keys that fit into a range."""
         return self.slots + WINDOW
 
     def of_hashes(self, hashed: Array) -> Array:
-        """The number of each hash's range."""
+        """Return the number of each hash's range."""
         if not self.bits:
             return np.zeros(len(hashed), np.uint8)
         # numpy sorts small integers by radix.
@@ -97,8 +97,8 @@ _BLOCK = 1 << 20  # keys in memory at a time
 class KeyRun(Struct, frozen=True):
     """Keys `start` to `stop` of a tensor, the first of which has row `row` in its table.
 
-    Shards of the tensors are numbers of the task's inputs. `offsets` say where the buckets of the whole
-    tensor begin; `freqs` and `versions` are there if they decide which keys are served.
+    Shards of the tensors are numbers of the task's inputs. `offsets` are the bucket offsets of the whole
+    tensor; `freqs` and `versions` are set if they decide which keys are served.
     """
 
     ranges: KeyRanges
@@ -112,12 +112,12 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def is_wide(self) -> bool:
-        """True if keys are stored as they are served: as int64."""
+        """True if keys are stored as int64, the type that is served."""
         return self.keys.dtype is DType.INT64
 
     @property
     def counted(self) -> tuple[TensorRef, ...]:
-        """The tensors of which a part is read, in the order of its checksums in the receipt."""
+        """The tensors of which a part is read, in the order of their checksums in the receipt."""
         return tuple(ref for ref in (self.keys, self.freqs, self.versions) if ref is not None)
 
     @property
@@ -126,7 +126,7 @@ class KeyRun(Struct, frozen=True):
         return self.counted if self.offsets is None else (*self.counted, self.offsets)
 
     def renumbered(self, shards: Sequence[int]) -> KeyRun:
-        """The run with shard numbers replaced by their index in `shards`."""
+        """Return the run with shard numbers replaced by their index in `shards`."""
 
         def renumber(ref: TensorRef | None) -> TensorRef | None:
             if ref is None or ref.extent is None:
@@ -149,7 +149,7 @@ class KeyRun(Struct, frozen=True):
         return self.sorted_bytes + (0 if self.is_wide else 8 * (self.stop - self.start))
 
     def part(self, ref: TensorRef) -> Range:
-        """The range of the run's elements of a tensor."""
+        """Return the range of the run's elements of a tensor."""
         (extent,) = ref.extents
         size = ref.dtype.numpy.itemsize
         return Range(extent.shard, extent.offset + self.start * size, (self.stop - self.start) * size)
@@ -164,10 +164,10 @@ class KeyRun(Struct, frozen=True):
 
 
 class Partition(Task, frozen=True, kw_only=True):
-    """Sorts runs of keys by ranges.
+    """A task that sorts runs of keys by ranges.
 
-    The receipt has the checksums of what was read of each run's `counted`, of the keys as int64 where they
-    are written so, and in `counts` how many keys each range of each run has.
+    The receipt has the checksums of the bytes read of each run's `counted`, those of the keys as int64 if
+    they are written so, and in `counts` the number of keys in each range of each run.
     """
 
     operation: ClassVar[str] = "partition"
@@ -189,7 +189,7 @@ class Partition(Task, frozen=True, kw_only=True):
                     with writing(path):
                         one.sort()
                 except CheckpointError as error:
-                    # The name of a file that was fetched says nothing.
+                    # The name of a fetched temporary file means nothing to a person.
                     for file, each in zip(files, self.inputs, strict=True):
                         error.message = error.message.replace(os.fspath(file), each.place)
                     raise
@@ -242,7 +242,7 @@ class _Sorting:
     def _count(self) -> Iterator[Array]:
         """Yield the number of keys in each range, block by block; write int32 keys as int64 to the target.
 
-        Notes their checksums; CorruptFile if a key is not in its bucket.
+        Records the checksums of both; CorruptFile if a key is not in its bucket.
         """
         run, crc = self.run, 0
         offsets = None if run.offsets is None else read_offsets(self._catalog, run.keys, run.offsets)
@@ -258,7 +258,7 @@ class _Sorting:
         self.read = (crc,)
 
     def _left_out(self) -> Array | None:
-        """A mask of the run's keys that are not admitted; None if all are."""
+        """Return a mask of the run's keys that are not admitted; None if all are. Records checksums."""
         run, task = self.run, self._task
         found = np.zeros(run.stop - run.start, bool)
         for ref in run.counted[1:]:
@@ -272,7 +272,8 @@ class _Sorting:
         return found if found.any() else None
 
     def _blocks(self, ref: TensorRef) -> Iterator[tuple[int, Array]]:
-        """Yield blocks of the run's elements of a tensor, each with the number of its first in the run.
+        """Yield blocks of the run's elements of a tensor, each with the number of its first element in the
+        run.
 
         CheckpointChanged if the file became shorter.
         """
@@ -287,15 +288,15 @@ class _Sorting:
 
 
 def bytes_of(array: Array) -> memoryview:
-    """A view of an array's bytes, to be written or filled."""
+    """View an array's bytes, to write or fill them."""
     return array.view(np.uint8).data
 
 
 KeysOfRange = Callable[[int, int], tuple[Array, Array]]
-"""Reads up to so many keys of the range of a number: their hashes and rows, `~row` for keys not served."""
+"""Reads at most that many keys of the range with that number: hashes and rows, `~row` for keys not served."""
 
-_CHUNK_GROUPS = 1 << 16  # that are placed at a time
-_FETCHED = 16  # sections that are fetched at a time
+_CHUNK_GROUPS = 1 << 16  # groups placed at a time
+_FETCHED = 16  # sections fetched at a time
 
 
 Located = tuple[Path, int]
@@ -326,8 +327,8 @@ class SortedKeys(Struct, frozen=True, array_like=True):
 class RangeRun(Struct, frozen=True):
     """Ranges `start`, an even number, to `stop` of a table.
 
-    The sections have the keys in the order of their rows, and those of the range behind. `stored` are the
-    tensors that keys come from, each with its number of rows.
+    The sections have the keys in the order of their rows, and those of the range after `stop`. `stored` are
+    the tensors that keys come from, each with its number of rows.
     """
 
     table: str
@@ -360,7 +361,7 @@ class RangeRun(Struct, frozen=True):
 
 
 class PlaceKeys(Task, frozen=True, kw_only=True):
-    """Writes seeds and slots of runs of ranges, one behind another, whose checksums the receipt has."""
+    """A task that writes seeds and slots of runs of ranges, in order; the receipt has their checksums."""
 
     operation: ClassVar[str] = "place"
 
@@ -382,7 +383,9 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
 
     @contextmanager
     def _fetched(self, directory: Directory) -> Iterator[list[list[Located]]]:
-        """Where the sections of each run lie; from a store all are fetched into one file, many at a time."""
+        """Yield the places of each run's sections; sections in a store are fetched into one file, many at a
+        time.
+        """
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
             def fetch(section: SortedKeys, offset: int) -> Located:
@@ -397,9 +400,9 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
             yield [list(islice(places, len(run.sections))) for run in self.runs]
 
     def _place(self, run: RangeRun, places: Sequence[Located], target: int, offset: int) -> tuple[int, int]:
-        """Write seeds and slots of a run to the target from `offset` on; their checksums.
+        """Write seeds and slots of a run to the target from `offset` on; return their checksums.
 
-        CorruptFile if a key is there twice; TableFull, which names the table.
+        CorruptFile if a key occurs twice; TableFull, which names the table.
         """
         keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]
@@ -416,7 +419,7 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         return crc_of(target, offset, sizes[0]), crc_of(target, slots_at, sizes[1])
 
     def _twice(self, run: RangeRun, error: KeyTwice) -> CorruptFile:
-        """The error of a key in two rows, which names the tensors of these rows."""
+        """Return the error for a key in two rows, which names the tensors of these rows."""
         bounds = np.cumsum([rows for _, rows in run.stored])
         places = np.searchsorted(bounds, sorted(error.rows)[:2], side="right")
         names = [run.stored[place][0] for place in places]
@@ -455,7 +458,7 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
 
 
 def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> PlacedSlots:
-    """A range without the windows that it shares with its neighbours."""
+    """The part of a range without the windows that it shares with its neighbours."""
     slots = np.ascontiguousarray(area[WINDOW:-WINDOW])
     return PlacedSlots(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
 
@@ -469,12 +472,12 @@ class _Placing(Struct, frozen=True):
     def place(
         self, number: int, before: Array, behind: Array, *, only_first: bool = False
     ) -> tuple[Array, Array]:
-        """Place a range around keys in the windows that it shares; the seeds of its groups, and its slots.
+        """Place a range around keys in the windows that it shares; return the seeds of its groups, and its
+        slots.
 
-        KeyTwice or TableFull if keys find no place.
+        `before` and `behind` are these windows as its neighbours left them. With `only_first` only the first
+        slots are right. KeyTwice or TableFull if keys find no place.
         """
-        # `before` and `behind` are these windows as its neighbours left them. With `only_first` the first
-        # slots alone are right.
         ranges, geometry = self.ranges, self.ranges.geometry
         hashed, rows, counts = self._by_groups(number)
         area = np.full(ranges.slots + WINDOW, geometry.empty_row, np.int32)
@@ -496,10 +499,11 @@ class _Placing(Struct, frozen=True):
         return chosen, area
 
     def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
-        """Hashes and rows of a range's served keys, ordered by groups, and the number of keys by group.
+        """Return hashes and rows of a range's served keys, ordered by groups, and the number of keys by
+        group.
 
-        KeyTwice or TableFull for more keys than the range has room for; KeyTwice for one that is left out,
-        too.
+        KeyTwice or TableFull for more keys than the range has room for; KeyTwice also for a doubled key if
+        some keys are not served.
         """
         hashed, rows = self.keys(number, self.ranges.room + 1)
         if len(hashed) > self.ranges.room:
@@ -521,7 +525,7 @@ class _Placing(Struct, frozen=True):
         return hashed.take(order), rows.take(order), counts
 
     def _refused(self, number: int, crowded: Crowded) -> KeyTwice | TableFull:
-        """The error for keys that find no seed."""
+        """Return the error for keys that find no seed."""
         if crowded.twice is not None:
             return self._twice(number, crowded.twice)
         return table_full(self.ranges.geometry, crowded.keys)
@@ -544,7 +548,7 @@ def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int)
         stored = section.counts[at]
         last = min(done + stored, most)
         begin = offset + KEY_BYTES * sum(section.counts[:at])
-        with open_shard(path) as descriptor:  # for each read: they may be more than a process may open
+        with open_shard(path) as descriptor:  # anew for each read: a process may not open as many at once
             for array, start in ((hashed, begin), (rows, begin + 8 * stored)):
                 wanted = bytes_of(array[done:last])
                 if read_at(descriptor, start, wanted) < len(wanted):

@@ -1,8 +1,8 @@
 """Choose seeds for groups of keys, so that no two keys share a slot.
 
 Groups with the most keys choose first, while their windows are emptiest; all groups of one size try the same
-seed at once. The fewer of them are left, the more seeds they try at a time. Keys that crowd in one place of
-an index are `TableFull`, with the room that would spread them.
+seed at once. The fewer groups are left, the more seeds they try at a time. For keys that crowd in one place
+of an index, the error is `TableFull`, with the room that would spread them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from exporter.errors import TableFull
 from exporter.tables.geometry import MAX_ROWS, OFFSET, WINDOW, WINDOW_BITS, TableGeometry, hashes_of, seeds
 from exporter.wire.dtypes import Array
 
-_EASY = WINDOW // 4  # keys that a window easily takes beside those that other groups have there
-_AT_ONCE = 1 << 12  # keys in a try; fewer that are left are tried under several seeds for little more time
+_EASY = WINDOW // 4  # keys that a window easily takes beside those of other groups
+_AT_ONCE = 1 << 12  # keys in a try; fewer keys are tried under several seeds, which hardly takes longer
 _MOST_TRIES = 1 << 21
 
 
@@ -32,7 +32,8 @@ class Crowded(Exception):
 
 
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
-    """Choose a seed for each group, and so a slot for each key, which is marked in `occupied`.
+    """Choose a seed for each group and thereby a slot for each key; return both, and mark slots in
+    `occupied`.
 
     `keys` are those of the first group, then of the second and so on; `counts` is their number by group,
     `windows` has each group's first slot. Slots are numbered within `occupied`, which may be a part of the
@@ -69,28 +70,32 @@ class _Groups(Struct):
 
     @classmethod
     def of(cls, keys: Array, size: int, groups: Array, firsts: Array, windows: Array) -> _Groups:
-        """Take the groups' keys out of all."""
+        """Select the groups' keys from all keys."""
         shifted = keys.view(np.uint64).take(firsts + np.arange(size)[:, None])
         shifted += np.uint64(OFFSET)
         return cls(groups, firsts, windows, shifted)
 
     def without(self, placed: Array) -> _Groups:
-        """The groups but for those at these places."""
+        """Return the groups except those at these places."""
         is_left = np.ones(len(self.groups), bool)
         is_left[placed] = False
         left = np.flatnonzero(is_left)
         return _Groups(self.groups[left], self.firsts[left], self.windows[left], self.keys.take(left, axis=1))
 
     def under(self, seed: Array) -> Array:
-        """The slot of each key under one seed [size, groups], or under several [size, seeds, groups]."""
+        """Return the slot of each key under one seed [size, groups], or under several [size, seeds,
+        groups].
+        """
         keys = self.keys[:, None, :] if seed.ndim else self.keys
         found = (keys * (seed[:, None] if seed.ndim else seed)) >> np.uint64(64 - WINDOW_BITS)
         return np.asarray(found.view(np.int64) + self.windows)
 
 
 def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, slots: Array) -> None:
-    """Choose seeds for groups of one size: writes `occupied`, `chosen`, `slots`; may raise Crowded."""
-    # `owner` is scratch memory: a number for each slot.
+    """Choose seeds for groups of one size: writes `occupied`, `chosen`, `slots`; may raise Crowded.
+
+    `owner` is scratch memory: a number for each slot.
+    """
     tried = 0
     while len(left.groups):
         count = max(1, _AT_ONCE // left.keys.size)
@@ -112,7 +117,9 @@ def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, sl
 
 
 def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Array, Array, Array]:
-    """The places of the groups that one of several seeds fits, their slots under the first, and this seed."""
+    """Return the places of the groups that some seed fits, their slots under the first such seed, and this
+    seed.
+    """
     found = left.under(trial.view(np.uint64))
     fits = np.logical_not(occupied.take(found).any(axis=0))
     which, places = np.nonzero(fits)
@@ -124,8 +131,8 @@ def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Arra
 
 
 def _take(found: Array, occupied: Array, owner: Array) -> Array:
-    """Mark the slots of groups that no other group wants; the places of these groups."""
-    # The last writer owns a slot: a group that reads another number than its own has lost one.
+    """Mark the slots of groups that no other group wants; return the places of these groups."""
+    # The last writer owns a slot: a group that reads another number than its own has lost a slot.
     numbers = np.arange(found.size, dtype=np.int32).reshape(found.shape)
     owner[found] = numbers
     alone = np.flatnonzero(
@@ -147,7 +154,7 @@ def _refuse(left: _Groups, tried: int) -> None:
 
 
 def _any(masks: Any) -> Array:
-    """A mask of the places where one of several masks is true."""
+    """Return a mask of the places where one of several masks is true."""
     masks = iter(masks)
     found: Array = next(masks)  # much quicker than `any` along a short axis
     for mask in masks:
@@ -159,7 +166,9 @@ def _any(masks: Any) -> Array:
 
 
 def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
-    """The error, with a hint, for the keys of a group, in ascending order, that have no place together."""
+    """Return the error, with a hint, for the keys of a group, in ascending order, that have no place
+    together.
+    """
     found = TableFull(
         f"{len(keys)} of a table's keys fall in one place of its index and do not fit there",
         cause=f"the table has {geometry.groups} places for {geometry.usable_rows} keys",
@@ -176,7 +185,9 @@ def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
 
 
 def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """The least `--table-head-room` with which these keys are easily placed; None if that is too much."""
+    """Return the least `--table-head-room` with which these keys are easily placed; None if that is too
+    much.
+    """
     hashed = np.sort(hashes_of(keys))
     near = WINDOW // geometry.stride  # groups whose windows overlap
     for more in range(1, 64 - geometry.group_bits):

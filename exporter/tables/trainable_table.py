@@ -1,19 +1,20 @@
-"""Train a dynamic table with stock TensorFlow: its keys come and go, and a key it meets first gets a row.
+"""Train a dynamic table with stock TensorFlow: keys come and go, and a new key gets a row when it is looked
+up.
 
-`TrainableTable` is for TF1-style graphs, also on parameter servers. It looks up as `DynamicTable` does;
-`remove` takes keys away. It is an index of keys (`exporter.tables.key_index`) beside an ordinary variable of
-rows, for which optimizers keep slots as for others. A Saver stores it as an embedding variable, `<name>-keys`
-and `<name>-values`, with `<name>-rows`, the numbers of these rows in the slots, which are stored whole. So an
-export takes it as it takes DeepRec's.
+`TrainableTable` is for TF1-style graphs, also on parameter servers. It looks up like `DynamicTable`; `remove`
+removes keys. It is an index of keys (`exporter.tables.key_index`) beside an ordinary variable of rows, for
+which optimizers keep slots as for others. A Saver stores it as an embedding variable, `<name>-keys` and
+`<name>-values`, with `<name>-rows`, the numbers of these rows in the slots, which are stored whole. So an
+export reads it like one of DeepRec's.
 
 `trainable_embedding` is a layer of Keras, for `fit`, `evaluate` and `predict`:
 
     embedding = trainable_embedding("user", 16, capacity=1_000_000)
 
-Keys that `fit` meets get rows; `evaluate` and `predict` give absent keys `default`, as the served model does.
-`tf.train.Checkpoint` stores the table as an embedding variable, as `TrainableTable` is stored, so that an
-export finds it; `.keras` and `.weights.h5` files hold it, too, under the same names. The layer is for one
-process: strategies with several replicas, or with parameter servers, are refused.
+`fit` assigns rows to new keys; for `evaluate` and `predict` absent keys read `default`, as in the served
+model. `tf.train.Checkpoint` stores the table as an embedding variable, in the form of `TrainableTable`, so
+that an export finds it; `.keras` and `.weights.h5` files hold it, too, under the same names. The layer is for
+one process: strategies with several replicas, or with parameter servers, are refused.
 """
 
 from __future__ import annotations
@@ -36,19 +37,18 @@ Variable = Any
 COLLECTION = "exporter_trainable_tables"
 """The collection of the names of a graph's trainable tables."""
 UPKEEP = "_table_upkeep"
-"""The attribute of operations that write rows by the table's own choice; its index has those rows."""
+"""The attribute of operations by which the table itself writes rows; its index records these rows."""
 
 _FRESH_ROWS = 1024
 _UNKNOWN = -1
-"""The step of a row that was looked up at an unknown time."""
+"""The step of a row whose last lookup is unknown."""
 
 
 class TrainableTable(TableLookups):
     """Rows of `dim` numbers for up to `capacity` keys at a time, any 64-bit integers.
 
-    New rows have the values that `initializer` gives; `name` is what checkpoints call the table. With
-    `records_steps` it keeps, in 8 bytes a row, at which global step each key was looked up last, which
-    `remove_unseen` needs.
+    New rows get the values of `initializer`; `name` is the table's name in checkpoints. With `records_steps`
+    it keeps, in 8 bytes a row, the global step of each key's last lookup, which `remove_unseen` needs.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class TrainableTable(TableLookups):
         saved = self._graph.get_collection_ref(v1.GraphKeys.SAVEABLE_OBJECTS)
         others = list(saved)
         with self._at_home():
-            # Rows that begin again have the values of these: all of them are not in memory any more.
+            # Reused rows get values of these: the initial values of all rows are no longer in memory.
             self._fresh = self._variable("fresh_rows", lambda: self._start[:_FRESH_ROWS])
             unknown = tf.fill([capacity], tf.constant(_UNKNOWN, tf.int64))
             self._seen = self._variable("seen", lambda: unknown) if records_steps else None
             self.index = KeyIndex(name, capacity, self._variable, self._at_home, self._begin_anew)
             saved[:] = others  # the keys are enough; without `checkpoint` each session would have its own
-            # One at a time: a worker that has just seen no values would else take back what others changed.
+            # One at a time: otherwise a worker that has just seen no values would overwrite others' changes.
             with self._upkeep():
                 made = self.index.locked(self._make)
         v1.add_to_collection(v1.GraphKeys.TABLE_INITIALIZERS, made.op)
@@ -90,11 +90,12 @@ class TrainableTable(TableLookups):
         v1.add_to_collection(COLLECTION, name)
 
     def remove(self, keys: Any, slots: Iterable[Variable] | None = None) -> Any:
-        """Take keys away; the number of them that were there.
+        """Remove keys and return the number of them that existed.
 
-        A removed key reads as one that was never seen; when it is met again it starts over. The rows of
-        optimizers' `slots` start over as well, with the values that the slot's first row had: by default of
-        those that `tf.compat.v1.train` has made for the table so far, so call this after `minimize`.
+        A removed key reads like one that was never seen; when it is met again it starts over. The rows of
+        optimizers' `slots` start over as well, with the values that the slot's first row had initially: by
+        default the slots that `tf.compat.v1.train` has made for the table so far, so call this after
+        `minimize`.
         """
         chosen = list(self._slots() if slots is None else slots)
         with self._at_home():  # before anything is removed: the worker may die
@@ -111,12 +112,13 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
-        """Take keys away that were not looked up in this many global steps; the number of them.
+        """Remove the keys that were not looked up in the last `max_age_steps` global steps; return their
+        number.
 
         UsageError unless the table records steps.
 
         Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
-        count from when this is first run.
+        count from the first run of this operation.
         """
         if self._seen is None:
             raise UsageError(
@@ -134,14 +136,14 @@ class TrainableTable(TableLookups):
         return self.remove(old, slots)
 
     def lay_over(self, keys: Tensor, rows: Tensor, values: Tensor, removed: Tensor) -> Any:
-        """Add the operation that takes keys away, and then gives others these rows and values."""
+        """Add the operation that removes keys, and then assigns these rows and values to others."""
         with self._at_home(), self._upkeep():
             written = self.values.scatter_update(tf.IndexedSlices(values, rows))
             with tf.control_dependencies([written]):
                 return self.index.lay_over(keys, rows, removed)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        """The row number of each id; new keys are given rows, and the step of the lookup is noted."""
+        """Return the row number of each id; new keys get rows, and the step of the lookup is recorded."""
         keys, places = tf.unique(tf.reshape(ids, [-1]))
         with self._upkeep():
             found = self.index.find_or_add(keys)
@@ -163,7 +165,9 @@ class TrainableTable(TableLookups):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Add operations that set the step of these rows' last lookup to unknown; none if it is not kept."""
+        """Add operations that set the step of these rows' last lookup to unknown; none if steps are not
+        recorded.
+        """
         if self._seen is None:
             return []
         unknown = tf.fill([tf.size(rows)], tf.constant(_UNKNOWN, tf.int64))
@@ -220,7 +224,7 @@ class TrainableTable(TableLookups):
 
 
 def trainable_tables() -> tuple[TrainableTable, ...]:
-    """The trainable tables of the graph that is being built."""
+    """Return the trainable tables of the graph that is being built."""
     v1 = tf.compat.v1
     saved = v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
     return tuple(each.trainable_table for each in saved if is_trainable_table(each))
@@ -239,7 +243,7 @@ def _first_row(slot: Variable) -> Tensor:
 
 
 def _saveable(table: TrainableTable) -> Any:
-    """The saveable object by which a Saver stores and restores a table."""
+    """Make the saveable object by which a Saver stores and restores a table."""
     from tensorflow.python.training.saving import saveable_object
 
     class Saveable(saveable_object.SaveableObject):  # type: ignore[misc]  # TensorFlow is untyped
@@ -278,10 +282,11 @@ def trainable_embedding(
     combiner: str | None = None,
     initializer: Any = "uniform",
 ) -> Any:
-    """A layer of Keras 3 that gives ids their rows in the table `name`, and new ones a row while it trains.
+    """Return a layer of Keras 3 that looks up ids in the table `name`, and assigns rows to new ids while it
+    trains.
 
-    In the model that is exported `dynamic_embedding` of the same name takes its place; with a `combiner` the
-    rows along the last dimension are combined, as there. `layer.remove(keys, optimizer)` takes keys away.
+    In the model that is exported, `dynamic_embedding` of the same name replaces it; with a `combiner` the
+    rows along the last dimension are combined, as there. `layer.remove(keys, optimizer)` removes keys.
     """
     return trainable_embedding_class()(
         table=name,
@@ -297,7 +302,9 @@ def trainable_embedding(
 
 @cache
 def trainable_embedding_class() -> Any:
-    """The layer's class, for `custom_objects={"TrainableEmbedding": ...}` of `keras.saving.load_model`."""
+    """Return the layer's class, for `custom_objects={"TrainableEmbedding": ...}` of
+    `keras.saving.load_model`.
+    """
     import keras
 
     @keras.saving.register_keras_serializable("exporter")
@@ -349,7 +356,9 @@ def trainable_embedding_class() -> Any:
             return (*kept, self.dim)
 
         def remove(self, keys: Any, optimizer: Any = None) -> int:
-            """Take keys away; how many were there. Slots of `optimizer` begin again with the rows."""
+            """Remove keys and return the number that existed. Slots of `optimizer` start over with the
+            rows.
+            """
             slots = [] if optimizer is None else _slots(optimizer, self.rows)
             distinct, _ = tf.unique(tf.reshape(tf.cast(keys, tf.int64), [-1]))
             return int(self.table.remove(distinct, slots))
@@ -440,7 +449,7 @@ def _saved_table(layer: Any) -> Any:
 
 
 def _slots(optimizer: Any, rows: Any) -> list[Variable]:
-    """The slots that an optimizer keeps for the rows, which are named after them."""
+    """Return the slots that an optimizer keeps for the rows, which are named after them."""
     stem = f"{rows.path.replace('/', '_')}_"
     found = [each for each in optimizer.variables if each.path.rpartition("/")[2].startswith(stem)]
     return [each.value for each in found if tuple(each.shape[:1]) == tuple(rows.shape[:1])]
