@@ -234,7 +234,7 @@ class TablePlan(Struct, frozen=True, eq=False):
         slices, row = [], 0
         for ref in stored:
             if ref.shape[0]:
-                # Without an extent it is copied into a bundle before it is read: see `TableLayout.with_source`.
+                # Without extent it is copied to a bundle before it is read: see `TableLayout.with_source`.
                 extent = ref.extent or Extent(-1, 0, ref.bytes_, 0)
                 slices.append(SliceRef(row_box(shape, row, ref.shape[0]), extent))
                 row += ref.shape[0]
