@@ -1,8 +1,8 @@
-"""For trainers: write increments, export while training, save on the chief alone, warm starts.
+"""For trainers: write increments, export while training, save only on the chief, warm starts.
 
     from exporter.training import ExportHook, IncrementHook, checkpoint_dir, is_chief, load_checkpoint
 
-Each name is imported when first used. A TensorFlow that does not fit is an error then.
+Each name is imported when first used. An unsuitable TensorFlow is an error then.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ short_help(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if _HOMES.get(name, _CHIEF) not in (_CHIEF, _WRITER):  # what these have works without TensorFlow
+    if _HOMES.get(name, _CHIEF) not in (_CHIEF, _WRITER):  # the names in these work without TensorFlow
         require_fitting()
     return _get(name)
 

@@ -1,4 +1,4 @@
-"""Save on the chief of a cluster alone: which process that is, and where the other processes write.
+"""Save only on the chief of a cluster: which process that is, and where the other processes write.
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with checkpoint_dir("checkpoints", strategy) as directory:
@@ -6,9 +6,9 @@
         ...
         manager.save()
 
-All replicas together read a variable that each of them holds a part of (SyncOnRead), so every worker has to
-save. Only the chief's files are kept: a worker writes into `workertemp_<i>/` of the same directory, as
-tf-keras' callbacks do, and readers of checkpoints skip that.
+All replicas together read a variable of which each holds a part (SyncOnRead), so every worker has to save.
+Only the chief's files are kept: a worker writes into `workertemp_<i>/` of the same directory, like tf-keras'
+callbacks, and readers of checkpoints skip that.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def is_chief(strategy: Strategy | None = None) -> bool:
     """True for the process that saves and exports: the chief of its cluster, or a process alone.
 
     The cluster resolver of a MultiWorkerMirroredStrategy names the chief. Any other strategy runs in one
-    process that directs all others, as a ParameterServerStrategy's coordinator does. Without a strategy the
-    environment decides: `TF_CONFIG`, or the variables of other launchers (`exporter.training.roles`).
-    An evaluator is not a chief.
+    process that directs all others, like a ParameterServerStrategy's coordinator. Without a strategy the
+    environment decides: `TF_CONFIG`, or the variables of other launchers (`exporter.training.roles`). An
+    evaluator is not a chief.
 
     Raises:
         RoleUnknown: the environment contradicts itself.
@@ -45,9 +45,10 @@ def is_chief(strategy: Strategy | None = None) -> bool:
 
 @contextmanager
 def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> Iterator[Path]:
-    """The directory to save into: `directory` itself for the chief, a temporary one for other processes.
+    """Yield the directory to save into: `directory` itself for the chief, a temporary one for other
+    processes.
 
-    The temporary directory lies in `directory`. It is removed when the block ends; one that a killed worker
+    The temporary directory is inside `directory`. It is removed when the block ends; one that a killed worker
     left is removed when the block begins. Use it around one save or around the whole training, and restore
     from `directory` in all processes.
 
@@ -82,7 +83,7 @@ def is_multi_worker(strategy: Strategy | None) -> bool:
 
 
 def _role(strategy: Strategy | None) -> roles.Role:
-    """The role in the strategy if there is one, else in the environment."""
+    """The role in the strategy if there is one, else the role in the environment."""
     if strategy is None:
         return roles.node_role()
     if not is_multi_worker(strategy):
@@ -92,7 +93,7 @@ def _role(strategy: Strategy | None) -> roles.Role:
 
 
 def _worker(role: roles.Role) -> str:
-    """A name for this worker that no other has: its number, with its job if that is not `worker`."""
+    """A name that is unique to this worker: its number, preceded by its job if that is not `worker`."""
     if role.index is None:  # AutoDist does not number its workers
         return re.sub(r"\W", "-", socket.gethostname())
     is_worker = role.type is roles.NodeType.WORKER
@@ -106,7 +107,7 @@ def _jobs(strategy: Strategy) -> Mapping[str, frozenset[int]]:
 
 
 def _remove_of_former_workers(shared: Path, strategy: Strategy | None) -> None:
-    """Remove the directories of workers that a larger cluster had. Present workers remove their own."""
+    """Remove the directories of workers of a former, larger cluster. Present workers remove their own."""
     if not is_multi_worker(strategy):
         return
     known = {str(index) for index in _jobs(strategy).get(roles.NodeType.WORKER, ())}

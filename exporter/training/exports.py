@@ -6,8 +6,8 @@
 
 The trainer saves checkpoints as before: by the session's CheckpointSaverHook, a ModelCheckpoint, a
 CheckpointManager. The hook notices new ones in the request's `ckpt_dir`, and exports them by `export-model`
-in a process of its own, so that training does not wait. One export runs at a time; a newer checkpoint takes
-the place of one that waits.
+in a process of its own, so that training does not wait. One export runs at a time; a newer checkpoint
+replaces one that is pending.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ ToExport = ExportRequest | Sequence[str | os.PathLike[str]]
 """A request to export, or arguments of `export-model`."""
 
 WAIT_SECONDS = 600.0
-"""How long the end of a training waits for its last export."""
+"""The longest time in seconds that the end of a training waits for its last export."""
 
 _CKPT_DIR, _OUT, _WATCH = "--ckpt-dir", "--out", "--watch"
 
 _OPTIONS = "EXPORT_MODEL_"
 
 _ATTEMPTS = 3
-"""How many checkpoints an export tries if the trainer prunes each of them before it is read."""
+"""The number of checkpoints that an export tries if the trainer prunes each of them before it is read."""
 
-_STOP_SECONDS = 30.0  # for an export to remove its staging directory before it is killed
+_STOP_SECONDS = 30.0  # time for an export to remove its staging directory before it is killed
 _TAIL_BYTES = 64 << 10
 
 
 class ExportHook(SessionHook):
-    """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's saver.
+    """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's
+    saver.
 
     `what` is an `ExportRequest`, or the arguments of `export-model`; its `ckpt_dir` is the session's
     `checkpoint_dir`. Every `every_checkpoints`-th new checkpoint is exported (None: none of them), and the
-    newest when training ends, which waits for that up to `wait_seconds`. A failure is logged and stands in
-    `outcomes`; with `raise_on_failure` that of the last export is raised. Only the chief exports: `is_chief`
-    says whether this process is it, if the environment does not.
+    newest when training ends; the end waits for that up to `wait_seconds`. A failure is logged and recorded
+    in `outcomes`; with `raise_on_failure` the failure of the last export is raised. Only the chief exports;
+    `is_chief` says whether this process is the chief, None that the environment decides.
 
     Raises:
         UsageError: the arguments contradict each other.
@@ -92,27 +93,28 @@ class ExportHook(SessionHook):
 
     @property
     def outcomes(self) -> tuple[ExportOutcome, ...]:
-        """The outcomes of the exports that have ended, in their order."""
+        """The outcomes of the exports that have ended, oldest first."""
         return self._schedule.exports.outcomes
 
     def begin(self) -> None:
-        """Do nothing: the graph is left as it is."""
+        """Do nothing: the graph is not changed."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Ignore the checkpoint that the session's saver writes right after it has restored one.
+        """Note that a session begins: checkpoints that exist before its first step are ignored then.
 
-        The saver writes it in this call, perhaps after this hook: so look before the first step.
+        The session's saver writes a checkpoint in this call, right after it has restored one, perhaps after
+        this hook; so the hook looks only before the first step.
         """
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> None:
-        """Note the checkpoints that exist before the session's first step."""
+        """Record, before the session's first step, the checkpoints that exist."""
         if self._is_chief and not self._has_begun:
             self._schedule.begin()
         self._has_begun = True
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Export a new checkpoint if it is an n-th one."""
+        """Start to export a new checkpoint if its turn has come."""
         if self._is_chief:
             self._schedule.look()
 
@@ -130,7 +132,8 @@ def ExportCallback(
     wait_seconds: float = WAIT_SECONDS,
     raise_on_failure: bool = False,
 ) -> Any:
-    """A Keras callback (Keras 3 or tf-keras) like `ExportHook`; it looks for checkpoints when an epoch ends.
+    """Return a Keras callback (Keras 3 or tf-keras) like `ExportHook`; it looks for checkpoints when an epoch
+    ends.
 
     Put it after the callback that saves. With a MultiWorkerMirroredStrategy the strategy names the chief.
 
@@ -146,7 +149,7 @@ def ExportCallback(
 
         @property
         def outcomes(self) -> tuple[ExportOutcome, ...]:
-            """The outcomes of the exports that have ended, in their order."""
+            """The outcomes of the exports that have ended, oldest first."""
             return self.schedule.exports.outcomes
 
         def on_train_begin(self, logs: Any = None) -> None:
@@ -197,7 +200,7 @@ class ExportSchedule:
         self._sightings.new()
 
     def look(self) -> None:
-        """Count a new checkpoint, and export it if it is an n-th one."""
+        """Count a new checkpoint if there is one, and start to export every n-th."""
         checkpoint = self._sightings.new()
         if checkpoint is None:
             return
@@ -207,7 +210,7 @@ class ExportSchedule:
             self._start(checkpoint)
 
     def end(self) -> None:
-        """Export the newest checkpoint unless that was begun already, and wait for it.
+        """Export the newest checkpoint unless its export was started already, and wait for it.
 
         Raises:
             ExportFailed: the export failed or took too long, and `raise_on_failure` is set.
@@ -238,12 +241,12 @@ def _failure(outcome: ExportOutcome | None, ckpt_dir: Path) -> ExportFailed:
 
 
 class ExportOutcome(Struct, frozen=True):
-    """How one export ended.
+    """The result of one export.
 
     `exit_code` is the command's (docs/scripts.md), negative for a signal, and 130 also for an export that was
-    abandoned before it had begun or ended. `error`, `message` and `hint` describe the failure, `last_line` is
-    the last line of the command's stderr. `document` is its output with `--json`: `document["path"]` is the
-    published version.
+    abandoned before it had started or ended. `error`, `message` and `hint` describe the failure, `last_line`
+    is the last line of the command's stderr. `document` is its output with `--json`: `document["path"]` is
+    the published version.
     """
 
     checkpoint: Path
@@ -262,7 +265,7 @@ class ExportOutcome(Struct, frozen=True):
 
 
 class Exports:
-    """The exports of one training; `outcomes` are those that ended or were abandoned, in their order.
+    """The exports of one training; `outcomes` has all that ended or were abandoned, oldest first.
 
     Raises:
         UsageError: `what` is an incomplete request.
@@ -270,7 +273,7 @@ class Exports:
 
     def __init__(self, what: ToExport) -> None:
         self._arguments = ExportArguments.of(what)
-        self._directory = Path.cwd()  # relative paths stay relative to it if the trainer changes its own
+        self._directory = Path.cwd()  # relative paths refer to it even if the trainer changes its directory
         self._changed = threading.Condition()
         self._waiting: Path | None = None
         self._running: Path | None = None
@@ -284,7 +287,9 @@ class Exports:
         return self._arguments.ckpt_dir
 
     def start(self, checkpoint: Path) -> None:
-        """Export a checkpoint as soon as no export runs; it replaces a checkpoint that waits for that."""
+        """Export a checkpoint as soon as no export runs; it replaces a checkpoint that is pending. Does not
+        wait.
+        """
         with self._changed:
             if self._waiting is not None:
                 log.info("export: %s takes the place of %s", checkpoint.name, self._waiting.name)
@@ -296,7 +301,7 @@ class Exports:
     def finish(self, seconds: float) -> ExportOutcome | None:
         """Wait for the exports and return the outcome of the last one, None if there was none.
 
-        An export that is not done in time is stopped, a waiting one is not begun; both count as failures.
+        An export that is not done in time is stopped, a pending one is not started; both count as failures.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._thread is None, seconds):
@@ -318,7 +323,7 @@ class Exports:
         self.outcomes = (*before, *ended)
 
     def _stop(self) -> None:
-        """End the running export: by SIGTERM, on which the command cleans up, then by SIGKILL."""
+        """Stop the running export: by SIGTERM, on which the command cleans up, then by SIGKILL."""
         for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
             process = self._process  # read once: the export's thread sets it to None when the process ends
             if process is not None:
@@ -365,7 +370,9 @@ class Exports:
             return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
 
     def _run(self, checkpoint: Path, out: IO[bytes], err: IO[bytes]) -> int:
-        """The command's exit code. Its output goes to files: a pipe would break if the trainer ends first."""
+        """Run the command and return its exit code. Its output goes to files: a pipe would break if the
+        trainer ends first.
+        """
         arguments = (*self._arguments.at(checkpoint.absolute()), "--json")
         self._process = subprocess.Popen(
             [*module_command("exporter"), *arguments],
@@ -382,10 +389,11 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The trainer's environment for an export: without a role in a cluster, without GPUs, and without options
-    of `export-model`: a request says all of them.
+    """Return the trainer's environment for an export: without a role in a cluster, GPUs, and options of
+    `export-model`.
 
-    The trainer holds the GPUs' memory. Python finds the modules that the trainer finds.
+    The trainer occupies the GPUs' memory. The request has all options. Python finds the modules that the
+    trainer finds.
     """
     kept = {
         name: value
@@ -420,7 +428,9 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """The JSON object that the command printed; empty if it printed none, as when it was killed."""
+    """Parse the JSON object that the command printed; empty if it printed none, for example because it was
+    killed.
+    """
     try:
         document = json.loads(text)
     except ValueError:
@@ -475,16 +485,16 @@ class ExportArguments(Struct, frozen=True):
         )
 
     def at(self, checkpoint: Path) -> tuple[str, ...]:
-        """The arguments that export one checkpoint."""
-        # Without --model the graph is the one beside the checkpoint, which this process wrote itself: trust
-        # it to read files anywhere.
+        """Return the arguments that export one checkpoint."""
+        # Without --model the graph is the one beside the checkpoint, which this process wrote itself: it may
+        # read files anywhere.
         is_named = any(text.partition("=")[0] == "--model" for text in self.rest)
         own = () if is_named else ("--allow-files=/",)
         return (_CKPT_DIR, str(checkpoint), *own, *self.rest)
 
 
 def _typed(what: Any) -> list[str]:
-    """The arguments; none if they are not a list."""
+    """Return the arguments as texts; none if they are not a list."""
     texts = what if isinstance(what, tuple | list) else ()
     return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]
 
@@ -521,7 +531,7 @@ def _what(model: Any) -> str:
 
 
 class NewCheckpoints:
-    """Notices new checkpoints in a directory. A look costs three system calls while no file has changed."""
+    """Notices new checkpoints in a directory. A look costs three system calls if no file has changed."""
 
     def __init__(self, ckpt_dir: Path) -> None:
         self._ckpt_dir = ckpt_dir
@@ -534,9 +544,10 @@ class NewCheckpoints:
         return self._newest[0] if self._newest else None
 
     def new(self) -> Path | None:
-        """The newest checkpoint (prefix or archive) if it is new or was written again since the last look.
+        """Look, and return the newest checkpoint (prefix or archive) if it is new or was rewritten since the
+        last look.
 
-        None otherwise. This is a look, too.
+        None otherwise.
         """
         looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():
@@ -546,7 +557,7 @@ class NewCheckpoints:
         return self.newest if self._newest != before else None
 
     def _is_overwritten(self) -> bool:
-        """True if the newest checkpoint was written again in place, which does not change its directory."""
+        """True if the newest checkpoint was rewritten in place, which does not change its directory."""
         return self._newest is not None and _saved(self._newest[0]) != self._newest[1]
 
     def _find(self) -> tuple[Path, FileIdentity] | None:

@@ -4,8 +4,9 @@
     with tf.compat.v1.train.MonitoredTrainingSession(..., checkpoint_dir=ckpt_dir, hooks=[hook]) as session:
 
 Every worker has the hook, and records the rows that it writes. The chief's hook collects and publishes them.
-It is that of `exporter.training.trainer_side`, and knows besides of tables by keys and of restoring.
-`MonitoredTrainingSession` here is the stock one with such a hook, for the arguments that DeepRec has.
+It extends the hook of `exporter.training.trainer_side` with tables by keys and restoring.
+
+`MonitoredTrainingSession` here is the stock one with this hook, with the arguments that DeepRec has.
 """
 
 from __future__ import annotations
@@ -87,15 +88,18 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
         return Publisher(Store(self._ckpt_dir), collector, timer, self._clock, overlay)
 
     def after_create_session(self, session: Session, coord: Any = None) -> None:
-        """Chief: initialize the recording, find out what state the session continues. Others: wait for it."""
-        # Tables note removed keys from here on: no change after `begin_session` has looked is missed.
+        """Chief: initialize the recording and find the state that the session continues. Others: wait for the
+        chief.
+        """
+        # Tables record removed keys from here on: no change after the look of `begin_session` is missed.
         for table in self._tables:
             table.begin(session)
         super().after_create_session(session, coord)
 
 
 def schedule(*secs: float | None, steps: int | None) -> tuple[float | None, int | None]:
-    """The interval of increments, (seconds, None) or (None, steps), from arguments of which one is given.
+    """Return the interval of increments, (seconds, None) or (None, steps), from arguments of which one is
+    given.
 
     Raises:
         UsageError: none or several of them are given, or the interval is not a positive number.
@@ -122,9 +126,10 @@ def MonitoredTrainingSession(
     event_time: EventTime | None = None,
     **stock: Any,
 ) -> Any:
-    """`tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`; `stock` are its other arguments.
+    """Make a `tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`; `stock` are its other
+    arguments.
 
-    It accepts a scaffold and a saver of the caller's, as the stock session does. Without an interval for
+    It accepts a scaffold and a saver of the caller's, like the stock session. Without an interval for
     increments it is the stock session.
 
     Raises:

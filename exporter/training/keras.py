@@ -4,8 +4,8 @@
     manager = tf.train.CheckpointManager(checkpoint, ckpt_dir, max_to_keep=3)
     model.fit(..., callbacks=[IncrementCallback(manager, save_increment_steps=100)])
 
-It is that of `exporter.training.trainer_side`, and knows besides of restoring and of tables by keys
-(`exporter.tables.trainable_table`), which note which keys got and lost rows.
+It extends the callback of `exporter.training.trainer_side` with restoring and with tables by keys
+(`exporter.tables.trainable_table`), which record the keys that got and lost rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def IncrementCallback(
     incremental_save_restore: bool = False,
     event_time: EventTime | None = None,
 ) -> Any:
-    """A Keras callback (Keras 3 or tf-keras).
+    """Return a Keras callback (Keras 3 or tf-keras) that writes full checkpoints and increments of `fit`.
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
     every `save_checkpoint_steps` if given, and increments in between. The step is the optimizer's
@@ -52,7 +52,7 @@ def IncrementCallback(
 
     With `incremental_save_restore`, `fit` itself restores the newest full checkpoint and the increments after
     it, and continues where the last increment ended. Without it, `fit` continues with the values that the
-    model has: if the program has restored the newest full checkpoint, increments go on from that one.
+    model has: if the program has restored the newest full checkpoint, increments continue from that one.
 
     Raises:
         UsageError: the arguments contradict each other; later, from `fit`: the model is not built, or its
@@ -70,7 +70,7 @@ def IncrementCallback(
 
 @naming("begin", "after_batch", "end")
 class _Fit(trainer_side.Fit):
-    """The increments of a callback, which restores if `restores` is set."""
+    """The increments of a callback; it restores increments if `restores` is set."""
 
     restores = False
     _store: Store

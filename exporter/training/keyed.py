@@ -1,21 +1,22 @@
-"""Tables by keys in increments: the rows that gradients wrote, that were given to keys, and removed keys.
+"""Tables by keys in increments: rows that gradients wrote, rows that were assigned to keys, and removed
+keys.
 
 The chief collects in this order:
 
-    F  rows that gradients wrote, rows that were given to keys
+    F  rows that gradients wrote, rows that were assigned to keys
     K  removed keys, and the rows of those that have rows again
     R  keys and values of all these rows that are in use
 
 An increment's keys are removed before its rows are written. *Claim*: after the last collection, the
 increments applied in order give the table, except for changes that the next collection will find.
 
-*Proof.* Take a key's last change. If it was given a row: the row has its values before the index leads to it,
-and its flag after. If F finds the flag, R finds the key; otherwise the next F does. A K that lists the key,
-because it was removed earlier, finds its new row, too, or comes before that row is given. If the key was
-removed: that is noted after the index lost it. If R still finds the key, the note comes after this K, and the
+*Proof.* Take a key's last change. If it got a row: the row has its values before the index has it, and its
+flag after. If F finds the flag, R finds the key; otherwise the next F does. A K that lists the key, because
+it was removed earlier, finds its new row, too, or comes before that row is assigned. If the key was removed:
+that is recorded after the index lost it. If R still finds the key, the record comes after this K, and the
 next K lists it; otherwise R leaves the key out, and this K or the next one lists it. A key that lost its row
-to another one is noted as removed: two workers may race for a row, and a restoring session may overwrite rows
-that other workers have given out.
+to another one is recorded as removed: two workers may race for a row, and a restoring session may overwrite
+rows that other workers have assigned.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ Session = Any
 
 
 class TableAccess(Struct, frozen=True):
-    """Access to one table by keys, of a graph or of a layer. Each function is given the session, or None.
+    """Access to one table by keys, of a graph or of a layer. Each function is called with the session, or
+    None.
 
-    `take_given` and `take_removed` give the rows and the keys that were noted since the last time; such keys
-    may have rows again. `rows_of` gives the rows of keys that have one, `find` those of some rows that are in
-    use, and their keys, which are distinct. `write` removes keys, then gives rows and values to others. All
-    numbers are int64 [n]. `begin` has the table note removed keys.
+    `take_given` and `take_removed` return and clear the rows and the keys recorded since the last call; such
+    keys may have rows again. `rows_of` returns the rows of the keys that have one, `find` the given rows that
+    are in use, and their keys, which are distinct. `write` removes keys, then assigns rows and values to
+    others. All numbers are int64 [n]. `begin` makes the table record removed keys.
     """
 
     name: str
@@ -65,7 +67,7 @@ class TableAccess(Struct, frozen=True):
 
 
 class KeyedChanges:
-    """What a table by keys noted since its last durable increment, for a `Collector`."""
+    """The changes that a table by keys recorded since its last durable increment, for a `Collector`."""
 
     def __init__(self, access: TableAccess) -> None:
         self.access = access
@@ -73,11 +75,15 @@ class KeyedChanges:
         self.take_none()
 
     def take_none(self) -> None:
-        """Forget what was noted."""
+        """Forget all recorded changes."""
         self._given, self._removed = NONE, NONE
 
     def collect(self, session: Session) -> None:
-        """Take the given rows, then the removed keys: the proof rests on this order."""
+        """Read and clear the table's record: given rows first, then removed keys, so that no change is
+        missed.
+
+        Rows of removed keys that exist again count as given. The proof depends on this order.
+        """
         self._session = session
         given, removed = self.access.take_given(session), self.access.take_removed(session)
         self.note(given, removed)
@@ -93,7 +99,11 @@ class KeyedChanges:
         return bool(len(self._given) or len(self._removed))
 
     def write(self, writer: Bundle, source: Source, entry: VariableTracking, wrote: Array) -> Document | None:
-        """Write the rows in use among those written and given, and removed keys; None if there are none."""
+        """Write removed keys, and the rows in use among `wrote` and the given ones; None if there are none of
+        either.
+
+        Returns the table's entry in the increment's manifest.
+        """
         ids = keys = union(wrote, self._given)
         if len(ids):
             if isinstance(source, CatalogSource):
@@ -113,7 +123,7 @@ class KeyedChanges:
 
 
 def table_access(table: TrainableTable) -> TableAccess:
-    """Add the operations on a table to the current default graph."""
+    """Add the operations on a table to the current default graph and return access to it."""
     import tensorflow as tf
 
     v1 = tf.compat.v1
@@ -150,7 +160,9 @@ def table_access(table: TrainableTable) -> TableAccess:
 
 
 def layer_access(table: Any) -> TableAccess:
-    """Access to the table of a layer (`exporter.tables.trainable_table`), whose last row has no key."""
+    """Return access to the table of a layer (`exporter.tables.trainable_table`), whose last row has no
+    key.
+    """
     import tensorflow as tf
 
     def tensor(numbers: Array) -> Any:
@@ -176,7 +188,7 @@ def layer_access(table: Any) -> TableAccess:
 
 
 def layer_tracking(table: Any) -> VariableTracking:
-    """How changes of a layer's table are found: by its keys, and by comparing rows."""
+    """Describe how changes of a layer's table are found: by its keys, and by comparing rows."""
     shape, dtype = tuple(table.rows.shape), table.dtype
     part, mode = VariablePart(table.rows, shape, (0, 0)), TrackingMode.COMPARED
     return VariableTracking(str(table.name), dtype.label, dtype.numpy, shape, (part,), mode, is_keyed=True)

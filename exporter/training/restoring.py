@@ -42,7 +42,7 @@ Overlay = Callable[[Session, Sequence[StoredIncrement]], None]
 
 
 class Publisher(trainer_side.Publisher):
-    """A publisher whose sessions continue where the last increment ended, if it is given an `overlay`."""
+    """A publisher whose sessions continue where the last increment ended, if it has an `overlay`."""
 
     _store: Store
 
@@ -58,11 +58,11 @@ class Publisher(trainer_side.Publisher):
         self._overlay = overlay
 
     def values_of(self, full: FullCheckpoint) -> CatalogSource:
-        """A source of the values of a full checkpoint."""
+        """Return a source of the values of a full checkpoint."""
         return CatalogSource(read_catalog(full.prefix))
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored; False if there are none."""
+        """Apply the increments to the full checkpoint that was restored; return False if there are none."""
         if self._overlay is None:
             return False
         history = self._store.history()
@@ -78,16 +78,17 @@ class Publisher(trainer_side.Publisher):
         self._overlay(session, chain)
         log.info("increments: restored %s and %d increments", before.prefix, len(chain))
         last = chain[-1].increment
-        self._stand(RunTip.of(last.run, history.generation, last.id, last.to_step), before)
+        self._set_tip(RunTip.of(last.run, history.generation, last.id, last.to_step), before)
         if self._full is not None and self._full.key != before.key:
-            self._stand_beside(self._full, chain)
+            self._continue_from_both(self._full, chain)
         return True
 
-    def _stand_beside(self, full: FullCheckpoint, chain: Sequence[StoredIncrement]) -> None:
+    def _continue_from_both(self, full: FullCheckpoint, chain: Sequence[StoredIncrement]) -> None:
         """Continue also from a full checkpoint that the saver wrote before the chain was applied.
 
-        That checkpoint holds what other workers trained since the session restored its variables, and nothing
-        of the chain. The next increment holds both, so it follows both the chain's end and this checkpoint.
+        That checkpoint holds all changes of other workers since the session restored its variables, and
+        nothing of the chain. The next increment holds both, so it follows both the chain's end and this
+        checkpoint.
         """
         for stored in chain:
             for changed, change in stored.changes():
@@ -101,7 +102,9 @@ class Publisher(trainer_side.Publisher):
 
 
 def writers_of(tracked: Iterable[VariableTracking]) -> dict[int, Write]:
-    """Add the operations that write variables to the current default graph; by the id() of each part."""
+    """Add the operations that write variables to the current default graph; return them by the id() of each
+    part.
+    """
     return {id(part): _writer(entry, part) for entry in tracked for part in entry.parts}
 
 
@@ -130,8 +133,8 @@ def _writer(entry: VariableTracking, part: VariablePart) -> Write:
 def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """Bring a session that has restored the newest full checkpoint of `ckpt_dir` to the newest increment.
 
-    Adds operations to the session's graph. Returns the step that was reached, or None without increments.
-    A session with `IncrementHook(incremental_save_restore=True)` does not need this.
+    Adds operations to the session's graph. Returns the step that was reached, or None without increments. A
+    session with `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
         UsageError: the graph is finalized.
@@ -164,9 +167,9 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
 def overlay_of(
     tracked: Iterable[VariableTracking], writers: Mapping[int, Write], tables: Iterable[TableAccess] = ()
 ) -> Overlay:
-    """A function that writes increments into these variables and tables.
+    """Return a function that writes increments into these variables and tables.
 
-    It raises MissingTensors, ShapeMismatch or CorruptFile, and has written nothing then.
+    It raises MissingTensors, ShapeMismatch or CorruptFile before it has written anything.
     """
     entries = {entry.name: entry for entry in tracked}
     by_name = {access.name: access for access in tables}
@@ -220,7 +223,7 @@ def _check_tables(stored: StoredIncrement, by_name: Mapping[str, VariableTrackin
 
 
 def _of_part(part: VariablePart, change: Change) -> tuple[Array, Array]:
-    """The rows of a part that a change has, numbered within it, and their values."""
+    """Return a change's rows in one part, numbered within it, and their values."""
     if isinstance(change, Rows):
         start, stop = np.searchsorted(change.ids, [part.offset, part.offset + part.rows])
         return change.ids[start:stop] - part.offset, change.values[start:stop]

@@ -5,8 +5,8 @@
     AUTODIST_WORKER=10.0.0.2                                              (AutoDist: the chief has none)
     HOROVOD_RANK=1, OMPI_COMM_WORLD_RANK=1                                (Horovod, Open MPI)
 
-The first line that says something counts. Where none does, the node is alone, and its own chief. A cluster
-has one chief: its `chief` or `master`; without those its worker 0, as in
+The first of these that is set decides. If none is, the node is alone, and its own chief. A cluster has one
+chief: its `chief` or `master`; without those its worker 0, as in
 tensorflow/python/distribute/multi_worker_util.py. An evaluator is never the chief here: it saves nothing.
 """
 
@@ -29,13 +29,13 @@ _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 _HOSTS = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")
 
 VARIABLES = ("TF_CONFIG", *_HOSTS, "AUTODIST_WORKER", *_RANKS)
-"""All that a role is read from; a process without them is alone."""
+"""All environment variables that a role is read from; a process without them is alone."""
 
 _INDEX = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 class NodeType(StrEnum):
-    """What a node does in training; the values are TensorFlow's job names."""
+    """The work of a node in training; the values are TensorFlow's job names."""
 
     SINGLE = "single"
     CHIEF = "chief"
@@ -53,10 +53,10 @@ TRAINERS = _CHIEFS | {NodeType.WORKER}
 
 
 class Role(Struct, frozen=True):
-    """What this node is: its type, its number among those, and whether it saves for all.
+    """The type of a node, its number among the nodes of that type, and whether it saves for all.
 
-    `index` is None where the launcher does not number its nodes. `source` is the environment variable that
-    the role was read from, empty for a node that no launcher started.
+    `index` is None if the launcher does not number its nodes. `source` is the environment variable that the
+    role was read from, empty for a node that no launcher started.
     """
 
     type: NodeType
@@ -85,14 +85,14 @@ class NodeTask(Struct, frozen=True):
     source: str = ""
 
     def role(self) -> Role:
-        """The node's role; the chief is the cluster's `chief` or `master`, else its worker 0."""
+        """Return the node's role; the chief is the cluster's `chief` or `master`, else its worker 0."""
         has_chief = bool(_CHIEFS & self.jobs.keys())
         is_first_worker = self.type is NodeType.WORKER and self.index == 0
         is_chief = self.type in _CHIEFS or (is_first_worker and not has_chief)
         return Role(self.type, self.index, is_chief, self.source)
 
     def last_worker_evaluates(self) -> Role:
-        """The node's role if the last worker is the evaluator.
+        """Return the node's role if the last worker is the evaluator.
 
         Raises:
             RoleUnknown: no node would be left to train, or there is no worker.
@@ -110,16 +110,16 @@ class NodeTask(Struct, frozen=True):
 
 
 def node_role(environ: Mapping[str, str] | None = None, *, last_worker_evaluates: bool = False) -> Role:
-    """The role of this node.
+    """Return the role of this node.
 
     Args:
         environ: the environment variables to read it from; None: this process's.
-        last_worker_evaluates: the cluster's last worker is no worker but the evaluator. A node alone has
-            no cluster, and stays what it is.
+        last_worker_evaluates: the cluster's last worker is the evaluator instead. A node alone has no
+            cluster, and its role does not change.
 
     Raises:
-        RoleUnknown: what the environment says is malformed or contradicts itself; or the last worker shall
-            evaluate, and there is none to spare, or the launcher (AutoDist, Horovod, Open MPI) lists none.
+        RoleUnknown: the environment is malformed or contradicts itself; or the last worker shall evaluate,
+            and there is none to spare, or the launcher (AutoDist, Horovod, Open MPI) lists none.
     """
     environ = os.environ if environ is None else environ
     if not isinstance(environ, Mapping):
@@ -138,7 +138,9 @@ def node_role(environ: Mapping[str, str] | None = None, *, last_worker_evaluates
 
 
 def _without_list(environ: Mapping[str, str]) -> Role:
-    """What launchers say that do not list the cluster's nodes; the chief of AutoDist's is taken for alone."""
+    """Return the role from launchers that do not list the cluster's nodes; AutoDist's chief appears to be
+    alone.
+    """
     if environ.get("AUTODIST_WORKER", "").strip():
         return Role(NodeType.WORKER, None, is_chief=False, source="AUTODIST_WORKER")
     for name in _RANKS:
@@ -149,7 +151,7 @@ def _without_list(environ: Mapping[str, str]) -> Role:
 
 
 def is_chief(environ: Mapping[str, str] | None = None) -> bool:
-    """True if this node is the one that saves and exports: the chief of its cluster, or a node alone.
+    """True if this node saves and exports: the chief of its cluster, or a node alone.
 
     Raises:
         RoleUnknown: as `node_role`.
@@ -161,7 +163,7 @@ def _task(environ: Mapping[str, str]) -> NodeTask | None:
     text = environ.get("TF_CONFIG", "").strip()
     if text and (task := _in_tf_config(_config(text))) is not None:
         return task
-    # JOB_NAME alone says nothing: build servers set it, too.
+    # JOB_NAME alone proves nothing: build servers set it, too.
     beside = ("TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS")
     if environ.get("JOB_NAME", "").strip() and any(environ.get(name, "").strip() for name in beside):
         return _in_hosts(environ)
@@ -194,7 +196,7 @@ def _config(text: str) -> Mapping[str, Any]:
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
-    """An object, or RoleUnknown; nothing at all is an empty one."""
+    """Return an object, empty for None; RoleUnknown for anything else."""
     if value is not None and not isinstance(value, dict):
         raise _unclear(f"TF_CONFIG{name and '.'}{name} is {value!r:.60}, expected an object")
     return value or {}
@@ -205,7 +207,7 @@ def _unclear(cause: str) -> RoleUnknown:
 
 
 def _indices(addresses: Any, job: str) -> frozenset[int]:
-    """The tasks of a job, which lists their addresses, or maps some of their indices to addresses.
+    """Return the tasks of a job, which lists their addresses, or maps some of their indices to addresses.
 
     A job that lists nothing has no tasks; RoleUnknown for anything else.
     """
@@ -236,7 +238,7 @@ def _in_hosts(environ: Mapping[str, str]) -> NodeTask:
 
 
 def _checked(task: NodeTask) -> NodeTask:
-    """The task, if the cluster has it, or RoleUnknown.
+    """Return the task if the cluster has it; RoleUnknown otherwise.
 
     Evaluators need not be listed, and a launcher may list nothing.
     """
@@ -255,7 +257,7 @@ def _type(text: str, where: str) -> NodeType:
 
 
 def _index(value: Any, where: str) -> int:
-    """A task's index, which some launchers write as text; RoleUnknown if it is none."""
+    """Return a task's index, which some launchers write as text; RoleUnknown for anything else."""
     if type(value) is int and value >= 0:  # bool is an int to isinstance
         return value
     if isinstance(value, str) and _INDEX.fullmatch(value.strip()):

@@ -1,4 +1,4 @@
-"""What hooks and callbacks of this package share: TensorFlow's own base, and errors by their names."""
+"""The common base of this package's hooks and callbacks: TensorFlow's own base, and errors by their names."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from exporter.training import trainer_side
 
 
 class SessionHook(trainer_side.SessionHook):
-    """A base of classes whose instances are `tf.train.SessionRunHook`s, too; importing it stays cheap.
+    """A base of classes whose instances are also `tf.train.SessionRunHook`s; importing it stays cheap.
 
     Raises:
-        TensorFlowNeeded: there is no TensorFlow, or one that does not fit.
+        TensorFlowNeeded: there is no TensorFlow, or an unsuitable one.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """An instance, after TensorFlow's class was made the base."""
+        """Make TensorFlow's class the base, then an instance."""
         with said_by_name():
             return super().__new__(cls)
 
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Raise what the trainer's side refuses as a `UsageError`."""
+    """Convert `Refused` errors of the trainer's side to `UsageError`."""
     try:
         yield
     except trainer_side.Refused as error:
@@ -34,7 +34,7 @@ def named() -> Iterator[None]:
 
 
 def naming(*methods: str) -> Callable[[type], type]:
-    """A decorator of a class, in whose `methods` the trainer's side refuses by `UsageError`."""
+    """Decorate a class so that its `methods` raise UsageError instead of the trainer side's `Refused`."""
 
     def decorate(kind: type) -> type:
         for name in methods:

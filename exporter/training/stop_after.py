@@ -1,7 +1,7 @@
 """`StopAfterHook`, `StopAfterCallback`: end a training in order after a wall-clock time.
 
-The session's saver, and callbacks that save when training ends, do so as after any last step. A job with a
-time limit stops by itself so, shortly before it would be killed.
+The session's saver, and callbacks that save when training ends, work as after any last step. So a job with a
+time limit stops by itself, shortly before it would be killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StopAfterHook(SessionHook):
         self._deadline = _deadline(seconds)
 
     def begin(self) -> None:
-        """Do nothing: the graph is left as it is."""
+        """Do nothing: the graph is not changed."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Do nothing: the time of a recovered session does not start again."""
@@ -51,10 +51,11 @@ class StopAfterHook(SessionHook):
 
 
 def StopAfterCallback(seconds: float) -> Any:
-    """A Keras callback (Keras 3 or tf-keras) that stops `fit` once `seconds` have passed since it was made.
+    """Return a Keras callback (Keras 3 or tf-keras) that stops `fit` once `seconds` have passed since it was
+    made.
 
     It looks at the clock after every batch. The workers of a MultiWorkerMirroredStrategy must run the same
-    steps: they agree at the end of each epoch, and all stop as soon as the time of one has passed.
+    steps: they look at the end of each epoch, and all stop as soon as the time of one has passed.
 
     Raises:
         UsageError: `seconds` is not positive.
@@ -88,7 +89,7 @@ def _deadline(seconds: float) -> float:
 
 
 def _any_worker(strategy: Any, is_due: bool) -> bool:
-    """True in all workers if `is_due` in one of them."""
+    """Return in all workers whether `is_due` is true in one of them; waits for all."""
     import tensorflow as tf
 
     votes = strategy.run(lambda: tf.constant(float(is_due)))

@@ -28,10 +28,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Bundle(BundleWriter):
-    """A tensor bundle, written as its values come, without TensorFlow."""
+    """A tensor bundle, written while values are added, without TensorFlow."""
 
     def add_rows(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
-        """Add a tensor that comes in pieces of whole rows."""
+        """Add a tensor given in pieces of whole rows."""
         self.add_chunks(key, DType.of(dtype), shape, pieces)
 
 
@@ -46,11 +46,13 @@ class Store(trainer_side.Store):
     bundle = Bundle
 
     def history(self) -> History:
-        """The increments and markers of the directory; see `read_history`."""
+        """Read the increments and markers of the directory; see `read_history`."""
         return read_history(self.ckpt_dir)
 
     def newest_full(self) -> FullCheckpoint | None:
-        """The full checkpoint that a trainer would restore now; None if there is none or it has no step."""
+        """Return the full checkpoint that a trainer would restore now; None if there is none or it has no
+        step.
+        """
         try:
             prefix = candidates(self.ckpt_dir)[0]
             step = read_catalog(prefix).step
@@ -60,7 +62,7 @@ class Store(trainer_side.Store):
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Turn a failure of the operating system into its named error."""
+        """Convert an OSError of the block to its named error."""
         with writing(path):
             yield
 
@@ -77,7 +79,7 @@ class CatalogSource(trainer_side.Source):
         self._catalog = catalog
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Array | None) -> Any:
-        """See `Source`. A checkpoint holds those rows of a table by keys that are in use; others are 0."""
+        """See `Source`. A checkpoint holds only the rows of a table by keys that are in use; others are 0."""
         if tracked.is_keyed:
             ref, used = self._part(tracked, VALUES), self._table(tracked, ROWS)
             if rows is not None:
@@ -99,7 +101,7 @@ class CatalogSource(trainer_side.Source):
             yield read_array(self._catalog, ref)[box]
 
     def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
-        """Those of a table's rows `ids` that are in use, and their keys, which are distinct."""
+        """Return the rows among `ids` of a table that are in use, and their keys, which are distinct."""
         rows = self._table(tracked, ROWS)
         found = ids[among(ids, rows)]
         return found, self._table(tracked, KEYS)[np.searchsorted(rows, found)]
@@ -108,6 +110,6 @@ class CatalogSource(trainer_side.Source):
         return read_array(self._catalog, self._part(entry, part))
 
     def _part(self, entry: VariableTracking, part: str) -> TensorRef:
-        """A tensor of a table; Keras' checkpoints name it by the path to the table's object."""
+        """Return a tensor of a table; Keras' checkpoints name it by the path to the table's object."""
         keys = embedding_variables(self._catalog)[entry.name].parts[0].keys.name
         return self._catalog.tensors[keys.removesuffix(KEYS) + part]

@@ -3,14 +3,15 @@
     hook = IncrementHook(ckpt_dir, save_increment_secs=10, is_chief=is_chief)
     with tf.train.MonitoredTrainingSession(..., checkpoint_dir=ckpt_dir, hooks=[hook]) as session:
 
-It needs the standard library, numpy and the trainer's TensorFlow, and nothing else of the package that it is
-a part of: a copy beside a trainer works as well. `exporter.training` builds on it.
+It needs the standard library, numpy and the trainer's TensorFlow, and nothing else of its package: a copy
+beside a trainer works as well. `exporter.training` builds on it.
 
 - `IncrementHook` serves MonitoredTrainingSession and Estimators; its methods serve any loop over a session.
 - `IncrementCallback` serves `fit` of Keras 2 and 3.
 
-An operation that writes rows names them, and they are recorded. What may change otherwise is compared with
-what was written last: that is said, with the reason. What lies on disk is described in `exporter.increments`.
+An operation that writes rows names them, and they are recorded. All other changes are found by comparison
+with the values that were written last; a log message says so, with the reason. The files are described in
+`exporter.increments`.
 
 # Tracking (`plan_tracking`)
 
@@ -19,8 +20,8 @@ A variable is followed from its handle (or, for a reference variable, its refere
     row writes      (Resource)SparseApply*, (Resource)Scatter{Update,Add,Sub,Mul,Div,Min,Max}, whose `indices`
                     are into the first dimension, and (Resource)ScatterNd*, whose indices begin with it
     reads           operations that are known by name
-    not counted     the initializer, assignments of what RestoreV2 gives, and the upkeep of a table by keys,
-                    whose index notes the rows concerned
+    not counted     the initializer, assignments of RestoreV2's results, and the upkeep of a table by keys,
+                    whose index records the rows concerned
     whole writes    every other operation, known or not, including functions and loop bodies that get the
                     handle, and row writes inside one
 
@@ -28,8 +29,8 @@ So an operation that is not understood counts as a whole write, and costs a comp
 
 # Recording the rows that workers write (`record`)
 
-Rows are recorded where the variables live, so that no update is lost. Beside each table (and the slots that
-the same operations write) lies a variable `touched`, uint8 [rows], on the same parameter server. Every
+Rows are recorded where the variables are, so that no update is lost. Beside each table (and the slots that
+the same operations write) there is a variable `touched`, uint8 [rows], on the same parameter server. Every
 worker's graph is extended: after an operation W that writes rows, an operation M sets their flags to 1. The
 chief collects:
 
@@ -101,30 +102,32 @@ Document = Dict[str, Any]
 log = logging.getLogger("exporter.training")
 
 SCOPE = "increments"
-"""Prefix of the names of everything that is added to a graph, which an export leaves out."""
+"""The prefix of the names of everything that is added to a graph; an export leaves these nodes out."""
 
 CHUNK_BYTES = 32 << 20
-"""The largest number of bytes that one call of a session carries, unless a single row is larger."""
+"""The largest number of bytes that one call of a session transfers, unless a single row is larger."""
 
 READY_SECONDS = 600.0
-"""How long a worker waits until the chief has initialized the recording."""
+"""The longest time that a worker waits until the chief has initialized the recording."""
 
 _POLL_SECONDS = 0.1
 _UNRECORDED_STEPS = 64
-"""Steps that may be missing without an error: a step that is under way, or whose worker died, is counted as
-recorded before the global step has it."""
+"""The number of steps that may be missing without an error. Steps count as recorded before they are in the
+global step, and those of a worker that died in between never get there.
+"""
 
-_FAILURES_IN_A_ROW = 3  # then the training fails: until then collected rows wait in memory
+_FAILURES_IN_A_ROW = 3  # after these the training fails; until then collected rows are kept in memory
 _MOST_AHEAD_S = 300.0
-"""How far clocks may differ. A later event time is refused: it would stay the newest event until then, and
-hide every lag."""
+"""The largest difference between clocks, in seconds. A later event time is refused: it would stay the newest
+event until then, and hide every lag.
+"""
 
 NONE = np.empty(0, np.int64)
 """No rows."""
 
 
 class Refused(Exception):
-    """Increments cannot be written as asked: `message` says what was found, `hint` what to do."""
+    """Increments cannot be written in this way: `message` says why, `hint` how to proceed."""
 
     def __init__(self, message: str, cause: str = "", hint: str = "") -> None:
         super().__init__("\n".join(filter(None, (message, cause, hint))))
@@ -132,7 +135,7 @@ class Refused(Exception):
 
 
 class NotPublished(Exception):
-    """An increment could not be written; nothing of it is to be seen."""
+    """An increment could not be written; readers see nothing of it."""
 
 
 def v1() -> Any:
@@ -168,7 +171,7 @@ _RESTORES = {"RestoreV2", "Restore", "RestoreSlice"}
 _UNCHANGING = {"Identity", "Reshape"}
 _VARIABLES = {"VarHandleOp", "VariableV2", "Variable"}
 UPKEEP = "_table_upkeep"
-"""The attribute of operations by which a table by keys (`exporter.tables`) writes rows by its own choice."""
+"""The attribute of operations by which a table by keys (`exporter.tables`) itself writes rows."""
 
 
 class RowWrite(NamedTuple):
@@ -180,7 +183,9 @@ class RowWrite(NamedTuple):
 
 
 class VariableUse(NamedTuple):
-    """How a graph uses a variable. `whole_writes` are the types of operations that may change any row."""
+    """The uses of a variable in a graph. `whole_writes` are the types of operations that may change any
+    row.
+    """
 
     variable: Variable
     row_writes: Tuple[RowWrite, ...]
@@ -189,7 +194,7 @@ class VariableUse(NamedTuple):
 
 
 def variable_use(variable: Variable) -> VariableUse:
-    """How its graph uses `variable`, a resource or a reference variable."""
+    """Return the uses of `variable`, a resource or a reference variable, in its graph."""
     rows: List[RowWrite] = []
     whole: List[str] = []
     is_gathered = False
@@ -229,7 +234,7 @@ def _takes_reference(op: Operation, index: int) -> bool:
 
 
 def _consumers(variable: Variable) -> Iterator[Tuple[Operation, bool]]:
-    """Every operation that takes the variable, and whether it could write to it, each once."""
+    """Yield every operation that takes the variable, and whether it could write to it, each once."""
     frontier = [variable.handle if is_resource(variable) else variable.op.outputs[0]]
     seen: "set[Operation]" = set()
     while frontier:
@@ -241,13 +246,13 @@ def _consumers(variable: Variable) -> Iterator[Tuple[Operation, bool]]:
             positions = [index for index, taken in enumerate(op.inputs) if taken is tensor]
             is_reference = any(_takes_reference(op, index) for index in positions)
             if is_reference:
-                frontier += [output for output in op.outputs if _passes_on(output, tensor)]
+                frontier += [output for output in op.outputs if _refers_to_same(output, tensor)]
             if not (is_reference and op.type in _SAME):
                 yield op, is_reference and not _only_read_by_functions(op, positions)
 
 
-def _passes_on(output: Tensor, reference: Tensor) -> bool:
-    """True if `output` stands for the same variable as `reference`."""
+def _refers_to_same(output: Tensor, reference: Tensor) -> bool:
+    """True if `output` refers to the same variable as `reference`."""
     if reference.dtype.base_dtype.name == "resource":
         return output.op.type in _SAME and bool(output.dtype.base_dtype.name == "resource")
     return bool(output.dtype._is_ref_dtype)
@@ -289,7 +294,7 @@ def _called(attributes: Iterable[Any]) -> List[str]:
 
 
 def _consumers_of(op: Operation) -> List[Operation]:
-    """Every operation that waits for `op`, because of a value or a control edge."""
+    """Return every operation that waits for `op`, because of a value or a control edge."""
     return [reader for output in op.outputs for reader in output.consumers()] + list(op._control_outputs)
 
 
@@ -305,7 +310,7 @@ def _row_write(op: Operation) -> Optional[RowWrite]:
 
 
 def _readers(op: Operation) -> Iterator[Operation]:
-    """The operations that take a value that was read whole."""
+    """Yield the operations that use a value that was read whole."""
     if op.type in ("Identity", "ReadVariableOp"):
         for output in op.outputs:
             for reader in output.consumers():
@@ -323,7 +328,7 @@ def _is_restore(op: Operation) -> bool:
 
 
 class TrackingMode(Enum):
-    """How the changes of a variable are found.
+    """The way in which the changes of a variable are found.
 
     `TOUCHED`: every write names its rows, which are recorded. `COMPARED`: the graph looks up rows, but some
     write may change any of them, so all are compared with those written last. `WHOLE`: all of it is written
@@ -337,9 +342,9 @@ class TrackingMode(Enum):
 
 
 class VariablePart(NamedTuple):
-    """A variable of the graph: the box of `shape` at `starts` of a variable as checkpoints name it.
+    """A variable of the graph: the box of `shape` at `starts` of a variable with a name in checkpoints.
 
-    `spec` names the box to RestoreV2; "" is all of the variable.
+    `spec` is the box in RestoreV2's notation; "" is all of the variable.
     """
 
     variable: Variable
@@ -350,20 +355,20 @@ class VariablePart(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of its rows; a scalar has one."""
+        """The number of the part's rows; a scalar has one."""
         return self.shape[0] if self.shape else 1
 
     @property
     def offset(self) -> int:
-        """Its first row's number in the whole variable."""
+        """The number of the part's first row in the whole variable."""
         return self.starts[0] if self.starts else 0
 
 
 class VariableTracking(NamedTuple):
-    """A variable as checkpoints name it, and how its changes are found.
+    """A variable under its name in checkpoints, and how its changes are found.
 
     `dtype` is TensorFlow's name, `numpy` the type of its values. `whole_writes` are the types of operations
-    because of which it is not `TOUCHED`. With `is_keyed` it is the rows of the table by keys called `name`.
+    that keep it from being `TOUCHED`. With `is_keyed` it is the rows of the table by keys called `name`.
     """
 
     name: str
@@ -384,7 +389,8 @@ class VariableTracking(NamedTuple):
 def plan_tracking(
     variables: Iterable[Variable], tables: Optional[Dict[str, Variable]] = None
 ) -> Tuple[VariableTracking, ...]:
-    """How to find the changes of these variables of one graph, sorted by their names in checkpoints.
+    """Plan how to find the changes of these variables of one graph; return them sorted by their names in
+    checkpoints.
 
     `tables` has the variable of the rows of each table by keys, by the table's name.
 
@@ -407,7 +413,9 @@ def plan_tracking(
 
 
 def tracking_digest(tracked: Iterable[VariableTracking]) -> int:
-    """An int64 that two graphs share if the changes of the same variables are found in the same way."""
+    """Return an int64 that is equal for two graphs if they find changes of the same variables in the same
+    way.
+    """
     plan = [(entry.name, entry.shape, entry.dtype, entry.mode.name) for entry in tracked]
     return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:8], "little", signed=True)
 
@@ -472,7 +480,10 @@ def _shape(variable: Variable) -> Tuple[int, ...]:
 
 
 class RowGroup(NamedTuple):
-    """Parts that the same operations write, with one set of flags. `collect`: the flagged rows, int64 [n]."""
+    """Parts that the same operations write, with one set of flags.
+
+    The tensor `collect` gives the flagged rows, int64 [n], and clears their flags.
+    """
 
     parts: Tuple[VariablePart, ...]
     touched: Variable
@@ -498,7 +509,7 @@ class Recording(NamedTuple):
 
 
 def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Recording:
-    """Extend the current default graph, the same way in every worker."""
+    """Add the recording of rows and steps to the current default graph, in the same way in every worker."""
     tf, tracked = v1(), tuple(tracked)
     marks: Dict[str, Operation] = {}
     groups = tuple(_group(parts, marks) for parts in _parts_by_operation(tracked))
@@ -513,7 +524,7 @@ def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Record
 
 
 def _parts_by_operation(tracked: Iterable[VariableTracking]) -> List[Tuple[VariablePart, ...]]:
-    """The parts whose touched rows are recorded, grouped by the operations that write them."""
+    """Return the parts whose touched rows are recorded, grouped by the operations that write them."""
     parts = [part for entry in tracked if entry.mode is TrackingMode.TOUCHED for part in entry.parts]
     leader = {id(part): id(part) for part in parts}
 
@@ -542,7 +553,7 @@ def _group(parts: Tuple[VariablePart, ...], marks: Dict[str, Operation]) -> RowG
 
 
 def _mark(touched: Variable, write: RowWrite, marks: Dict[str, Operation]) -> None:
-    """Make sure that the rows of `write` are flagged after it."""
+    """Add operations that flag the rows of `write` after it."""
     tf = v1()
     consumers = _consumers_of(write.op)
     with near(touched, SCOPE + "/mark/"):
@@ -556,7 +567,7 @@ def _mark(touched: Variable, write: RowWrite, marks: Dict[str, Operation]) -> No
             after = mark()
         marks[write.op.name] = after
         if not consumers:
-            # Nothing that runs later can carry the M: flag the rows before, besides.
+            # No later operation can wait for the M: flag the rows before the write as well.
             write.op._add_control_input(mark())
     for consumer in consumers:
         consumer._add_control_input(after)
@@ -573,7 +584,8 @@ def _collect(touched: Variable) -> Tensor:
 
 
 def _count_steps(global_step: Variable) -> Variable:
-    """A variable to which every worker that records adds its steps, before it adds them to the global step.
+    """Return a variable to which every worker that records adds its steps, before it adds them to the global
+    step.
 
     A global step that grows faster than this variable reveals a worker that does not record.
     """
@@ -598,7 +610,7 @@ def counts_every_step(global_step: Variable) -> bool:
 
 @contextlib.contextmanager
 def near(variable: Variable, scope: str) -> Iterator[None]:
-    """Whatever is made lies on the device of `variable`, waits for nothing, and is named in `scope`."""
+    """Place new nodes on the device of `variable`, without control inputs, and name them in `scope`."""
     place = variable.handle.op if is_resource(variable) else variable.op
     with v1().control_dependencies(None), place.graph.colocate_with(place, ignore_existing=True):
         with v1().name_scope(scope):
@@ -606,7 +618,7 @@ def near(variable: Variable, scope: str) -> Iterator[None]:
 
 
 def _beside(variable: Variable, name: str, shape: List[int], dtype: Any, initial: int = 0) -> Variable:
-    """A variable on the same device as `variable`, in no collection, filled with `initial`."""
+    """Make a variable on the same device as `variable`, in no collection, filled with `initial`."""
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     tf = v1()
@@ -624,24 +636,32 @@ def _beside(variable: Variable, name: str, shape: List[int], dtype: Any, initial
 
 
 class Source:
-    """A place that the values of variables are read from."""
+    """A place from which the values of variables are read."""
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
-        """Rows of one part, numbered within it, in pieces; None: all, in order. A scalar is one piece."""
+        """Yield rows of one part, numbered within it, in pieces; None means all, in order. A scalar is one
+        piece.
+        """
         raise NotImplementedError
 
     def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
-        """Read ahead of variables what is small: ascending rows of each, which are then read once, or all."""
+        """Read small variables ahead, in one call: ascending rows of each, which are then read once, or all
+        (None).
+        """
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """Rows `ids` (ascending, of the whole variable) of a variable with parts of whole rows, in pieces."""
+        """Yield rows `ids` (ascending, of the whole variable) of a variable with parts of whole rows, in
+        pieces.
+        """
         for part in tracked.parts:
             wanted = inside(part, ids) - part.offset
             if len(wanted):
                 yield from self.read(tracked, part, wanted)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[Tuple[int, Array]]:
-        """All rows of such a variable in pieces, each with the number of its first row."""
+        """Yield all rows of a variable with parts of whole rows, in pieces, each with the number of its first
+        row.
+        """
         for part in tracked.parts:
             start = part.offset
             for values in self.read(tracked, part, None):
@@ -649,7 +669,7 @@ class Source:
                 start += len(values)
 
     def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[Tuple[VariableTracking, Array]]:
-        """Variables as a whole, one after the other."""
+        """Yield variables as a whole, one after the other."""
         for entry in tracked:
             yield entry, joined(entry, [self._whole(entry, part) for part in entry.parts])
 
@@ -685,10 +705,10 @@ class SessionSource(Source):
         self._ahead: Dict[int, Array] = {}
 
     def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
-        """See `Source`: one call, of the same tensors each time.
+        """See `Source`: one call, for the same tensors each time.
 
-        A session makes a large graph ready anew, which takes half a second, for tensors that it was not asked
-        for together. So rows that are too many for the call are asked for in it, too: none of them.
+        A session prepares a large graph again, which takes half a second, for each new combination of
+        tensors. So variables with too many rows for the call are part of it, too, with no rows.
         """
         sizes = np.array([e.bytes_ if ids is None else len(ids) * _row_bytes(e) for e, ids in wanted], int)
         order = np.argsort(sizes)
@@ -716,7 +736,7 @@ class SessionSource(Source):
 
 
 class CheckpointSource(Source):
-    """The values of a full checkpoint: those of one part of a variable are in memory at a time."""
+    """The values of a full checkpoint; one part of a variable is in memory at a time."""
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
@@ -728,7 +748,7 @@ class CheckpointSource(Source):
 
 
 def pieces(rows: Array, tracked: VariableTracking) -> Iterator[Array]:
-    """Numbers of rows, in pieces of which one call of a session carries the values."""
+    """Yield numbers of rows, in pieces whose values fit into one call of a session."""
     step = max(1, CHUNK_BYTES // max(1, _row_bytes(tracked)))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
@@ -739,13 +759,13 @@ def _row_bytes(tracked: VariableTracking) -> int:
 
 
 def inside(part: VariablePart, ids: Array) -> Array:
-    """Those of ascending rows of the whole variable that lie in a part."""
+    """Return the rows, of ascending rows of the whole variable, that are in a part."""
     start, stop = np.searchsorted(ids, [part.offset, part.offset + part.rows])
     return ids[start:stop]
 
 
 def joined(entry: VariableTracking, parts: List[Array]) -> Array:
-    """A variable from the values of its parts."""
+    """Return a variable, given the values of its parts."""
     if len(parts) == 1:
         return np.asarray(parts[0])
     whole = np.empty(entry.shape, entry.numpy)
@@ -758,13 +778,13 @@ def joined(entry: VariableTracking, parts: List[Array]) -> Array:
 
 
 def _bundle_session() -> Session:
-    """A session of a graph of its own, without the GPUs that the trainer uses."""
+    """Make a session with a graph of its own, without the GPUs that the trainer uses."""
     tf = v1()
     return tf.Session(graph=tf.Graph(), config=tf.ConfigProto(device_count={"GPU": 0}))
 
 
 def restored(prefix: Path, name: str, spec: str, dtype: str) -> Array:
-    """The value of a tensor, or of the slice `spec` of it, in a checkpoint."""
+    """Read the value of a tensor, or of the slice `spec` of it, from a checkpoint."""
     from tensorflow.python.ops import gen_io_ops
 
     with _bundle_session() as session, session.graph.as_default(), v1().device("/cpu:0"):
@@ -791,7 +811,7 @@ class Bundle:
         self._tensors.append((key, value))
 
     def add_rows(self, key: str, dtype: str, shape: List[int], pieces: Iterable[Array]) -> None:
-        """Add a tensor of TensorFlow's `dtype` that comes in pieces of whole rows."""
+        """Add a tensor of TensorFlow's `dtype`, given in pieces of whole rows."""
         found = list(pieces)
         self.add(key, found[0] if len(found) == 1 else np.concatenate(found).reshape(shape))
 
@@ -814,11 +834,11 @@ class Bundle:
 
 
 class Collector:
-    """The changes since the last call of `commit` or `forget`.
+    """Collects the changes since the last call of `commit` or `forget`.
 
-    `source` gives the present values through a session; `tables` has what knows of each table by keys, by
-    name. Rows that were collected stay pending until `commit`. A compared variable is compared with the
-    values that were written last; if there are none, all of it counts as changed.
+    `source` returns the present values, given a session; `tables` has an object with the changes of each
+    table by keys, by name. Rows that were collected stay pending until `commit`. A compared variable is
+    compared with the values that were written last; if there are none, all of it counts as changed.
     """
 
     def __init__(
@@ -844,7 +864,7 @@ class Collector:
         return lambda session: SessionSource(session, readers)
 
     def forget(self) -> None:
-        """Count changes from another state on. Everything that is compared counts as changed."""
+        """Start counting changes from a new state; every compared variable counts as changed."""
         self._take_none()
         self._written.clear()
         self._digests.clear()
@@ -852,15 +872,15 @@ class Collector:
     def remember(self, session: Session) -> None:
         """Compare with the present values from now on: nothing has changed yet.
 
-        For a process that alone writes the variables; others may have written some of them already.
+        Only for a process that alone writes the variables; others may have written some of them already.
         """
         for entry in self.tracked:
             if entry.mode is TrackingMode.COMPARED:
                 self._moved(self.source(session), entry)
 
     def collect(self, session: Session) -> None:
-        """Take the touched rows of every group, and then what tables by keys noted."""
-        # The order of these calls, and that values are read after them, is what the proofs rest on.
+        """Read and clear the touched rows of every group, then the records of tables by keys."""
+        # The proofs depend on the order of these calls, and on values being read after them.
         if self._groups:
             for index, rows in enumerate(session.run([group.collect for group in self._groups])):
                 self._pending[index] = union(self._pending[index], rows)
@@ -868,7 +888,7 @@ class Collector:
             table.collect(session)
 
     def touch(self, name: str, ids: Array) -> None:
-        """Count ascending rows of a variable as touched, if touched rows are what is known of it."""
+        """Count ascending rows of a variable as touched, if its changes are found by touched rows."""
         for entry in self._by(TrackingMode.TOUCHED):
             for part in entry.parts if entry.name == name else ():
                 for index in self._groups_of(part):
@@ -876,12 +896,14 @@ class Collector:
 
     @property
     def knows_more(self) -> bool:
-        """True if a row was touched, or something was written since `forget` that can be compared with."""
+        """True if a row was touched, or a digest was recorded since `forget`, so that there may be changes to
+        write.
+        """
         is_touched = any(len(rows) for rows in self._pending.values())
         return bool(self._digests) or is_touched or any(table.knows_more for table in self.tables.values())
 
     def write(self, writer: Any, source: Source) -> Document:
-        """Write the changes into a bundle; what an increment's manifest says of them, by name.
+        """Write the changes into a bundle; return their entries for the increment's manifest, by kind.
 
         Call `commit` once they are durable, `abandon` if they are lost.
         """
@@ -907,13 +929,13 @@ class Collector:
         return {"variables": changed, "tables": [document for document in tables if document is not None]}
 
     def commit(self) -> None:
-        """Note that the changes that `write` wrote are durable."""
+        """Record that the changes that `write` wrote are durable; pending rows are cleared."""
         self._take_none()
         self._digests.update(self._new_digests)
         self._new_digests.clear()
 
     def abandon(self) -> None:
-        """Note that the changes that `write` wrote are lost, so that they are written again."""
+        """Record that the changes that `write` wrote are lost, so that they are written again."""
         self._written.clear()
         self._new_digests.clear()
 
@@ -935,7 +957,7 @@ class Collector:
                 yield index
 
     def _moved(self, source: Source, entry: VariableTracking) -> Tuple[Array, Array]:
-        """The rows that differ from those written last, and the present values of all rows."""
+        """Return the rows that differ from those written last, and the present values of all rows."""
         is_new = entry.name not in self._written
         if is_new:
             self._written[entry.name] = np.empty(entry.shape, entry.numpy)
@@ -969,17 +991,17 @@ def _write_rows(
 
 
 def _changed(entry: VariableTracking, kind: str, rows: int) -> Document:
-    """A variable in an increment's manifest."""
+    """The entry of a variable in an increment's manifest."""
     return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "kind": kind, "rows": rows}
 
 
 def union(one: Array, other: Array) -> Array:
-    """Integers that are in either array, ascending."""
+    """Return the integers that are in either array, ascending."""
     return np.union1d(one, other).astype(np.int64)
 
 
 def _differing_rows(old: Array, new: Array) -> Array:
-    """The numbers of the rows whose bytes differ in two arrays of one shape."""
+    """Return the numbers of the rows whose bytes differ in two arrays of one shape."""
     if not old.size:
         return NONE
     one, other = (np.ascontiguousarray(each).view(np.uint8).reshape(len(old), -1) for each in (old, new))
@@ -992,7 +1014,7 @@ def _differing_rows(old: Array, new: Array) -> Array:
 
 _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 _STATE_PATH = re.compile(r'(?<!\w)model_checkpoint_path\s*:\s*"((?:[^"\\\n]|\\.)*)"')
-_SESSION_BYTES = 1 << 12  # what is larger no training wrote
+_SESSION_BYTES = 1 << 12  # no training writes a larger file
 _STAGING, _TRASH, _UNFINISHED, _SESSION = ".staging-", ".trash-", ".milestone-", ".session"
 
 StateId = Union[str, Tuple[int, str]]
@@ -1008,11 +1030,13 @@ class FullCheckpoint(NamedTuple):
 
     @property
     def key(self) -> StateId:
-        """What it is known by: a trainer that was set back writes another one under the same name."""
+        """The identity of the checkpoint: a trainer that was set back writes another one under the same
+        name.
+        """
         return self.step, self.digest
 
     def document(self) -> Document:
-        """What increments and markers say of it."""
+        """Return the checkpoint's entry in increments and markers."""
         return {"name": self.prefix.name, "step": self.step, "index_sha256": self.digest}
 
 
@@ -1028,15 +1052,17 @@ class History:
 
     @property
     def generation(self) -> int:
-        """The highest generation so far, 0 without increments."""
+        """The highest generation among the increments, 0 without increments."""
         return max([int(each["generation"]) for each in self._increments] or [0])
 
     def is_marked(self, full: FullCheckpoint) -> bool:
-        """True if a marker tells of a full checkpoint."""
+        """True if there is a marker for a full checkpoint."""
         return any(_key(marker["checkpoint"]) == full.key for marker in self._markers)
 
     def end_at(self, full: FullCheckpoint) -> Optional[Document]:
-        """The increment at the end of a run that a full checkpoint equals; None if there is none."""
+        """Return the last increment of a run if a full checkpoint equals it; None if the checkpoint equals no
+        such end.
+        """
         names: "set[StateId]" = {full.key}
         equal = [{_key(m["checkpoint"]), m["after"]} for m in self._markers if m["is_equal"] and m["after"]]
         for _ in equal:
@@ -1051,9 +1077,9 @@ class History:
 
 
 class Store:
-    """The increments of the checkpoint directory `ckpt_dir`: publish, note, prune.
+    """The increments of the checkpoint directory `ckpt_dir`: publish, mark, prune.
 
-    Every write is atomic and durable; one that fails raises `failure`, and nothing of it is to be seen.
+    Every write is atomic and durable; one that fails raises `failure`, and readers see nothing of it.
     """
 
     failure: Any = NotPublished
@@ -1064,7 +1090,9 @@ class Store:
         self._state = os.path.join(str(ckpt_dir), "checkpoint")
 
     def records(self) -> History:
-        """What the directory holds; files that are pruned meanwhile, or damaged, are left out."""
+        """Read the directory's manifests and markers; files that are pruned meanwhile, or damaged, are left
+        out.
+        """
         names = _listed(self.path)
         manifests = [f"{name}/manifest.json" for name in names if _NAME.fullmatch(name)]
         markers = [name for name in names if name.endswith(".json") and not name.startswith(".")]
@@ -1082,9 +1110,9 @@ class Store:
         return found
 
     def publish(self, draft: Document, fill: Callable[[Any], Document]) -> Optional[Path]:
-        """Publish the increment that `fill` writes; its directory, or None if nothing changed.
+        """Publish the increment that `fill` writes; return its directory, or None if nothing changed.
 
-        `draft` and what `fill` returns are the fields of its manifest.
+        `draft` and the result of `fill` are the fields of its manifest.
         """
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -1117,7 +1145,7 @@ class Store:
         self._place(name, _text({"format_version": 1, "kind": "milestone", **marker}))
 
     def claim(self, session: str) -> None:
-        """Note that a session has begun to write here, so that an older one stops."""
+        """Record that a session has begun to write here, so that an older one stops."""
         self._place(_SESSION, f"{session}\n")
 
     def require_claim(self, session: str) -> None:
@@ -1153,7 +1181,9 @@ class Store:
                     (self.path / name).unlink()
 
     def newest_full(self) -> Optional[FullCheckpoint]:
-        """The full checkpoint that a trainer would restore now; None if there is none or it has no step."""
+        """Return the full checkpoint that a trainer would restore now; None if there is none or it has no
+        step.
+        """
         prefixes = self._prefixes()
         named = self._named_by_state()
         if named not in prefixes:
@@ -1172,7 +1202,7 @@ class Store:
 
     @staticmethod
     def _step(prefix: Path) -> Optional[int]:
-        """The global step: what the checkpoint says itself goes before what its name says."""
+        """Return the global step in a checkpoint, else the one in its name; None without either."""
         reader = v1().train.NewCheckpointReader(str(prefix))
         if reader.get_variable_to_shape_map().get("global_step") == []:
             return int(reader.get_tensor("global_step"))
@@ -1189,17 +1219,19 @@ class Store:
         return Path(found.group(1)).name if found else ""
 
     def index_signatures(self) -> "set[Any]":
-        """Signatures of the full checkpoints; a checkpoint that is written again gets another one."""
+        """Return the signatures of the full checkpoints; a checkpoint that is rewritten gets another one."""
         return {self.index_signature(self.ckpt_dir / prefix) for prefix in self._prefixes()} - {None}
 
     @staticmethod
     def index_signature(prefix: Path) -> Optional[Tuple[str, Any]]:
-        """The signature of one full checkpoint; None if it is gone."""
+        """Return the signature of one full checkpoint; None if it is gone."""
         found = _signature(str(prefix) + ".index")
         return None if found is None else (prefix.name, found)
 
     def state_signature(self) -> Any:
-        """A value that changes whenever a saver has finished a full checkpoint. It costs one system call."""
+        """Return a value that changes whenever a saver has finished a full checkpoint. It costs one system
+        call.
+        """
         return _signature(self._state)
 
     def _place(self, name: str, text: str) -> None:
@@ -1226,18 +1258,18 @@ class Store:
         self.sync(path.parent)
 
     def _sweep(self) -> None:
-        """Remove what killed trainers left: one session writes here at a time."""
+        """Remove the left-overs of killed trainers: one session writes here at a time."""
         for name in _listed(self.path):
             if name.startswith((_STAGING, _TRASH)):
                 shutil.rmtree(str(self.path / name), ignore_errors=True)
 
     def bundle(self, prefix: Path) -> Any:
-        """A writer of a tensor bundle."""
+        """Return a writer of a tensor bundle."""
         return Bundle(prefix)
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Any:
-        """Turn a failure of the operating system into `failure`."""
+        """Convert an OSError of the block to `failure`."""
         try:
             yield
         except OSError as error:
@@ -1245,7 +1277,9 @@ class Store:
 
     @staticmethod
     def sync(path: Path) -> None:
-        """Wait until a file's bytes, or a directory's entries, are on disk, if its file system can tell."""
+        """Wait until a file's bytes, or a directory's entries, are on disk, if its file system supports
+        that.
+        """
         descriptor = os.open(str(path), os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -1257,7 +1291,7 @@ class Store:
 
 
 def step_in_name(name: str) -> Optional[int]:
-    """The step that a trainer puts behind a prefix: 1200 of `model.ckpt-1200`."""
+    """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`; None without one."""
     found = re.search(r"-([0-9]+)$", name)
     return int(found.group(1)) if found and int(found.group(1)) < 1 << 63 else None
 
@@ -1274,9 +1308,9 @@ def _listed(directory: Path) -> List[str]:
 
 
 def _signature(path: str) -> Optional[Tuple[int, ...]]:
-    """An id of a file's content: another file of that name has another, and it once it is written to.
+    """Return an identity of a file's content, which changes if the file is replaced or written to.
 
-    None if the file cannot be looked at.
+    None if its status cannot be read.
     """
     try:
         found = os.stat(path)
@@ -1289,7 +1323,7 @@ def _signature(path: str) -> Optional[Tuple[int, ...]]:
 
 
 class EventClock:
-    """When the newest event happened that was trained on, from which freshness is measured.
+    """Tells when the newest event that was trained on happened; freshness is measured from it.
 
     By default it is the time at which the newest step was first seen, which is right for a training that
     follows a live stream closely. A training that lags, or reads old data, passes its own `source`:
@@ -1297,11 +1331,11 @@ class EventClock:
         IncrementHook(ckpt_dir, save_increment_secs=1, event_time=lambda: reader.newest_timestamp)
         IncrementHook(ckpt_dir, save_increment_secs=1, event_time=newest_timestamp_variable)
 
-    A function, or a variable or tensor that can be read at any time without side effects. Its value is a
-    `datetime` with a time zone, or seconds since 1970 (of an array the largest); 0 and None: not known yet.
-    It is read before an increment's rows are collected, so that the increment is at least as new. It serves
-    people and alerts: if it cannot be read, increments are written without it. `now` returns seconds since
-    1970.
+    It is a function, or a variable or tensor that can be read at any time without side effects. Its value is
+    a `datetime` with a time zone, or seconds since 1970 (of an array the largest); 0 and None mean not known
+    yet. It is read before an increment's rows are collected, so that the increment is at least as new. It
+    serves people and alerts: if it cannot be read, increments are written without it. `now` returns seconds
+    since 1970.
     """
 
     def __init__(self, source: Any = None, now: Callable[[], float] = time.time) -> None:
@@ -1316,12 +1350,12 @@ class EventClock:
         self._step, self._stepped_at = step, None
 
     def notice(self, step: int) -> None:
-        """Note that the training is at a step now."""
+        """Record that the training is at a step now."""
         if step != self._step:
             self._step, self._stepped_at = step, self._now()
 
     def read(self, session: Session) -> Optional[datetime]:
-        """The present event time; None if it is unknown or invalid."""
+        """Return the present event time; None if it is unknown or invalid, which is logged."""
         try:
             if self._source is None:
                 return _as_time(self._stepped_at)
@@ -1347,7 +1381,7 @@ def _event(source: Any, session: Session) -> Any:
 
 
 def _as_time(value: Any) -> Optional[datetime]:
-    """The time that a value stands for; ValueError if it has no zone, or is no time in seconds since 1970."""
+    """Convert a value to a time, None and 0 to None; ValueError if it has no zone, or is out of range."""
     if value is None:
         return None
     if isinstance(value, datetime):
@@ -1367,7 +1401,8 @@ def _as_time(value: Any) -> Optional[datetime]:
 
 
 class RunTip(NamedTuple):
-    """The end of a run's chain: the run, the session that writes it, and the `parent` of the next increment.
+    """The end of a run's chain: the run, the session that writes it, and the `parent` of the next
+    increment.
 
     `step` is the global step of the parent.
     """
@@ -1380,7 +1415,9 @@ class RunTip(NamedTuple):
 
     @classmethod
     def of(cls, run: str, generation: int, parent: Union[str, FullCheckpoint], step: int) -> "RunTip":
-        """The tip of a new session, which begins at `parent` after sessions of these generations."""
+        """Make the tip of a new session, which begins at `parent`; `generation` is the highest one before
+        it.
+        """
         return cls(run, new_id(), generation + 1, parent, step)
 
     @property
@@ -1389,7 +1426,7 @@ class RunTip(NamedTuple):
         return self.parent if isinstance(self.parent, str) else None
 
     def draft(self, to_step: int, event_time: Optional[datetime]) -> Document:
-        """The manifest of the next increment, without what changed."""
+        """Return the manifest of the next increment, without its changes."""
         parent = self.parent
         found: Document = {
             "id": secrets.token_hex(16),
@@ -1403,7 +1440,7 @@ class RunTip(NamedTuple):
         return _timed(found, event_time)
 
     def marker(self, full: FullCheckpoint, is_equal: bool, event_time: Optional[datetime] = None) -> Document:
-        """The marker of a full checkpoint that is written now."""
+        """Return the marker of a full checkpoint that is written now."""
         found = {
             "checkpoint": full.document(),
             "run": self.run,
@@ -1442,12 +1479,12 @@ class Publisher:
         self._failures = 0
 
     def begin_session(self, session: Session, step: int) -> bool:
-        """Find out which state a restored session continues, and restore increments if that is asked for.
+        """Find the state that a restored session continues, and restore increments if that is asked for.
 
         `step` is the session's global step. Returns True if increments were restored.
         """
         # The session restored the full checkpoint that was the newest before it began. Its own saver may have
-        # written another one already, which holds the same values and what other workers trained since.
+        # written another one already, which holds the same values and later changes of other workers.
         before, self._tip, self._own = self._full, None, None
         self._clock.begin(step)
         self._look()
@@ -1469,15 +1506,15 @@ class Publisher:
 
     @property
     def is_behind(self) -> bool:
-        """True if a saver has finished a full checkpoint since `notice` was called last."""
+        """True if a saver has finished a full checkpoint since the last call of `notice`."""
         return bool(self._store.state_signature() != self._signature)
 
     def notice(self, step: int) -> None:
-        """Note a full checkpoint that a saver has finished, and a step that went back.
+        """Record a full checkpoint that a saver has finished, and notice a step that went back.
 
         A step goes back when the user's program restores an older checkpoint by hand. Such writes are not
-        recorded, so increments continue from the next full checkpoint. A state file may be pointed to a
-        checkpoint that this session did not write (`_is_new`): it is ignored.
+        recorded, so increments continue from the next full checkpoint. A checkpoint named by the state file
+        that this session did not write (`_is_new`) is ignored.
         """
         self._clock.notice(step)
         if self._tip is not None and step < self._tip.step:
@@ -1503,7 +1540,7 @@ class Publisher:
             )
 
     def save(self, session: Session, step: int) -> None:
-        """Publish an increment up to `step`, or leave it due if it has no step of its own yet.
+        """Publish an increment up to `step`; if it has no step of its own yet, leave it due.
 
         Raises:
             Refused: there is no full checkpoint to build on, or another training writes here, too.
@@ -1532,7 +1569,8 @@ class Publisher:
         self._timer.update_last_triggered_step(step)
 
     def finish(self, session: Session, step: int) -> None:
-        """Publish the last increment, from a full checkpoint of this step if there is one, or the session.
+        """Publish the last increment, with values from a full checkpoint of this step if there is one, else
+        the session's.
 
         It may be called again, if a full checkpoint was saved meanwhile.
         """
@@ -1552,7 +1590,7 @@ class Publisher:
             self._note(full, self._tip, is_equal=True)
 
     def values_of(self, full: FullCheckpoint) -> Optional[Source]:
-        """A source of the values of a full checkpoint; None if a saver leaves some variables out."""
+        """Return a source of the values of a full checkpoint; None if a saver leaves some variables out."""
         there = v1().train.NewCheckpointReader(str(full.prefix)).get_variable_to_shape_map()
         changing = [e.name for e in self._collector.tracked if e.mode is not TrackingMode.FIXED]
         missing = [name for name in changing if name not in there]
@@ -1576,11 +1614,13 @@ class Publisher:
         self._store.prune()
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored; False: this does not restore any."""
+        """Apply the increments to the full checkpoint that was restored; False: this class does not restore
+        any.
+        """
         return False
 
     def _begin_at(self, full: FullCheckpoint) -> None:
-        """Begin a session whose state is that of a full checkpoint, plus rows that are flagged.
+        """Begin a session with the state of a full checkpoint, plus rows that are flagged.
 
         The run continues if the checkpoint equals the end of its chain; otherwise a new run begins.
         """
@@ -1590,19 +1630,19 @@ class Publisher:
             tip = RunTip.of(last["run"], history.generation, last["id"], last["to_step"])
         else:
             tip = RunTip.of(new_id(), history.generation, full, full.step)
-        self._stand(tip, full)
+        self._set_tip(tip, full)
         if not history.is_marked(full):
             self._note(full, tip, is_equal=False)
 
-    def _stand(self, tip: RunTip, full: FullCheckpoint) -> None:
+    def _set_tip(self, tip: RunTip, full: FullCheckpoint) -> None:
         self._store.claim(tip.session)
         self._tip, self._own = tip, full
 
     def _is_new(self, full: FullCheckpoint, tip: RunTip) -> bool:
         """True if this session can have written a full checkpoint.
 
-        It has not if the checkpoint was there before the session, has a marker already, or is of an older
-        step than the newest increment.
+        It cannot if the checkpoint existed before the session, has a marker already, or is of an older step
+        than the newest increment.
         """
         if self._store.index_signature(full.prefix) in self._before:
             return False
@@ -1614,7 +1654,7 @@ class Publisher:
         self._store.note(tip.marker(full, is_equal, event_time))
 
     def _look(self) -> bool:
-        """Look up the newest full checkpoint; True if it is another one than at the last look."""
+        """Look up the newest full checkpoint; return True if it differs from the one at the last look."""
         signature = self._store.state_signature()
         if signature == self._signature:
             return False
@@ -1635,22 +1675,22 @@ class Publisher:
 
 
 def new_id() -> str:
-    """A name that nobody has used."""
+    """Return a random, unique id."""
     return secrets.token_hex(16)
 
 
 # --- AutoDist -----------------------------------------------------------------------------------------------
 
 _REPLICA = "AutoDist-Replica-0/"
-"""Of the replicas of a graph the one whose variables are trained and saved."""
+"""The replica of a graph whose variables are trained and saved."""
 
 
 def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
-    """What an `AutoDist` made of the program's graph, and its variables under their names in checkpoints.
+    """Return an `AutoDist`'s transformed graph, and its variables under their names in checkpoints.
 
-    It transforms the graph when it makes a session, and operations cannot be added to a graph in use: so it
-    is transformed here, as its session would do. The graph has no collections; what is in its checkpoints,
-    and of which partitioned variable each part is, its saver's SaveV2 tells.
+    AutoDist transforms the graph when it makes a session, and operations cannot be added to a graph in use:
+    so it is transformed here, as its session would do. The graph has no collections; its saver's SaveV2 shows
+    the variables in its checkpoints, and to which partitioned variable each part belongs.
 
     Raises:
         Refused: a session was made already, or no saver before.
@@ -1681,7 +1721,7 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
 
 
 def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
-    """Tell a variable its name in checkpoints, and which slice of that it is: all, or `100 4 50,50:0,4`."""
+    """Set a variable's name in checkpoints, and its slice of that variable: all, or `100 4 50,50:0,4`."""
     whole = shape = variable.shape.as_list()
     starts = [0] * len(shape)
     if spec:
@@ -1695,7 +1735,9 @@ def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
 
 
 def _step_of(variables: List[Variable], name: str) -> Variable:
-    """The global step among the variables of a transformed graph."""
+    """Return the global step among the variables of a transformed graph; Refused if it is not there or not
+    counted.
+    """
     found = [variable for variable in variables if variable._get_save_slice_info().full_name == name]
     if not found:
         raise Refused(f"AutoDist's saver leaves out {name!r}", hint="make its Saver() after the global step")
@@ -1712,18 +1754,20 @@ def _step_of(variables: List[Variable], name: str) -> Variable:
 
 
 class _Placeholder:
-    """Holds the base's place: Python does not let a class that has none but `object` get another."""
+    """A base class that can be replaced: Python does not let a class whose only base is `object` get another
+    one.
+    """
 
 
 class SessionHook(_Placeholder):
     """A base of classes whose instances are `tf.train.SessionRunHook`s, too.
 
-    `Estimator.train` refuses whatever is none. That class is not there before TensorFlow is imported, so it
+    `Estimator.train` refuses other hooks. That class does not exist before TensorFlow is imported, so it
     becomes the base class when the first hook is made.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """An instance, after TensorFlow's class was made the base."""
+        """Make TensorFlow's class the base, then an instance."""
         SessionHook.__bases__ = (v1().train.SessionRunHook,)
         return object.__new__(cls)
 
@@ -1739,13 +1783,13 @@ class IncrementHook(SessionHook):
     """A `SessionRunHook` that writes increments into `<ckpt_dir>/increments`, for every worker's `hooks=`.
 
     `save_increment_secs` or `save_increment_steps` is the interval. Every worker records the rows that it
-    writes; the hook of the chief collects and publishes them. `event_time` tells when the newest event
-    happened that was trained on (see `EventClock`).
+    writes; the hook of the chief collects and publishes them. `event_time` gives the time of the newest event
+    that was trained on (see `EventClock`).
 
     A loop without hooks calls `begin` when its graph is complete, `after_create_session` once the variables
     have their values, `save_if_due` after each step, and `end` after the last full checkpoint. It saves full
-    checkpoints in the same thread, between these calls. With AutoDist it calls `begin(distributed)`,
-    before it makes the session.
+    checkpoints in the same thread, between these calls. With AutoDist it calls `begin(distributed)`, before
+    it makes the session.
 
     Raises:
         Refused: the arguments contradict each other. Later, from the session: there is no global step, a
@@ -1807,7 +1851,7 @@ class IncrementHook(SessionHook):
         return plan_tracking(v1().global_variables())
 
     def _is_known(self, saveable: Any) -> bool:
-        """True if increments hold what a saver's object that is no variable holds."""
+        """True if increments hold the content of a saver's object that is not a variable."""
         return False
 
     def _publisher(
@@ -1817,11 +1861,13 @@ class IncrementHook(SessionHook):
         return Publisher(Store(self._ckpt_dir), collector, timer, self._clock)
 
     def after_create_session(self, session: Session, coord: Any = None) -> None:
-        """Chief: initialize the recording, find out what state the session continues. Others: wait for it."""
+        """Chief: initialize the recording and find the state that the session continues. Others: wait for the
+        chief.
+        """
         if self._chief is None:
             self._wait_until_ready(session, coord)
             return
-        # Workers wait until the flags are initialized: no change after `begin_session` has looked is missed.
+        # Workers wait until the flags are initialized: no change after the look of `begin_session` is missed.
         session.run(self._recording.plan.initializer)
         ready = session.run(self._recording.are_ready)
         missing = zip(self._recording.variables, ready)
@@ -1834,7 +1880,7 @@ class IncrementHook(SessionHook):
         marks = self._marks(run_context.original_args.fetches) if self._recording.marks else []
         if self._chief is None:
             return v1().train.SessionRunArgs(marks) if marks else None
-        # One tensor where that is all: each level of a structure costs a session 20 us a step.
+        # A single tensor if possible: each level of a structure costs a session 20 us a step.
         step = self._chief.global_step
         return v1().train.SessionRunArgs([step, *marks] if marks else step)
 
@@ -1871,7 +1917,7 @@ class IncrementHook(SessionHook):
             self._chief.publisher.finish(session, step)
 
     def _finish_when_closed(self, session: Session) -> None:
-        """Look once more when the session is closed: a saver's own hook may come after this one."""
+        """Finish once more when the session is closed: a saver's own hook may come after this one."""
         close = session.close
 
         def closing() -> None:
@@ -1885,7 +1931,7 @@ class IncrementHook(SessionHook):
         session.close = closing
 
     def _marks(self, fetches: Any) -> List[Operation]:
-        # Programs fetch the same object in each step: to look into it takes longer than the recording.
+        # Programs fetch the same object in each step; inspecting it takes longer than the recording.
         if self._fetched[0] is not fetches or isinstance(fetches, (list, dict)):
             from tensorflow.python.util import nest
 
@@ -1899,7 +1945,10 @@ class IncrementHook(SessionHook):
         return int(session.run(self._chief.global_step))
 
     def _wait_until_ready(self, session: Session, coord: Any) -> None:
-        """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail."""
+        """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail.
+
+        Refused after `READY_SECONDS`, or if the chief's graph finds changes in another way.
+        """
         deadline = time.time() + READY_SECONDS
         while not session.run(self._recording.are_ready).all():
             if coord is not None and coord.should_stop():
@@ -1917,10 +1966,10 @@ class IncrementHook(SessionHook):
             )
 
     def _count_unrecorded(self, session: Session) -> int:
-        """Global steps minus recorded steps.
+        """Return the number of global steps minus the number of recorded steps.
 
         The global step is read first: steps that are recorded in between make the number smaller, so that
-        they cannot be taken for unrecorded ones.
+        they cannot be mistaken for unrecorded ones.
         """
         step = self._step(session)
         return step - int(session.run(self._recording.recorded_steps))
@@ -1938,7 +1987,8 @@ class IncrementHook(SessionHook):
 
 
 def schedule(*secs: Optional[float], steps: Optional[int]) -> Tuple[Optional[float], Optional[int]]:
-    """The interval of increments, (seconds, None) or (None, steps), from arguments of which one is given.
+    """Return the interval of increments, (seconds, None) or (None, steps), from arguments of which one is
+    given.
 
     Raises:
         Refused: none or several of them are given, or the interval is not a positive number.
@@ -1997,16 +2047,17 @@ def IncrementCallback(
     save_checkpoint_steps: Optional[int] = None,
     event_time: Any = None,
 ) -> Any:
-    """A Keras callback, of Keras 2 or 3, that writes full checkpoints and increments of `fit` in one process.
+    """Return a Keras callback, of Keras 2 or 3, that writes full checkpoints and increments of `fit` in one
+    process.
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
     every `save_checkpoint_steps` if given, and increments in between. The step is the optimizer's
-    `iterations`. `event_time` tells when the newest event happened that was trained on (see `EventClock`).
+    `iterations`. `event_time` gives the time of the newest event that was trained on (see `EventClock`).
 
     Variables have the names that the full checkpoint gives them. Those of rank 2 and more are compared, row
     by row, with the values that were written last, which are kept in memory: the increments are exact,
     whatever the optimizer does. `fit` continues with the values that the model has: if the program has
-    restored the newest full checkpoint, increments go on from that one.
+    restored the newest full checkpoint, increments continue from that one.
 
     Raises:
         Refused: the arguments contradict each other; later, from `fit`: the model is not built, or its
@@ -2018,7 +2069,7 @@ def IncrementCallback(
 
 
 def callback_of(fit: "Fit") -> Any:
-    """A Keras callback that passes the calls of `fit` on."""
+    """Return a Keras callback that passes the calls of `fit` on."""
 
     class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
         """Passes the calls of `fit` on."""
@@ -2036,7 +2087,9 @@ def callback_of(fit: "Fit") -> Any:
 
 
 def callback_base() -> Any:
-    """The base class of callbacks: tf-keras' if the program uses it (Keras 3 accepts it), or TensorFlow's."""
+    """Return the base class of callbacks: tf-keras' if the program uses it (Keras 3 accepts it), or
+    TensorFlow's.
+    """
     if "tf_keras" in sys.modules:
         import tf_keras
 
@@ -2068,7 +2121,7 @@ class Fit:
         return Store(directory)
 
     def begin(self, model: Any) -> None:
-        """Save a full checkpoint unless the newest one holds these values, and look what changes from it."""
+        """Save a full checkpoint unless the newest one holds these values, and count changes from it."""
         _check(model)
         self._iterations = model.optimizer.iterations
         full = self._store.newest_full()
@@ -2086,7 +2139,7 @@ class Fit:
         self._last_full = newest.step
 
     def after_batch(self) -> None:
-        """Save a full checkpoint, an increment, both or none, as they are due."""
+        """Save a full checkpoint, an increment, both or none, whichever is due."""
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
             self._save_full()
@@ -2102,7 +2155,7 @@ class Fit:
         self._publisher.finish(None, self._step)
 
     def _restore(self, full: Optional[FullCheckpoint]) -> bool:
-        """Restore the newest full checkpoint if that is asked for; False: it is not."""
+        """Restore the newest full checkpoint if that is asked for; False: this class never does."""
         return False
 
     def _collector(self, full: FullCheckpoint) -> Collector:
@@ -2115,9 +2168,10 @@ class Fit:
         return Publisher(self._store, collector, self._timer, self._clock)
 
     def _is_at(self, full: FullCheckpoint) -> bool:
-        """True if all variables have a checkpoint's values, as after the program has restored it.
+        """True if all variables have a checkpoint's values, for example because the program has restored
+        it.
 
-        To save it again would give it another identity, and cut it from the increments that lead to it.
+        Saving it again would give it another identity, and cut it off from the increments that lead to it.
         """
         if full.step != self._step:
             return False
@@ -2130,9 +2184,9 @@ class Fit:
             return False
 
     def _by_key(self, full: FullCheckpoint) -> Iterator[Tuple[str, Any]]:
-        """Variables by their keys in a full checkpoint, whose object graph is followed.
+        """Yield variables by their keys in a full checkpoint, whose object graph is followed.
 
-        The save counter is left out: it changes with every save, and would make an increment of each.
+        The save counter is left out: it changes with every save, and each save would need an increment.
         """
         graph, objects = self._objects(full)
         for number, trackable in sorted(objects.items()):
@@ -2144,7 +2198,7 @@ class Fit:
                     yield attribute.checkpoint_key, trackable
 
     def _objects(self, full: FullCheckpoint) -> Tuple[Any, Dict[int, Any]]:
-        """The object graph of a full checkpoint, and the program's objects by its nodes' numbers."""
+        """Return the object graph of a full checkpoint, and the program's objects by its nodes' numbers."""
         from tensorflow.core.protobuf import trackable_object_graph_pb2
 
         reader = v1().train.NewCheckpointReader(str(full.prefix))
@@ -2158,7 +2212,7 @@ class Fit:
                 if child.node_id not in objects:
                     objects[child.node_id] = children.get(child.local_name)
                     order.append(child.node_id)
-        # Slot variables of Keras 2's optimizers are no children of theirs.
+        # Slot variables of Keras 2's optimizers are not among their children.
         for number in order:
             for slot in graph.nodes[number].slot_variables:
                 original = objects[slot.original_variable_node_id]
@@ -2175,7 +2229,7 @@ class Fit:
 
 
 def _children(trackable: Any) -> Dict[str, Any]:
-    """The objects that a checkpoint finds below another one, by name."""
+    """Return the objects that a checkpoint finds below another one, by name."""
     if hasattr(trackable, "_trackable_children"):
         return dict(trackable._trackable_children())
     return dict(getattr(trackable, "_checkpoint_dependencies", ()))
@@ -2211,7 +2265,7 @@ def _check(model: Any) -> None:
 
 
 def eager_tracking(name: str, variable: Any) -> VariableTracking:
-    """How to find the changes of an eager variable: by comparing its rows, or all of it."""
+    """Describe how to find the changes of an eager variable: by comparing its rows, or all of it."""
     value = np.asarray(variable.numpy())
     mode = TrackingMode.COMPARED if value.ndim > 1 else TrackingMode.WHOLE
     part = VariablePart(variable, value.shape, (0,) * value.ndim)

@@ -1,4 +1,5 @@
-"""`load_checkpoint`: start a training from the tensors of another checkpoint that fit, and report the others.
+"""`load_checkpoint`: start a training from the tensors of another checkpoint that fit, and report the
+others.
 
     report = load_checkpoint(model, "old/model.keras")            # Keras 3, tf-keras, a tf.Module
     print(report)
@@ -7,7 +8,7 @@
         load_checkpoint(None, "old/model.ckpt-900", session=session)
     scaffold = tf.compat.v1.train.Scaffold(init_fn=init_fn)
 
-Every checkpoint that `export-model` reads will do. Tensors are matched as for an export if all of them fit,
+It reads every checkpoint that `export-model` reads. Tensors are matched as for an export if all of them fit,
 and by names otherwise (`exporter.mapping.partial`). A tensor of another shape or dtype is never loaded.
 """
 
@@ -56,7 +57,8 @@ class Skipped(Struct, frozen=True):
 
 
 class LoadReport(Struct, frozen=True):
-    """The result of `load_checkpoint`. `unused` are tensors of the checkpoint that no variable got.
+    """The result of `load_checkpoint`. `unused` are tensors of the checkpoint that were not loaded into a
+    variable.
 
     Optimizer slots, counters and the like are not listed.
     """
@@ -87,11 +89,12 @@ def load_checkpoint(
     renames: Iterable[str] = (),
     object_path: str | None = None,
 ) -> LoadReport:
-    """Load the tensors of a checkpoint that fit into a model or variables; other variables keep their values.
+    """Load the tensors of a checkpoint that fit into a model or variables; other variables keep their
+    values.
 
     Args:
         target: a built model of Keras 3 or tf-keras, a `tf.Module`, or variables. With a session: variables
-            of its graph; None for all global ones but the global step.
+            of its graph; None for all global ones except the global step.
         checkpoint: a directory (the newest one in it), a prefix or an archive.
         session: the session whose variables are loaded; nothing is added to its graph.
         renames: rules `pattern=name`, a variable's name to the checkpoint's, as `--rename`.
@@ -101,8 +104,8 @@ def load_checkpoint(
         MissingTensors: nothing fits at all.
         AmbiguousRename: two rules disagree on a variable.
         UsageError: the model has no variables yet, or a rule does not parse.
-        CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if
-            a tensor's bytes are damaged: that is found when it is loaded, after others.
+        CheckpointError: the checkpoint cannot be read. In each of these cases nothing was loaded, except if a
+            tensor's bytes are damaged: that is found when it is loaded, after others.
     """
     catalog = open_checkpoint(given.place("checkpoint", checkpoint, checkpoint_path))
     rules = MappingRules(renames=tuple(map(RenameRule.parse, renames)), object_path=object_path)
@@ -167,7 +170,7 @@ def _of_graph(variable: Variable) -> GraphVariable:
 
 
 def _eager_target(target: Any) -> _Target:
-    """Eager variables; for a model or module also its objects and Keras' paths to them."""
+    """Describe eager variables; for a model or module also its objects and Keras' paths to them."""
     import tensorflow as tf
 
     is_keras = hasattr(target, "weights") and hasattr(target, "layers")
@@ -193,7 +196,7 @@ def _eager_target(target: Any) -> _Target:
 def _described(
     variables: Mapping[str, Variable], names: Mapping[str, str], paths: Mapping[str, str] | None = None
 ) -> tuple[GraphVariable, ...]:
-    """The variables by name, or by the object's path if several have that name."""
+    """Return the variables by name, or by the object's path if several have that name."""
     taken = [*names.values()]
     unique = {n: (paths or {}).get(n, name) if taken.count(name) > 1 else name for n, name in names.items()}
     return tuple(
@@ -215,7 +218,9 @@ def _tracked(nodes: Mapping[str, Variable]) -> Callable[[Any], TrackedVariable |
 
 
 def _node(item: Any) -> str:
-    """An identifier of a variable, the same for a Keras 3 variable and the TensorFlow variable in it."""
+    """Return an identifier of a variable, the same for a Keras 3 variable and the TensorFlow variable in
+    it.
+    """
     return f"variable-{id(getattr(item, '_value', item))}"
 
 
@@ -229,7 +234,9 @@ def _dtype(variable: Variable) -> DType:
 
 
 def _snake_case(name: str) -> str:
-    """The name that Keras numbers: `dense`, `dense_1`. Source: `to_snake_case`, keras/src/utils/naming.py."""
+    """Return the name that Keras numbers: `dense`, `dense_1`. Source: `to_snake_case`,
+    keras/src/utils/naming.py.
+    """
     separated = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", separated).lower()
 

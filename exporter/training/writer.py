@@ -1,10 +1,10 @@
-"""`IncrementWriter`: increments of a training that knows nothing of TensorFlow, for a model that it serves.
+"""`IncrementWriter`: increments of a training without TensorFlow, for a model that TensorFlow serves.
 
     writer = IncrementWriter("train")
     writer.save(0, {"users/table": rows})                    # export a base of this: export-model --incr
     writer.write(100, {"users/table": (ids, rows_of_ids)})   # and a delta of each of these
 
-PyTorch, JAX, a feature store: whatever has arrays. Neither this nor a delta needs TensorFlow.
+PyTorch, JAX, a feature store: anything that has arrays. Neither this nor a delta needs TensorFlow.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from exporter.training.trainer_side import NONE, Document, EventClock, FullCheck
 
 Array = np.ndarray[Any, Any]
 Change = Any
-"""Rows `(ids, rows)`, of a table by keys `(keys, rows)`; or all of a variable, an array of its shape."""
+"""Rows `(ids, rows)`, for a table by keys `(keys, rows)`; or all of a variable, an array of its shape."""
 
 
 class IncrementWriter:
     """Writes full checkpoints and increments into `ckpt_dir`; one process at a time.
 
-    It goes on from the newest increment that is there. Each call of `write` is given what changed since the
-    last one that succeeded, also if a process that has ended made that call; who does not know that calls
-    `save`, after which the next delta is compared.
+    It continues from the newest increment that exists. Each call of `write` gets all changes since the last
+    call that succeeded, even if a process that has ended made that call; a caller that does not know them
+    calls `save`, after which the next delta is computed by comparison.
 
     Raises:
         UsageError: `ckpt_dir` is not a path of this machine.
@@ -72,10 +72,11 @@ class IncrementWriter:
         values: Mapping[str, Array],
         tables: Mapping[str, tuple[Array, Array]] | None = None,
     ) -> Path:
-        """Write a full checkpoint, and return its prefix: variables by name, and tables by keys (keys, rows).
+        """Write a full checkpoint of variables by name, and tables by keys as (keys, rows); return its
+        prefix.
 
         Raises:
-            TargetNotWritable, DiskFull, PublishError: it was not written, or not wholly.
+            TargetNotWritable, DiskFull, PublishError: it was not written, or not completely.
         """
         directory = self._store.ckpt_dir
         prefix = directory / f"model.ckpt-{step}"
@@ -89,7 +90,7 @@ class IncrementWriter:
                     bundle.add(f"{name}{KEYS}", np.asarray(keys, np.int64))
                     bundle.add(f"{name}{VALUES}", np.asarray(rows))
                     bundle.add(f"{name}{VERSIONS}", NONE)
-            # The state file last: it names the checkpoint once that is whole.
+            # The state file last: it may name the checkpoint only once that is complete.
             unfinished = directory / f".{CHECKPOINT_STATE_FILE}-{new_id()}"
             write_durably(unfinished, f'model_checkpoint_path: "{prefix.name}"\n'.encode())
             unfinished.rename(directory / CHECKPOINT_STATE_FILE)
@@ -105,7 +106,8 @@ class IncrementWriter:
         removed: Mapping[str, Array] | None = None,
         event_time: Any = None,
     ) -> Path | None:
-        """Write an increment; its directory, or None if nothing changed. `removed`: keys of tables by keys.
+        """Write an increment; return its directory, or None if nothing changed. `removed` are keys of tables
+        by keys.
 
         `event_time` is when the newest event happened that was trained on: a `datetime` with a time zone, or
         seconds since 1970.
@@ -129,15 +131,17 @@ class IncrementWriter:
         tables = embedding_variables(self._catalog)
 
         def fill(bundle: Bundle) -> Document:
-            told = [
-                _told(bundle, self._catalog, name, changes[name]) for name in changes if name not in tables
+            plain = [
+                _write_variable(bundle, self._catalog, name, changes[name])
+                for name in changes
+                if name not in tables
             ]
             keyed = [
-                _keyed(bundle, tables[name], changes.get(name), gone.get(name, NONE))
+                _write_table(bundle, tables[name], changes.get(name), gone.get(name, NONE))
                 for name in tables
                 if name in changes or name in gone
             ]
-            return {"variables": [each for each in told if each], "tables": keyed}
+            return {"variables": [each for each in plain if each], "tables": keyed}
 
         if unknown := sorted(set(gone) - set(tables)):
             raise MissingTensors(f"{self._catalog.prefix} has no table by keys {unknown[0]!r}")
@@ -155,7 +159,7 @@ class IncrementWriter:
         self._tip, self._catalog = tip, read_catalog(full.prefix)
 
 
-def _told(bundle: Bundle, catalog: Catalog, name: str, change: Change) -> Document | None:
+def _write_variable(bundle: Bundle, catalog: Catalog, name: str, change: Change) -> Document | None:
     ref = catalog.tensors.get(name)
     if ref is None:
         raise MissingTensors(f"{catalog.prefix} has no variable {name!r}")
@@ -174,7 +178,7 @@ def _told(bundle: Bundle, catalog: Catalog, name: str, change: Change) -> Docume
     return {**document, "kind": "table", "rows": len(ids)}
 
 
-def _keyed(bundle: Bundle, table: EmbeddingVariable, change: Change, removed: Array) -> Document:
+def _write_table(bundle: Bundle, table: EmbeddingVariable, change: Change, removed: Array) -> Document:
     keys, rows = change if change is not None else (NONE, np.empty((0, table.dim), table.value_dtype.numpy))
     keys, gone = np.asarray(keys, np.int64), np.unique(np.asarray(removed, np.int64))
     if len(np.unique(keys)) < len(keys):
