@@ -1,1 +1,1 @@
-"""Read what trainers write between full checkpoints, and plan what to publish next."""
+"""Read the files that trainers write between full checkpoints, and plan the next publication."""

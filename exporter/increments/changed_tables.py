@@ -1,14 +1,14 @@
-"""Tables by keys in increments: which keys have other rows, and which are gone since the full checkpoint.
+"""Tables by keys in increments: keys with new rows, and keys removed since the full checkpoint.
 
 In an increment's bundle a table `<name>` that is trained with stock TensorFlow has
 
     <name>/ids       int64 [n]        numbers of the rows that changed, strictly increasing
-    <name>/keys      int64 [n]        whose rows they are, no key twice
+    <name>/keys      int64 [n]        the keys of these rows, no key twice
     <name>/values    dtype [n, dim]   the rows
     <name>/removed   int64 [m]        keys that had rows before and have none any more, increasing
 
-The numbers of the rows are the trainer's: optimizers' slots go by them. Keys that are removed go first: one
-that is among `keys`, too, was given a row again.
+The numbers of the rows are the trainer's: optimizers' slots use them. Removed keys are applied first: a key
+that is also among `keys` got a row again.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NONE = np.empty(0, np.int64)
 
 
 class TrainedTable(Struct, frozen=True, eq=False):
-    """The keys of a trainer's table that are to be served, and where their rows are.
+    """The keys of a trainer's table that are to be served, and the places of their rows.
 
-    `places` counts through the rows of all `parts` in the full checkpoint, then through `touched`. All are as
-    the trainer has them; `values` are as they are served, in `dtype`.
+    `places` counts through the rows of all `parts` in the full checkpoint, then through `touched`. All are in
+    the trainer's form; `values` returns rows in the served `dtype`.
     """
 
     variable: EmbeddingVariable
@@ -73,7 +73,7 @@ class TrainedTable(Struct, frozen=True, eq=False):
         return cls(variable, dtype, keys, places, parts, touched)
 
     def values(self, places: Array) -> Array:
-        """The rows of the keys at these places of `keys`, in the dtype that is served."""
+        """Return the rows of the keys at these places of `keys`, in the dtype that is served."""
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)
         start = 0
@@ -87,7 +87,9 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
-    """The rows in the dtype in which they are served; MappingError, NotFinite if a value does not fit."""
+    """Return the rows in the dtype in which they are served; MappingError or NotFinite if a value does not
+    fit.
+    """
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
 
@@ -95,26 +97,26 @@ def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
 class ChangedTable(Struct, frozen=True, rename={"label": "dtype"}):
     """A table by keys in an increment's manifest."""
 
-    name: Annotated[Text, doc("what checkpoints call it")]
+    name: Annotated[Text, doc("its name in checkpoints")]
     label: Annotated[DtypeLabel, doc("TensorFlow's name of its rows' dtype")]
     dim: Annotated[Count, doc("the length of its rows")]
-    capacity: Annotated[Count, doc("how many rows the trainer has room for")]
-    rows: Annotated[Count, doc("how many of its rows are there")]
-    removed: Annotated[Count, doc("how many keys were removed")]
+    capacity: Annotated[Count, doc("the number of rows that the trainer has room for")]
+    rows: Annotated[Count, doc("the number of its rows in the increment")]
+    removed: Annotated[Count, doc("the number of keys that were removed")]
 
     @property
     def dtype(self) -> DType:
-        """The dtype of its rows."""
+        """The dtype of the table's rows."""
         return DType.of(self.label)
 
     @property
     def keys(self) -> tuple[str, str, str, str]:
-        """The names of its tensors: row numbers, keys, rows, removed keys."""
+        """The names of the table's tensors: row numbers, keys, rows, removed keys."""
         return f"{self.name}/ids", f"{self.name}/keys", f"{self.name}/values", f"{self.name}/removed"
 
     @property
     def kind(self) -> tuple[str, int, int]:
-        """Dtype, dimension and capacity: a trainer's table takes its rows only if it has the same."""
+        """Dtype, dimension and capacity: a trainer's table accepts the rows only if it has the same."""
         return self.label, self.dim, self.capacity
 
 
@@ -152,7 +154,9 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
 
 
 def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
-    """Raise CorruptFile unless `ids` increase within [0, rows); `of` stands for `rows` in the message."""
+    """Raise CorruptFile unless `ids` increase within [0, rows); the message shows `of` instead of `rows` if
+    given.
+    """
     is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
     if not is_inside or (ids[1:] <= ids[:-1]).any():
         raise CorruptFile(f"{catalog.prefix}: the ids of {name!r} are not rows of {of or rows}")

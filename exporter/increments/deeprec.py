@@ -2,24 +2,23 @@
 
     <ckpt-dir>/.incremental_checkpoint/incremental_model.ckpt-<step>.{index,data-*}
 
-Each is a tensor bundle that holds what changed since the last full save, so that the newest one of a higher
-step than the full checkpoint's tells everything. Ordinary variables are there whole, under their names;
-with the option for ordinary tables, rows of `<var>` or of its part p are in
+Each is a tensor bundle with all changes since the last full save, so that the newest one of a higher step
+than the full checkpoint's is sufficient. Ordinary variables are in it whole, under their names; with the
+option for ordinary tables, rows of `<var>` or of its part p are in
 
     <var>[/part_<p>]-sparse_incr_keys    int64|int32 [n]    row numbers, local to the part
     <var>[/part_<p>]-sparse_incr_values  dtype [n, ...]
 
-and a table without touched rows is absent. None says which full save it builds on: one that lies beyond
-another full checkpoint's step builds on that one, if any. A trainer that was set back leaves what it wrote
-before: increments of higher steps than the next full save, to which they are not to be added. The trainer
-writes an increment after the full save that it builds on, so one whose index is older is of another. What
-was published is led on from only if all of its rows are in the newest increment, too.
-Source: DeepRec's incremental_saver and its documentation.
+and a table without touched rows is absent. An increment does not say which full save it builds on: one beyond
+another full checkpoint's step builds on that one, if any. A trainer that was set back leaves its former
+files: increments of higher steps than the next full save, to which they must not be added. The trainer writes
+an increment after the full save that it builds on, so one whose index is older belongs to another save. A
+delta continues the published state without comparison only if all rows published before are also in the
+newest increment. Source: DeepRec's incremental_saver and its documentation.
 
-Times are compared with each other alone, and never with a clock. Equal ones, of file systems and stores that
-count seconds, say nothing: no trainer is set back within one. Copies that do not keep times may make an
-increment look older than it is: then it is left out, and what is served is the full checkpoint, never a
-mixture.
+Times are compared only with each other, never with a clock. Equal times, of file systems and stores that
+count seconds, prove nothing: no trainer is set back within one. Copies that do not keep times may make an
+increment look older than it is: then it is left out, and the full checkpoint is served, never a mixture.
 
 Rows of embedding variables, whose keys are not row numbers, are in
 
@@ -28,8 +27,8 @@ Rows of embedding variables, whose keys are not row numbers, are in
     <ev>[/part_<p>]-sparse_incr_freqs       int64 [n]; 0 unless frequencies are recorded
     <ev>[/part_<p>]-incr_partition_offset   int32 [1001]      keys are grouped by key % 1000
 
-Keys that are not admitted are left out, and no deletion is recorded. Slots are left out here.
-Source: DeepRec, tensorflow/core/kernels/incr_save_restore_ops.h (DumpSparseEmbeddingTensor).
+Keys that are not admitted are left out, and no deletion is recorded. Slots are left out here. Source:
+DeepRec, tensorflow/core/kernels/incr_save_restore_ops.h (DumpSparseEmbeddingTensor).
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ _INCR_OFFSETS = "-incr_partition_offset"
 def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -> Iterator[KeyedRows]:
     """Yield the touched rows of each embedding variable, its parts joined, every checksum verified.
 
-    Frequencies only if all parts have them. CorruptFile if a key is there twice.
+    They have frequencies only if all parts have them. CorruptFile if a key occurs twice.
     """
     parts: dict[str, list[KeyedRows]] = {}
     for stem in _stems(catalog):
@@ -99,7 +98,7 @@ def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -
 
 
 def _stems(catalog: Catalog) -> list[str]:
-    """The parts that have touched rows: names of their tensors without the suffix."""
+    """Return the parts that have touched rows: their tensors' names without the suffix."""
     return sorted(
         {name.rpartition("-")[0] for name in catalog.tensors if name.endswith((INCR_KEYS, INCR_VALUES))}
     )
@@ -138,9 +137,9 @@ class _Part:
         )
 
     def _freqs(self, rows: int) -> Array | None:
-        """The keys' frequencies; None if the increment, or the full checkpoint, records none.
+        """Return the keys' frequencies; None if the increment, or the full checkpoint, records none.
 
-        In the second case the increment has zeros. CorruptFile if they are not one int64 for each key.
+        In the second case the increment has zeros. CorruptFile if there is not one int64 for each key.
         """
         is_recorded = all(part.freqs is not None for part in self._variable.parts)
         ref = self._find(INCR_FREQS)
@@ -176,18 +175,20 @@ class DeepRecIncrement(Struct, frozen=True):
 
     @property
     def path(self) -> Path:
-        """The prefix of its bundle, for messages."""
+        """The prefix of the increment's bundle, for messages."""
         return self.catalog.prefix
 
     @property
     def id(self) -> str:
-        """The increment's step and a digest of its index, which is read."""
+        """The increment's step and a digest of its index, which is read each time."""
         digest = hashlib.sha256(read_regular(index_path(self.catalog.prefix), MAX_INDEX_BYTES)).hexdigest()
         return f"{_ID}{self.step}:{digest[:32]}"
 
     def covers(self, increment: str) -> bool:
-        """True if every row of the increment with this id is here, too; false if that one is gone."""
-        # So it is if both are of one training since the same full save.
+        """True if every row of the increment with this id is also in this one; False if that one is gone or
+        damaged.
+        """
+        # It is, if both are of one training since the same full save.
         try:
             before = self._find(increment)
             return before is not None and all(self._has_all(before, name) for name in before.tensors)
@@ -195,7 +196,7 @@ class DeepRecIncrement(Struct, frozen=True):
             return False
 
     def _find(self, increment: str) -> Catalog | None:
-        """The catalog of the increment with this id, None if it is gone."""
+        """Return the catalog of the increment with this id, None if it is gone."""
         step = int(increment.split(":")[1]) if increment.startswith(_ID) else None
         for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
             found = DeepRecIncrement(self.full, read_catalog(self.catalog.prefix.with_name(name)), step or 0)
@@ -204,7 +205,7 @@ class DeepRecIncrement(Struct, frozen=True):
         return None
 
     def _has_all(self, before: Catalog, name: str) -> bool:
-        """True if a tensor of an earlier increment is here, too; of keys, if all of them are.
+        """True if a tensor of an earlier increment is also in this one; for keys, if all of them are.
 
         CheckpointError if the keys of either cannot be read.
         """
@@ -215,7 +216,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return bool(among(wanted, np.sort(known)).all())
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield variables with their new values, checksums verified; rows are numbered as they are stored."""
+        """Yield variables with their new values, checksums verified; rows have the numbers of the stored
+        order.
+        """
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
             if name.endswith(INCR_KEYS):
@@ -244,7 +247,7 @@ class DeepRecIncrement(Struct, frozen=True):
         return (KeyedChange(rows, np.empty(0, np.int64)) for rows in self.keyed(names))
 
     def key_counts(self) -> Counter[str]:
-        """How many keys of each embedding variable it holds, by its index alone."""
+        """Count the keys of each embedding variable in the increment, by its index alone."""
         found: Counter[str] = Counter()
         for name, ref in self.catalog.tensors.items():
             if name.endswith(INCR_KEYS):
@@ -252,7 +255,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return found
 
     def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
-        """The rows of embedding variables in another increment, given by its id; none if it is gone."""
+        """Return the rows of embedding variables in another increment, given by its id; none if it is gone or
+        damaged.
+        """
         try:
             before = None if increment is None else self._find(increment)
             found = () if before is None else touched_rows(before, self._variables(names))
@@ -265,7 +270,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return {name: known[name] for name in names if name in known}
 
     def _owner(self, name: str) -> tuple[str, int | None]:
-        """The name of a variable in the full checkpoint, and the number of its part; None for all of it."""
+        """Return the name of a variable in the full checkpoint, and the number of its part; None for all of
+        it.
+        """
         part = _PART.fullmatch(name)
         return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))
 
@@ -275,7 +282,7 @@ class DeepRecIncrement(Struct, frozen=True):
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
-        """The rows of an ordinary table's part, numbered within the whole table, in any order.
+        """Return the rows of an ordinary table's part, numbered within the whole table, in any order.
 
         CorruptFile if the values are absent, or do not fit rows and table.
         """
@@ -294,10 +301,10 @@ class DeepRecIncrement(Struct, frozen=True):
 
 
 def read_increment(full: Catalog) -> DeepRecIncrement | None:
-    """The newest incremental checkpoint of a higher step that builds on a full one, None without one.
+    """Read the newest incremental checkpoint of a higher step that builds on a full one; None without one.
 
-    The newest is what the state file beside it names. One that is incomplete (it is being written, or pruned)
-    is passed over for the one before; one that is damaged raises CheckpointError.
+    The newest is the one that the state file beside it names. An incomplete one (it is being written, or
+    pruned) is passed over for the one before it; a damaged one raises CheckpointError.
     """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     for step, name in _beyond(full):
@@ -311,13 +318,15 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """The name of the newest incremental checkpoint of a higher step if it is older than `full`, else ""."""
+    """Return the name of the newest incremental checkpoint of a higher step if it is older than `full`, else
+    "".
+    """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     return next((name for _, name in _beyond(full)[:1] if _is_older(directory / name, full.prefix)), "")
 
 
 def _beyond(full: Catalog) -> list[tuple[int, str]]:
-    """The increments of higher steps than a full checkpoint, up to the next one; the newest first."""
+    """Return the increments of higher steps than a full checkpoint, up to the next one; the newest first."""
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     first = full.step or 0
     try:
@@ -330,16 +339,18 @@ def _beyond(full: Catalog) -> list[tuple[int, str]]:
 
 
 def _is_older(increment: Path, full: Path) -> bool:
-    """True if an increment was complete before the full checkpoint was; false if it is gone."""
+    """True if an increment's index was written before the full checkpoint's; False if either is gone."""
     try:
         times = [index_path(prefix).stat().st_mtime_ns for prefix in (increment, full)]
-    except FileNotFoundError:  # it is pruned, which its reader finds, too
+    except FileNotFoundError:  # it was pruned, which its reader will notice, too
         return False
     return times[0] < times[1]
 
 
 def _listed(directory: Path) -> list[tuple[int, str]]:
-    """The steps and names of the incremental checkpoints in a directory, which may be absent."""
+    """Return the steps and names of the incremental checkpoints in a directory; empty if it does not
+    exist.
+    """
     try:
         names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]
     except (FileNotFoundError, NotADirectoryError):
@@ -348,7 +359,7 @@ def _listed(directory: Path) -> list[tuple[int, str]]:
 
 
 def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
-    """The steps of other full checkpoints, complete or not, that come after one."""
+    """Yield the steps of other full checkpoints, complete or not, that come after one."""
     series = prefix.name.rpartition("-")[0]
     for path in prefix.parent.glob("*.index"):
         step = step_in_name(path.stem)
@@ -360,7 +371,10 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
 def plan_deeprec_changes(
     published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float
 ) -> ChangePlan:
-    """Plan how to reach a full checkpoint and its increment; not if all rows are `within` that distance."""
+    """Plan how to reach a full checkpoint and its increment.
+
+    Nothing is planned if this state is published and all rows are `within` that distance of it.
+    """
     target = TrainerVersion(full, increment.id)
     if published.is_state_of(target) and published.is_within(within):
         return ChangePlan(target, increment.step)
@@ -378,7 +392,7 @@ def plan_deeprec_changes(
 
 
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
-    """First row and number of rows of a tensor's part, of the whole tensor for None.
+    """Return first row and number of rows of a tensor's part; for None, of the whole tensor.
 
     CorruptFile if there is no such part.
     """

@@ -1,26 +1,25 @@
 """Order increments and full checkpoints: runs, sessions, parents, checkpoint markers, forks.
 
     <ckpt-dir>/increments/<from>-<to>/manifest.json    an increment: its run, session, parent and generation
-    <ckpt-dir>/increments/<checkpoint>.json            a marker: where a full checkpoint stands
+    <ckpt-dir>/increments/<checkpoint>.json            a marker: the place of a full checkpoint in the chain
 
 An increment's parent is the increment before it, or the full checkpoint that its run begins at. Full
 checkpoints are identified by content, never by name, step or time: a trainer that was set back writes
-`model.ckpt-500` again, with other values. A marker says after which increment a full checkpoint was
-written, and whether it equals the state of then. A full checkpoint without a marker (the trainer died
-before it could write one, or did not use the hook) has no place in the chain: nothing is known to lead on
-from it.
+`model.ckpt-500` again, with other values. A marker says after which increment a full checkpoint was written,
+and whether it equals that increment's state. A full checkpoint without a marker (the trainer died before it
+could write one, or did not use the hook) has no place in the chain: no increment is known to follow it.
 
-A *session* is one time that the trainer restored its variables and recorded what it wrote since. Only its
-own increments hold what changed between an increment and a full checkpoint after it:
+A *session* is one time that the trainer restored its variables and recorded its writes since. Only its own
+increments hold the changes between an increment and a full checkpoint after it:
 
     session 1 writes  A, full F (after A, not equal), B     F and then B is the state of B
-    session 2 restores A, writes  B'                        F and then B' is no state: of the rows that
-                                                            changed between A and F, F's values would stay
+    session 2 restores A, writes  B'                        F and then B' is not a state: the rows that
+                                                            changed between A and F would keep F's values
 
-So a marker counts for the increments of its own session, unless the checkpoint equals the increment.
-Files of releases that noted no session leave that open: see `History.after`.
+So a marker counts for the increments of its own session, unless the checkpoint equals the increment. Files of
+releases that recorded no session leave that open: see `History.after`.
 
-A session that does not continue where the chain ends is a fork: its generation is higher than every one
+A session that does not continue at the end of the chain is a fork: its generation is higher than every one
 before.
 """
 
@@ -66,24 +65,24 @@ _NAME = re.compile(r"[0-9]{20}-[0-9]{20}(-[0-9a-f]{8})?")
 class CheckpointMarker(Struct, frozen=True, kw_only=True):
     """`<ckpt-dir>/increments/<checkpoint>.json`."""
 
-    format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
-    kind: Annotated[Literal["milestone"], doc("what the document is")] = "milestone"
-    checkpoint: Annotated[CheckpointId, doc("the full checkpoint that it tells of")]
+    format_version: Annotated[Count, doc("the version of this document: 1")] = FORMAT_VERSION
+    kind: Annotated[Literal["milestone"], doc("the kind of the document")] = "milestone"
+    checkpoint: Annotated[CheckpointId, doc("the full checkpoint that it marks")]
     run: Annotated[Id, doc("the training that wrote it")]
     session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
     after: Annotated[Id | None, doc("the increment before it; null: it came before the run's first")]
     is_equal: Annotated[bool, doc("true: nothing had changed since that increment")] = False
     event_time: Annotated[
-        Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
+        Moment | UnsetType, doc("the time of the newest event that it was trained on; absent: not known")
     ] = UNSET
 
     @property
     def file_name(self) -> str:
-        """The name of its file in the increments directory."""
+        """The name of the marker's file in the increments directory."""
         return f"{self.checkpoint.name}.json"
 
     def leads_to(self, increment: Increment) -> bool:
-        """True if the increment surely is the next one of the session that wrote the checkpoint."""
+        """True if the increment is certainly the next one of the session that wrote the checkpoint."""
         return self.session is not None and self.session == increment.session and self._is_before(increment)
 
     def may_lead_to(self, increment: Increment) -> bool:
@@ -103,9 +102,12 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
-        """The marker whose file, read from `path`, is `text`."""
+        """Read the marker whose file at `path` contains `text`.
+
+        CorruptFile or UnsupportedFormat if it is damaged or of another version.
+        """
         found = read_document(text, path, cls)
-        # Its name will be part of a path, which must not lead out of the directory.
+        # Its name will be part of a path, which must not leave the directory.
         below(path.parent, found.checkpoint.name, f"{path}: the checkpoint", CorruptFile)
         return found
 
@@ -122,43 +124,46 @@ class History(Struct, frozen=True, dict=True):
         return max((stored.increment.generation for stored in self.increments), default=0)
 
     def written_last(self, count: int) -> list[StoredIncrement]:
-        """The `count` increments that were written last, newest first."""
+        """Return the `count` increments that were written last, newest first."""
         return nlargest(count, self.increments, _age)
 
     def find(self, increment: str) -> StoredIncrement | None:
-        """The increment with this id, None if it is not there."""
+        """Return the increment with this id; None if there is none."""
         return self._by_id.get(increment)
 
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
-        """The markers of a full checkpoint with the same content."""
+        """Return the markers of a full checkpoint with the same content."""
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def awaits_marker(self, checkpoint: CheckpointId, published: StateId) -> bool:
         """True if a trainer's hook may be about to mark a full checkpoint, as it marked `published`."""
-        # A hook marks each full checkpoint a moment after the saver has named it. If the one that was
-        # published last has no marker, the training goes on without a hook, or died before the hook came to
-        # it.
+        # A hook marks each full checkpoint a moment after the saver has named it. If the checkpoint that was
+        # published last has no marker, the training runs without a hook, or died before the hook marked it.
         if self.markers_of(checkpoint) or not (self.increments or self.markers):
             return False
         return isinstance(published, str) or bool(self.markers_of(published))
 
     def leads_on_from(self, checkpoint: CheckpointId) -> bool:
-        """True if an increment leads on, or may lead on, from a full checkpoint."""
+        """True if an increment follows, or may follow, a full checkpoint."""
         return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
-        """The increments that a trainer restores after a full checkpoint, in order; of forks the youngest."""
-        # Where the files do not tell the session, an increment counts that may lead on.
+        """Return the increments that a trainer restores after a full checkpoint, in order; of forks the
+        youngest.
+        """
+        # If the files do not name sessions, an increment that may follow counts.
         maybe = self._children(checkpoint, surely=False)
         chain: dict[str, StoredIncrement] = {}
-        # Damaged or hostile files may lead on in a ring.
+        # The parents in damaged or hostile files may form a ring.
         while (found := max(maybe, key=_age, default=None)) and found.increment.id not in chain:
             chain[found.increment.id] = found
             maybe = self._children(found.increment.id)
         return tuple(chain.values())
 
     def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
-        """The increments that surely lead from `start` to the increment `tip` without a gap, else None."""
+        """Return the increments that certainly connect `start` to the increment `tip` without a gap, else
+        None.
+        """
         if tip in self.same(start):
             return ()
         first = {stored.increment.id for stored in self._children(start)}
@@ -172,14 +177,14 @@ class History(Struct, frozen=True, dict=True):
         return None
 
     def same(self, state: StateId) -> set[StateId]:
-        """The full checkpoints and increments that are known to equal a state, itself included."""
+        """Return the full checkpoints and increments that are known to equal a state, itself included."""
         names: set[StateId] = {state}
         while more := [pair for pair in self._equal if pair & names and pair - names]:
             names = names.union(*more)
         return names
 
     def newest_event(self, state: StateId) -> datetime | None:
-        """The time of the newest event that a state was trained on; None if no file tells."""
+        """Return the time of the newest event that a state was trained on; None if no file has it."""
         names = self.same(state)
         stored = (stored.increment for stored in self.increments)
         return newest(
@@ -206,12 +211,12 @@ class History(Struct, frozen=True, dict=True):
         return dict(found)
 
     def _made(self, state: StateId) -> StoredIncrement | None:
-        """The increment that ends in a state, or in one that equals it; None if there is none."""
+        """Return the increment that ends in a state, or in an equal one; None if there is none."""
         names = (name for name in self.same(state) if isinstance(name, str))
         return next((stored for name in names if (stored := self.find(name))), None)
 
     def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
-        """The increments that surely lead on from a state; unless `surely`, also all that may."""
+        """Return the increments that certainly follow a state; unless `surely`, also all that may."""
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
         for marker in self.markers:
@@ -226,7 +231,7 @@ class History(Struct, frozen=True, dict=True):
 
 
 def newest(times: Iterable[datetime | UnsetType | None]) -> datetime | None:
-    """The latest of the known times, None if none is known."""
+    """Return the latest of the known times; None if none is known."""
     return max((time for time in times if isinstance(time, datetime)), default=None)
 
 
@@ -236,7 +241,7 @@ def _age(stored: StoredIncrement) -> tuple[int, int]:
 
 
 def identify(prefix: Path, step: int) -> CheckpointId:
-    """The identity of the full checkpoint at `prefix`.
+    """Return the identity of the full checkpoint at `prefix`.
 
     Raises:
         CheckpointNotFound: its index cannot be read.
@@ -253,7 +258,7 @@ def read_history(ckpt_dir: Path) -> History:
     """
     directory = ckpt_dir / INCREMENTS_DIRECTORY
     try:
-        # No `Path` for each: by such means planning beside 1,000 increments and deltas fell from 27 to 10 ms.
+        # No `Path` for each: with such savings, planning beside 1,000 increments fell from 27 to 10 ms.
         names = sorted(os.listdir(directory))  # noqa: PTH208
     except FileNotFoundError:
         return History()
@@ -271,14 +276,14 @@ _markers: Unchanged[CheckpointMarker] = Unchanged()
 
 
 def _read(paths: list[str], known: Unchanged[T], read: Callable[[Path], T]) -> Iterator[T]:
-    """The contents of the files that are still there; a file is read again only if it has changed."""
+    """Yield the contents of the files that still exist; a file is read again only if it has changed."""
     for path in paths:
         with suppress(FileNotFoundError):
             yield known.of(path, read)
 
 
 def _text(path: Path) -> bytes:
-    """The bytes of a file; FileNotFoundError passes, other errors are CheckpointError."""
+    """Return the bytes of a file; FileNotFoundError is not converted, other errors become CheckpointError."""
     try:
         with regular_file(path) as file:
             content = file.read(_MAX_MANIFEST_BYTES + 1)

@@ -1,21 +1,19 @@
-"""Increments: what a trainer writes between its full checkpoints, as deltas of the trainer's own variables.
+"""Increments: deltas of the trainer's own variables, which it writes between its full checkpoints.
 
     <ckpt-dir>/increments/<from>-<to>/delta.index, delta.data-00000-of-00001, manifest.json
 
-`from` and `to` are training steps, zero-padded to 20 digits; if another session has taken the name,
-`-<session>` follows (the first 8 digits of its id). The bundle holds the variables that changed since the
-increment's parent, and no others, under the names and keys that a delta has them under
-(`exporter.delta.format`): `<name>/ids` and `<name>/values` for rows of a table, `<name>/value` [1, ...] for
-a variable as a whole. Names are the trainer's; row numbers are those of the whole variable, also if it is
-partitioned. Optimizer slots and the global step are there, so that full checkpoint + increments restore a
-training, too. Tables by keys, which stock TensorFlow trains, are there by their keys: see
-`exporter.increments.changed_tables`.
+`from` and `to` are training steps, zero-padded to 20 digits; if another session has used the name,
+`-<session>` follows (the first 8 digits of its id). The bundle holds only the variables that changed since
+the increment's parent, under the same names and keys as in a delta (`exporter.delta.format`): `<name>/ids`
+and `<name>/values` for rows of a table, `<name>/value` [1, ...] for a variable as a whole. Names are the
+trainer's; row numbers are those of the whole variable, also if it is partitioned. Optimizer slots and the
+global step are included, so that full checkpoint + increments can also restore a training. Tables by keys,
+which stock TensorFlow trains, are stored by their keys: see `exporter.increments.changed_tables`.
 
 *Meaning of a position.* Every write that belongs to a step up to `to` is in the increment or in one before
 it; a row may be newer, and is then in the next increment again. A full checkpoint of step f, `from` <= f <
-`to`, was read before the increment's rows were collected, so the increment fits it as well as its parent.
-
-How increments and full checkpoints hang together is `exporter.increments.history`.
+`to`, was read before the increment's rows were collected, so the increment fits it as well as its parent. The
+order of increments and full checkpoints is in `exporter.increments.history`.
 """
 
 from __future__ import annotations
@@ -65,14 +63,14 @@ FORMAT_VERSION = 1
 
 
 class Changed(Struct, frozen=True):
-    """A variable in an increment, as the trainer has it, and how many of its rows are there (dense: 1)."""
+    """A variable in an increment, in the trainer's form, and the number of its rows there (dense: 1)."""
 
     variable: ServedVariable
     rows: int
 
     @property
     def is_table(self) -> bool:
-        """True if the increment holds rows of it, False if it holds the whole variable."""
+        """True if the increment holds rows of the variable, False if it holds all of it."""
         return self.variable.kind is ChangeKind.TABLE
 
 
@@ -89,9 +87,9 @@ class Contents(Struct, frozen=True):
 class Increment(Struct, frozen=True, kw_only=True):
     """An increment; `parent` is an increment's id, or the full checkpoint that a run begins at.
 
-    `session` is the id of the trainer's session that wrote it, None if it is not known (releases before it
-    was noted). `generation` is one more than that of every increment that was there when the session began.
-    `event_time` is when the newest event happened that its steps were trained on; None if it is not known.
+    `session` is the id of the trainer's session that wrote it, None if it is not known (it is of an older
+    release). `generation` is one more than the highest generation when the session began. `event_time` is the
+    time of the newest event that its steps were trained on; None if it is not known.
     """
 
     id: str
@@ -107,25 +105,25 @@ class Increment(Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """The number of changed rows, of all tables together."""
+        """The number of changed rows of all tables together."""
         by_number = sum(changed.rows for changed in self.variables if changed.is_table)
         return by_number + sum(table.rows for table in self.tables)
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names of the tensors in its bundle."""
+        """The names of the tensors in the increment's bundle."""
         by_number = [key for changed in self.variables for key in changed.variable.keys]
         return by_number + [key for table in self.tables for key in table.keys]
 
 
 class StoredIncrement(Struct, frozen=True):
-    """An increment and the directory it is in."""
+    """An increment and its directory."""
 
     path: Path
     increment: Increment
 
     def catalog(self) -> Catalog:
-        """The catalog of its bundle, read from disk."""
+        """Read the catalog of the increment's bundle."""
         return read_catalog(self.path / DELTA_NAME)
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
@@ -148,11 +146,11 @@ class StoredIncrement(Struct, frozen=True):
                 yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
 
     def key_counts(self) -> Counter[str]:
-        """How many keys of each table by keys it holds, by its manifest alone."""
+        """Count the keys of each table by keys in the increment, by its manifest alone."""
         return Counter({table.name: table.rows for table in self.increment.tables})
 
     def _listed_catalog(self) -> Catalog:
-        """The bundle's catalog; CorruptFile if it has a tensor that the manifest does not list."""
+        """Read the bundle's catalog; CorruptFile if it has a tensor that the manifest does not list."""
         catalog = self.catalog()
         if unlisted := sorted(catalog.tensors.keys() - set(self.increment.tensor_names)):
             raise CorruptFile(f"{self.path} holds {unlisted[0]!r}, which its manifest does not list")
@@ -160,7 +158,7 @@ class StoredIncrement(Struct, frozen=True):
 
 
 class ParentDocument(Struct, frozen=True, omit_defaults=True):
-    """What an increment leads on from: another one, or a full checkpoint."""
+    """The parent of an increment: another increment, or a full checkpoint."""
 
     increment: Annotated[Id | None, doc("the id of the increment before it")] = None
     checkpoint: Annotated[CheckpointId | None, doc("the full checkpoint that a run begins at")] = None
@@ -169,29 +167,29 @@ class ParentDocument(Struct, frozen=True, omit_defaults=True):
 class VariableDocument(Struct, frozen=True):
     """A variable in an increment."""
 
-    name: Annotated[Text, doc("the trainer's name of it")]
+    name: Annotated[Text, doc("the trainer's name of the variable")]
     dtype: Annotated[DtypeLabel, doc("TensorFlow's name of its dtype")]
     shape: Annotated[Shape, doc("the shape of the whole variable")]
-    kind: Annotated[ChangeKind, doc("table: rows of it are there; dense: it is there as a whole")]
-    rows: Annotated[Count, doc("how many of its rows are there; 1 of a dense one")]
+    kind: Annotated[ChangeKind, doc("table: the increment has rows of it; dense: all of it")]
+    rows: Annotated[Count, doc("the number of its rows in the increment; 1 for a dense one")]
 
 
 class IncrementDocument(Struct, frozen=True, kw_only=True):
     """`<ckpt-dir>/increments/<from>-<to>/manifest.json`."""
 
-    format_version: Annotated[Count, doc("of this document: 1")] = FORMAT_VERSION
-    kind: Annotated[Literal["increment"], doc("what the document is")] = "increment"
-    id: Annotated[Id, doc("its own")]
+    format_version: Annotated[Count, doc("the version of this document: 1")] = FORMAT_VERSION
+    kind: Annotated[Literal["increment"], doc("the kind of the document")] = "increment"
+    id: Annotated[Id, doc("the increment's own id")]
     run: Annotated[Id, doc("the training that wrote it")]
     session: Annotated[Id | None, doc("the trainer's session that wrote it; null: not known")] = None
-    generation: Annotated[Count, doc("one more than of all that were there when the session began")]
-    parent: Annotated[ParentDocument, doc("what it leads on from")]
-    from_step: Annotated[Count, doc("the step of what it leads on from")]
+    generation: Annotated[Count, doc("one more than the highest one when the session began")]
+    parent: Annotated[ParentDocument, doc("the state that the increment follows")]
+    from_step: Annotated[Count, doc("the step of the state that it follows")]
     to_step: Annotated[Count, doc("every write up to this step is in it or before it")]
     event_time: Annotated[
-        Moment | UnsetType, doc("when the newest event happened that it was trained on; absent: not known")
+        Moment | UnsetType, doc("the time of the newest event that it was trained on; absent: not known")
     ] = UNSET
-    variables: Annotated[tuple[VariableDocument, ...], doc("what changed")]
+    variables: Annotated[tuple[VariableDocument, ...], doc("the variables that changed")]
     tables: Annotated[
         tuple[ChangedTable, ...] | UnsetType, doc("tables by keys that changed; absent: none")
     ] = UNSET
@@ -214,7 +212,10 @@ def to_json(increment: Increment) -> str:
 
 
 def from_json(text: bytes, path: Path) -> Increment:
-    """The increment whose manifest, read from `path`, is `text`; CorruptFile if it contradicts itself."""
+    """Read the increment whose manifest at `path` contains `text`.
+
+    CorruptFile if it is damaged or contradicts itself, UnsupportedFormat for another version.
+    """
     document = read_document(text, path, IncrementDocument)
     parent = document.parent.increment or document.parent.checkpoint
     changed = tuple(_changed(variable, path) for variable in document.variables)
@@ -263,9 +264,10 @@ def _damaged(path: Path, cause: str) -> CorruptFile:
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`.
+    """Return rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of
+    `ids`.
 
-    CorruptFile if it is stored otherwise, or some rows are not.
+    CorruptFile if it is stored in another way, or some rows are missing.
     """
     if ref.extent is not None:
         return np.asarray(memory_map(catalog, ref)[ids])
@@ -287,7 +289,7 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
 def _change(catalog: Catalog, changed: Changed) -> Change:
     """Read the rows or the value of a variable from an increment's bundle.
 
-    CorruptFile if they do not fit it.
+    CorruptFile if they do not fit the variable.
     """
     variable = changed.variable
     tensors = []

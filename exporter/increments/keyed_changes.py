@@ -1,4 +1,4 @@
-"""The changes of tables by keys that a trainer's increments of either kind hold."""
+"""The changes of tables by keys in a trainer's increments of either kind."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str])
 def published_before(
     increments: Iterable[AnyIncrement], last: str | None, names: Collection[str]
 ) -> Mapping[str, KeyedRows]:
-    """The rows that the increment published last held and the next holds again, by table: DeepRec's alone."""
+    """Return, by table, the rows in the increment published last (`last`); only for DeepRec's, which repeat
+    them.
+    """
     deeprec = (each for each in increments if isinstance(each, DeepRecIncrement))
     newest = next(deeprec, None)
     return {} if newest is None else newest.published_before(last, names)
 
 
 def keys_to_come(catalog: Catalog) -> Counter[str]:
-    """How many keys of each table the increments on top of a full checkpoint hold; some may not be new.
+    """Count the keys of each table in the increments on top of a full checkpoint; some may not be new.
 
     Raises:
         CheckpointError: an increment, or a manifest, is damaged.

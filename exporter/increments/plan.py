@@ -1,4 +1,5 @@
-"""Decide how to get from what was published last to what the trainer has now: by increments or comparison.
+"""Decide how to get from the state that was published last to the trainer's: by increments or by
+comparison.
 
 Changes between an increment and the next full checkpoint are only known from the following increment.
 """
@@ -31,20 +32,20 @@ class AnyIncrement(Protocol):
         """The increment's path, for messages."""
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield the trainer's variables with their new values; rows are numbered as the trainer's."""
+        """Yield the trainer's variables with their new values; rows have the trainer's numbers."""
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
         """Yield the changes of the tables by keys with these names, every checksum verified."""
 
     def key_counts(self) -> Counter[str]:
-        """How many keys of each table by keys it holds, by its manifest or index alone."""
+        """Count the keys of each table by keys in the increment, by its manifest or index alone."""
 
 
 class ChangePlan(Struct, frozen=True):
     """How to reach the trainer's state `target`, which is to be published next.
 
-    `increments` hold everything that changed if `is_known`. Otherwise the target is the full checkpoint with
-    `increments` applied on top, and it is to be compared with what is published; `reason` says why.
+    `increments` hold all changes if `is_known`. Otherwise the target is the full checkpoint with `increments`
+    applied on top, and it must be compared with the published state; `reason` says why.
     """
 
     target: TrainerVersion
@@ -55,7 +56,7 @@ class ChangePlan(Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """True if what was published last is the target."""
+        """True if the state published last is the target."""
         return self.is_known and not self.increments
 
 
@@ -71,16 +72,16 @@ def plan_changes(
     """Plan what to publish after `published` to reach the full checkpoint `full` and its increments.
 
     - The target is the last increment after `full`, or the increment that `full` equals, or `full` itself.
-    - If the target is published, rows being off by less than `within`, there is nothing to do.
-    - If what is published is exact, and increments lead from it to the target, they hold all that changed.
-    - Otherwise the target is compared with what is published, row by row; `reason` says why.
-    - If `full` is to be published alone (`is_alone`), increments that follow it do not count.
-    - With `awaits_increment` and none after `full` yet, the plan ends where the next increment will begin:
-      that increment tells what changed up to `full`, and nothing has to be compared.
+    - If the target is published, and no row is further from it than `within`, there is nothing to do.
+    - If the published state is exact, and increments connect it to the target, they hold all changes.
+    - Otherwise the target is compared with the published state, row by row; `reason` says why.
+    - With `is_alone`, `full` is to be published alone: increments that follow it do not count.
+    - With `awaits_increment` and no increment after `full` yet, the plan ends where the next increment will
+      begin: that increment will have the changes up to `full`, and nothing has to be compared.
 
     For example: increments A (steps 100 to 110) and B (110 to 120) follow checkpoint 100, and checkpoint 125
-    follows B. If A is published and the next increment is awaited, B is sent now, and what changed
-    between 120 and 125 comes with the next one. Without waiting checkpoint 125 is compared.
+    follows B. If A is published and the next increment is awaited, B is sent now, and the changes between 120
+    and 125 come with the next one. Without waiting, checkpoint 125 is compared.
     """
     after = () if is_alone else history.after(full)
     equal = next((name for name in history.same(full) if isinstance(name, str)), None)
@@ -107,10 +108,12 @@ def plan_changes(
 
 
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:
-    """The plan up to where a full checkpoint's next increment will begin; None if no marker tells where."""
+    """Plan up to the state at which a full checkpoint's next increment will begin; None if no marker says
+    which.
+    """
     for marker in history.markers_of(full):
         others = () if published.increment is not None else history.markers_of(published.checkpoint)
-        next_of = marker.session, marker.after  # of one session and behind one increment: the same one
+        next_of = marker.session, marker.after  # equal for two checkpoints: the same increment comes next
         if marker.session is not None and any((each.session, each.after) == next_of for each in others):
             return ChangePlan(published, full.step)
         before = marker.after
@@ -124,12 +127,12 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
 
 
 def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> datetime | None:
-    """The time of the newest event that the end of a chain was trained on, None if it is not known."""
+    """Return the time of the newest event that the end of a chain was trained on; None if it is not known."""
     return newest([published.newest_event, *[stored.increment.event_time for stored in chain]])
 
 
 def _reason(published: TrainerVersion, full: CheckpointId, history: History) -> str:
-    """Why states have to be compared, as a person is told: the first of these reasons that holds."""
+    """Explain to a person why states have to be compared: the first of these reasons that applies."""
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
     if not history.increments:

@@ -1,4 +1,4 @@
-"""The trainer's state that was published: the full checkpoint, the last increment, and any deviation."""
+"""The published state of the trainer: the full checkpoint, the last increment, and any deviation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ IncrementName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z:._-]{1,200}$(?!\n)")]
 
 
 class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha256"}):
-    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
+    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every
+    tensor.
 
-    Of a checkpoint without index, as an archive is one, it is the SHA-256 of its file.
-
-    `name` is its prefix without the path; it does not count: a trainer that restores a checkpoint whose step
-    is ahead of its name (workers went on while it was saved) saves the same contents under another name.
+    Without an index, as in an archive, it is the SHA-256 of its file. `name` is its prefix without the path;
+    it is not compared: a trainer that restores a checkpoint whose step is ahead of its name (workers went on
+    while it was saved) saves the same contents under another name.
     """
 
     name: Annotated[Text, doc("its prefix, without the path")]
     step: Annotated[Count, doc("the training step that it holds")]
-    digest: Annotated[Id, doc("SHA-256 of its index file; without one, of its own")]
+    digest: Annotated[Id, doc("SHA-256 of its index file; without an index, of the file itself")]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CheckpointId) and (self.step, self.digest) == (other.step, other.digest)
@@ -41,9 +41,9 @@ class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha25
 class TrainerVersion(Struct, frozen=True):
     """The trainer's state that was published: a full checkpoint, and the last increment on top of it.
 
-    `increment` is an id of the trainer's, or what a reader of another kind of increments calls its own.
-    `left_out` and `rounded` tell of rows that are not what the trainer had then; without them every bit is.
-    `event_time` is `UNSET`, and not in the file, where it is not known.
+    `increment` is an id of the trainer's, or an id that a reader of another kind of increments makes.
+    `left_out` and `rounded` describe rows that differ from the trainer's; without them every bit is equal.
+    `event_time` is `UNSET`, and not in the file, if it is not known.
     """
 
     checkpoint: Annotated[CheckpointId, doc("the full checkpoint")]
@@ -51,14 +51,16 @@ class TrainerVersion(Struct, frozen=True):
     left_out: Annotated[LeftOut | None, doc("rows that were not sent; null: none")] = None
     rounded: Annotated[Rounded | None, doc("rows that are served rounded; null: none")] = None
     event_time: Annotated[
-        Moment | UnsetType, doc("when the newest event happened that was trained on; absent: not known")
+        Moment | UnsetType, doc("the time of the newest event that was trained on; absent: not known")
     ] = UNSET
 
     @classmethod
     def of(
         cls, checkpoint: CheckpointId, increment: str | None, event_time: datetime | None
     ) -> TrainerVersion:
-        """The exact state of a checkpoint and an increment; `event_time` is None if it is not known."""
+        """Return the exact state of a checkpoint and an increment; `event_time` is None if it is not
+        known.
+        """
         if event_time is None:
             return cls(checkpoint, increment)
         return cls(checkpoint, increment, event_time=event_time.astimezone(timezone.utc))
@@ -75,15 +77,17 @@ class TrainerVersion(Struct, frozen=True):
 
     @property
     def is_exact(self) -> bool:
-        """True if every row is what the trainer had, bit for bit."""
+        """True if every row equals the trainer's, bit for bit."""
         return self.left_out is None and self.rounded is None
 
     def is_within(self, distance: float) -> bool:
-        """True if no row was rounded, and none is further than `distance` from what the trainer had."""
+        """True if no row was rounded, and none is further than `distance` from the trainer's."""
         return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
 
     def exact_but_for(self, dtype: DeltaDtype | None) -> TrainerVersion:
-        """The state without `rounded` if that is to `dtype`: the next delta rounds the same way."""
+        """Return the state without `rounded` if rows were rounded to `dtype`: the next delta rounds the same
+        way.
+        """
         is_rounded_so = self.rounded is not None and self.rounded.dtype is dtype
         return replace(self, rounded=None) if is_rounded_so else self
 

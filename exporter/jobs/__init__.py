@@ -1,1 +1,1 @@
-"""Work over many bytes as independent tasks: planned by a driver, done by an engine, reported by receipts."""
+"""Work over many bytes as independent tasks: planned by a driver, run by an engine, reported by receipts."""

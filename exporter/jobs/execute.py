@@ -1,8 +1,8 @@
-"""Do one task: the function that engines call, in this process or on another machine.
+"""Run one task: the function that engines call, in this process or on another machine.
 
-A task and its outcome cross an engine as JSON bytes, so an engine needs to know nothing about either. An
-error with a name is an outcome, too: repeating the task would end in the same error. An engine itself repeats
-a task only if its worker died.
+A task and its outcome cross an engine as JSON bytes, so an engine need not understand either. An error with a
+name is an outcome, too: repeating the task would end in the same error. An engine itself repeats a task only
+if its worker died.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OPERATIONS = {
     "partition": "exporter.tables.place_keys:Partition",
     "place": "exporter.tables.place_keys:PlaceKeys",
 }
-"""The class of each operation's tasks. They lie in the rooms that plan them, which import this one."""
+"""The class of each operation's tasks. They are in the rooms that plan them, which import this one."""
 
 
 class Work(Struct, frozen=True):
-    """A task to do, the directory of its output ("": it has none), and whether its receipt is kept there."""
+    """A task to run, the directory of its output ("": it has none), and whether its receipt is kept there."""
 
     operation: str
     task: msgspec.Raw
@@ -57,13 +57,13 @@ class TaskFailure(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """A receipt, or why there is none."""
+    """A receipt, or the failure that prevented it."""
 
     receipt: Receipt | None = None
     failure: TaskFailure | None = None
 
     def settle(self) -> Receipt:
-        """The receipt; without one, raises the failure here as its own class of ExportError."""
+        """Return the receipt; without one, raise the failure here as its own class of ExportError."""
         if self.receipt is not None:
             return self.receipt
         assert self.failure is not None
@@ -73,12 +73,14 @@ class Outcome(Struct, frozen=True):
 
 
 def encode(task: Task, directory: str, *, keep: bool) -> bytes:
-    """Encode a task for `execute`, which keeps its receipt in the directory with `keep`."""
+    """Encode a task for `execute`; with `keep`, its receipt is kept in the directory."""
     return msgspec.json.encode(Work(task.operation, msgspec.Raw(msgspec.json.encode(task)), directory, keep))
 
 
 def execute(work: bytes) -> bytes:
-    """Do a task unless that was done before (see `_do`): the encoded `Outcome`, also of an ExportError."""
+    """Run a task unless its receipt is kept already (see `_do`); return the encoded `Outcome`, also for an
+    ExportError.
+    """
     try:
         asked = decoder(Work).decode(work)
         if asked.version != __version__:
@@ -108,7 +110,7 @@ def decode(outcome: bytes) -> Outcome:
 
 
 def kept_receipt(directory: Directory, name: str) -> Receipt | None:
-    """The kept receipt of a task; None if it is not there or damaged, or the output is not as it says."""
+    """Read the kept receipt of a task; None if it is missing or damaged, or the output differs from it."""
     content = directory.read(f"{RECEIPTS_DIRECTORY}/{name}.json")
     if content is None:
         return None
@@ -121,8 +123,8 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
 
 
 def _require_seen(place: str) -> None:
-    """Raise UsageError if the command's directory is not here: this is another machine."""
-    if place and Url.parse(place) is None and not os.path.isdir(place):  # noqa: PTH112 - whatever stat says
+    """Raise UsageError if the command's directory does not exist here: this is another machine."""
+    if place and Url.parse(place) is None and not os.path.isdir(place):  # noqa: PTH112 - False on any error
         raise UsageError(
             f"a worker does not see {place}",
             hint="name a directory that all workers see, of a shared file system or in an object store: "
@@ -131,12 +133,12 @@ def _require_seen(place: str) -> None:
 
 
 def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
-    """Do a task unless its kept receipt is there; keep the receipt if asked to, and return it."""
+    """Run a task unless its receipt is kept already; keep the receipt if asked to, and return it."""
     if keep and (done := kept_receipt(directory, task.name)) is not None:
         return done
     receipt = task.run(directory)
     if keep:
-        # Behind the output: a worker that dies in between leaves a task to be done again, never a receipt of
-        # an output that is not there.
+        # After the output: a worker that dies in between leaves a task to be repeated, never a receipt
+        # without its output.
         directory.put(f"{RECEIPTS_DIRECTORY}/{task.name}.json", msgspec.json.encode(receipt))
     return receipt

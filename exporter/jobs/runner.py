@@ -1,15 +1,16 @@
-"""Run a plan of tasks on an engine: receipts come in the order of the tasks, and no task is done twice.
+"""Run a plan of tasks on an engine: receipts come in the order of the tasks, and finished tasks are not
+repeated.
 
 A job that is kept has a directory named by the digest of its plan, with each output and, written after it,
-its receipt. Re-running the same command finds them there, on any engine and any machine, and so resumes a
-killed job; a plan that differs in anything is another job. The command that planned the job reads the
-receipts and publishes: workers publish nothing.
+its receipt. Running the same command again finds them, on any engine and any machine, and so resumes a killed
+job; a plan that differs in anything is another job. The command that planned the job reads the receipts and
+publishes: workers publish nothing.
 
 Several commands may run one plan at once: their tasks write the same. The last one removes the directory. A
 directory that no command has used for a week is removed by a later job of the same model.
 
     <model>/.jobs/<plan>/.lock      on a file system: locked (flock) by each command that uses the directory
-    <model>/.jobs/<plan>/driver     in a store, which has no locks: the command that began to use it last
+    <model>/.jobs/<plan>/driver     in a store, which has no locks: the last command that began to use it
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ from exporter.terminal.progress import NoProgress, Progress
 from exporter.version import __version__
 
 ABANDONED_SECONDS = 7 * 86400.0
-"""A job that no command has resumed for so long is removed: a week, so that a weekend does not end it."""
+"""A job that no command has used for this time is removed: a week, so that a weekend does not end it."""
 
 _DRIVER = "driver"
 _POLL_SECONDS = 0.02
 _PLAN = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _OWNER = secrets.token_hex(8)
-_LOOKS = 16  # receipts that are asked for at a time
-_AHEAD = 2  # works for each thread that are taken from the plan: enough to keep it busy
+_LOOKS = 16  # receipts read at a time
+_AHEAD = 2  # works submitted for each thread: enough to keep it busy
 
 
 class LocalEngine:
-    """Runs works by threads of this process, by default as many as there are processors."""
+    """Runs works by threads of this process; 0 `workers` means one for each processor."""
 
-    # They wait for disks and networks, and compute outside the GIL. The other engines need a library, and run
-    # in a process of their own: see `exporter.jobs.engines.process`.
+    # Threads suffice: they wait for disks and networks, and compute outside the GIL. The other engines need a
+    # library, and run in a process of their own: see `exporter.jobs.engines.process`.
 
     name = "local"
 
@@ -87,7 +88,7 @@ class LocalEngine:
 
 
 def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
-    """Wait for at least one of `pending`; take those that are done out of it, and yield their results."""
+    """Wait for at least one of `pending`; remove those that are done, and yield their results."""
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     pending -= done
     for each in done:
@@ -97,7 +98,7 @@ def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
 def choose_engine(
     name: str, workers: int = 0, address: str = "", options: Mapping[str, str] | None = None
 ) -> Engine:
-    """The engine with this name; UsageError if there is none, or it does not take what is asked."""
+    """Return the engine with this name; UsageError for an unknown name or options that it does not accept."""
     if name not in [*EngineName]:
         raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
     if name != EngineName.LOCAL:
@@ -110,9 +111,10 @@ def choose_engine(
 
 
 class Runner(Struct, frozen=True):
-    """How jobs are run: the engine, about the bytes of a task, and where jobs are kept ("": nowhere).
+    """How jobs are run: the engine, the approximate bytes of a task, and where jobs are kept ("":
+    nowhere).
 
-    `resumes`: a job that is kept is gone on with. Nobody signs its receipts, which others may write there.
+    With `resumes`, a kept job is continued. Its receipts are not signed, and others may write them.
     """
 
     engine: Engine = field(default_factory=LocalEngine)
@@ -122,8 +124,10 @@ class Runner(Struct, frozen=True):
 
     @classmethod
     def of(cls, jobs: Jobs, model: Path | None = None, *, resumes: bool = True) -> Runner:
-        """The runner that a user asked for; UsageError as `choose_engine`."""
-        # Jobs that write a model are kept below it, if an engine is named or the model is in a store.
+        """Make the runner that a user asked for; UsageError as `choose_engine`.
+
+        Jobs that write a model are kept below it, if an engine is named or the model is in a store.
+        """
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
         if jobs.directory or model is None:
@@ -134,25 +138,25 @@ class Runner(Struct, frozen=True):
 
     @property
     def sees_our_files(self) -> bool:
-        """True if tasks are done by this process."""
+        """True if this process runs the tasks."""
         return isinstance(self.engine, LocalEngine)
 
     def job(self, tasks: Sequence[Task], scratch: str = "") -> Job:
-        """Begin or resume a plan, whose outputs go to `scratch` if the runner keeps no jobs."""
+        """Begin or resume a plan; if the runner keeps no jobs, outputs go to `scratch`."""
         return Job(self, tasks, scratch)
 
 
 class Job:
-    """The tasks of a plan on an engine, and the directory of what they write.
+    """The tasks of a plan on an engine, and the directory of their outputs; a context manager.
 
-    A context manager. Left with an error, a job that is kept stays for the same command, run again;
-    else it is removed, unless another command uses it: also when there turned out to be nothing to do, and
-    when checksums were wrong, of which none is to be believed again.
+    Left with an error, a job that is kept stays for the same command, run again. Otherwise it is removed,
+    unless another command uses it: also if there turned out to be nothing to do, and if checksums were wrong,
+    as then no output can be trusted.
     """
 
     def __init__(self, runner: Runner, tasks: Sequence[Task], scratch: str) -> None:
-        # The same tasks with other inputs may take the plan's place: files that a command makes for them lie
-        # at another path each time, and would make another plan of it.
+        # The caller may replace them by the same tasks with other inputs: files that a command makes have
+        # another path each time, which would change the plan's digest.
         self.tasks = tasks
         self._runner = runner
         self._used: UsedJob | None = None
@@ -169,21 +173,22 @@ class Job:
 
     @property
     def is_kept(self) -> bool:
-        """True if its directory outlives a command that fails."""
+        """True if the job's directory outlives a command that fails."""
         return bool(self._runner.kept and self.tasks)
 
     def receipts(
         self, progress: Progress | None = None, tasks: Sequence[Task] | None = None
     ) -> Generator[Receipt, None, None]:
-        """Do tasks, by default all, and yield their receipts in order; closed, it cancels the others."""
-        # A plan in which tasks read what others wrote is done in several calls.
+        """Run tasks, by default all, and yield their receipts in order; closing the iterator cancels the
+        others.
+        """
+        # A plan in which tasks read others' outputs is run in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
         return self._receipts
 
     def keep_until_stored(self, path: Path) -> None:
         """Leave the job's removal to the upload of `path`, if both are in stores."""
-        # The upload reads what the job wrote: after one that was killed, the next command goes on with the
-        # job.
+        # The upload reads the job's outputs: if it is killed, the next command resumes the job.
         if mirror.is_remote(path) and self.directory.is_in_store:
             self._read_until_stored = path
 
@@ -206,9 +211,10 @@ class Job:
             used.leave()
 
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
-        """Yield, in the order of `tasks`, the receipts that are kept, and the others as the engine does them.
+        """Yield, in the order of `tasks`, the receipts that are kept, and the others when the engine has
+        them.
 
-        EngineFailed if the engine ends before; a task's own failure is raised.
+        EngineFailed if the engine ends early; a task's own failure is raised.
         """
         keep, place = self.is_kept and self._runner.resumes, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
@@ -235,7 +241,7 @@ LOCAL = Runner()
 
 
 def plan_digest(tasks: Sequence[Task]) -> str:
-    """The SHA-256, in hex, of a plan, which any other input, option, division or version changes."""
+    """Return the SHA-256, in hex, of a plan; any other input, option, division or version changes it."""
     # Another version of this program may write other bytes for the same task.
     digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:
@@ -244,7 +250,7 @@ def plan_digest(tasks: Sequence[Task]) -> str:
 
 
 def _known(tasks: Sequence[Task], place: Directory) -> dict[str, Receipt]:
-    """The kept receipts of these tasks, by name, whose outputs are as they were left."""
+    """Return the kept receipts of these tasks, by name, if their outputs are unchanged."""
     names = set(place.names(RECEIPTS_DIRECTORY))
     begun = [task.name for task in tasks if f"{RECEIPTS_DIRECTORY}/{task.name}.json" in names]
     with workers(_LOOKS, "receipts") as pool:
@@ -262,11 +268,13 @@ class UsedJob(Protocol):
         """End the use; the directory stays for a command that resumes the job."""
 
     def remove(self) -> None:
-        """End the use, and remove the directory unless another command uses it, which removes it then."""
+        """End the use, and remove the directory unless another command uses it, which will remove it then."""
 
 
 def use(place: str) -> UsedJob:
-    """Begin to use the directory at a path or URL, made if need be; waits while another removes it."""
+    """Begin to use the directory at a path or URL, created if need be; waits while another command removes
+    it.
+    """
     url = Url.parse(place)
     return _LocalJob(Path(place)) if url is None else StoredJob(place)
 
@@ -292,7 +300,7 @@ class _LocalJob:
 
 
 def _locked(path: Path) -> int | None:
-    """Make the directory and take its lock, shared; None if another command is removing it."""
+    """Create the directory and take its lock, shared; None if another command is removing it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError:  # the directory of all jobs was removed meanwhile, being empty
@@ -301,7 +309,8 @@ def _locked(path: Path) -> int | None:
         lock = open_lock(path / LOCK_FILE)
     except FileNotFoundError:
         return None
-    # Who removes the directory holds the lock, and unlinks the file: a lock on that file guards nothing.
+    # The command that removes the directory holds the lock and unlinks the file: a lock on an unlinked file
+    # protects nothing.
     if try_lock(lock, shared=True) and still_at(lock, path / LOCK_FILE):
         return lock
     close_quietly(lock)
@@ -328,7 +337,7 @@ class StoredJob:
 
 def _me() -> bytes:
     """The name of this thread of this process."""
-    # A fork has our name, and is another; two threads may be in one job.
+    # With the process number, because a fork copies `_OWNER`; with the thread's, as two may use one job.
     return f"{_OWNER}-{os.getpid()}-{threading.get_ident()}".encode()
 
 
@@ -336,7 +345,7 @@ def _me() -> bytes:
 
 
 def abandoned_jobs(kept: Path) -> Iterator[Path]:
-    """Yield the directories of jobs below `kept` that no command uses, or has used for a week."""
+    """Yield the directories of jobs below `kept` that no command uses or has used for a week."""
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, None) and _is_free(path, remove=False):
@@ -344,7 +353,7 @@ def abandoned_jobs(kept: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
-    """Remove `abandoned_jobs`, passing over errors, and `kept` if it is ours and empty."""
+    """Remove `abandoned_jobs`, ignoring errors, and `kept` if it is a model's own and empty."""
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, now):
@@ -355,7 +364,7 @@ def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
 
 
 def remove_abandoned(kept: str, now: float | None = None) -> None:
-    """Remove abandoned jobs below a path or a URL; what a store refuses to remove stays."""
+    """Remove abandoned jobs below a path or a URL; directories that a store refuses to remove stay."""
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)
         return
@@ -368,7 +377,7 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
 
 
 def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
-    """The keys of a job's objects if none is younger than `since`, else none."""
+    """Return the keys of a job's objects if none is younger than `since`, else none."""
     driver = store.look(f"{path}/{_DRIVER}")
     if driver is not None and driver.modified >= since:
         return []
@@ -377,7 +386,7 @@ def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
 
 
 def _directories(kept: Path) -> list[Path]:
-    """The directories of jobs, by their names; none if `kept` cannot be read."""
+    """Return the directories of jobs, sorted by name; none if `kept` cannot be read."""
     with suppress(OSError):
         return sorted(path for path in kept.iterdir() if _PLAN.fullmatch(path.name) and not path.is_symlink())
     return []
@@ -385,17 +394,17 @@ def _directories(kept: Path) -> list[Path]:
 
 def _is_abandoned(path: Path, now: float | None) -> bool:
     """True if nothing was made in a job's directory for a week; OSError if it cannot be looked at."""
-    newest = path.stat().st_mtime  # of a directory: when an entry was last made or removed in it
+    newest = path.stat().st_mtime  # of a directory: when an entry was last created or removed in it
     with suppress(FileNotFoundError):
         newest = max(newest, (path / RECEIPTS_DIRECTORY).stat().st_mtime)
     return (time.time() if now is None else now) - newest > ABANDONED_SECONDS
 
 
 def _is_free(path: Path, *, remove: bool) -> bool:
-    """True if no command uses a job's directory, which with `remove` is removed then."""
+    """True if no command uses a job's directory; with `remove`, the directory is removed then."""
     try:
         lock = open_lock(path / LOCK_FILE, flags=0)
-    except FileNotFoundError:  # of a worker that came after the end, or of an older program
+    except FileNotFoundError:  # made by a worker after the end, or by an older program
         lock = None
     try:
         is_free = lock is None or try_lock(lock)

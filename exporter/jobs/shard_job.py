@@ -1,8 +1,9 @@
-"""Write the shards of a bundle by the tasks of one job, and compare the checksums of what the tasks read.
+"""Write the shards of a bundle by the tasks of one job, and compare the checksums of the bytes that they
+read.
 
-A planner says which sections there are (`Place`). The rest is the same for all planners: neighbours go into
-shards of bounded size, one task each; receipts report where each section lies; and every stored run that was
-read, in however many ranges, must have the checksum that its index says.
+A planner says which sections there are (`Place`). The rest is the same for all planners: consecutive sections
+go into shards of bounded size, one task each; receipts report the place of each section; and every stored run
+that was read, in however many ranges, must have the checksum in its index.
 
 Some inputs were made by the command itself: indexes of tables, archives as bundles. Their paths differ when
 the command is run again, and workers elsewhere do not see them. So a plan names them by their contents, and
@@ -50,14 +51,14 @@ class Stored(Struct, frozen=True):
 
     @property
     def extent(self) -> Extent:
-        """Where the tensor or slice lies."""
+        """The extent of the tensor or slice."""
         found = self.tensor.extent if self.part is None else self.part.extent
         assert found is not None
         return found
 
 
 def stored_runs(catalog: Catalog, tensor: TensorRef) -> list[tuple[SliceSpec, Stored]]:
-    """The stored slices of a tensor, or the whole, in the order of rows: each box and where it lies."""
+    """Return the stored slices of a tensor, or the whole, in the order of rows: each with its box."""
     if tensor.extent is not None:
         return [(SliceSpec.whole(tensor.shape), Stored(catalog, tensor))]
     parts = sorted(tensor.slices, key=lambda part: part.spec.starts)
@@ -77,7 +78,7 @@ class Sources:
         self._hint = hint
 
     def range_of(self, stored: Stored) -> Range:
-        """Register a stored run, which tasks will read, and give its range in a numbered file."""
+        """Register a stored run, which tasks will read, and return its range in a numbered file."""
         extent = stored.extent
         path = stored.catalog.path_of(extent)
         number = self._numbers.setdefault(path, len(self._paths))
@@ -90,13 +91,16 @@ class Sources:
         return found
 
     def input(self, number: int) -> Input:
-        """The file of this number, pinned as it was when first asked for."""
+        """Return the file with this number, pinned when first asked for."""
         if number not in self._inputs:
             self._inputs[number] = Input.of(self._paths[number])
         return self._inputs[number]
 
     def note(self, part: Range, crc: int) -> None:
-        """Take the plain crc32c of a range; with the last range of a run its checksum is compared."""
+        """Record the plain crc32c of a range; after the last range of a run its checksum is compared.
+
+        CorruptFile if it differs.
+        """
         self._checksums.add(part.input, part.offset, part.size, crc)
         for run in self._ending[part.input, part.offset + part.size]:
             self._compare(run)
@@ -114,7 +118,7 @@ class Sources:
     def _compare(self, run: Range) -> bool:
         """Compare a run's checksum, unless that is done; CorruptFile if it differs.
 
-        False if it is not known yet, or not of bytes alone, as of strings.
+        False if it is not known yet, or if it does not cover the plain bytes, as for strings.
         """
         stored = self._runs.get(run)
         if stored is None:  # compared before
@@ -133,7 +137,7 @@ class Sources:
 class Place(Struct, Generic[T], frozen=True):
     """A section to write, and `what` it is to the planner; `copied` is the stored run that it copies.
 
-    One that stands `alone` has a shard of its own, of any size: its bytes begin at offset 0.
+    With `alone` it gets a shard of its own, of any size: its bytes begin at offset 0.
     """
 
     section: Section
@@ -143,7 +147,7 @@ class Place(Struct, Generic[T], frozen=True):
 
 
 class Placed(Struct, Generic[T], frozen=True):
-    """A section that was written: where each of its runs lies, and the numbers that it counted."""
+    """A section that was written: the extent of each of its runs, and its counts."""
 
     place: Place[T]
     extents: tuple[Extent, ...]
@@ -151,16 +155,17 @@ class Placed(Struct, Generic[T], frozen=True):
 
 
 class NewShards(Struct, Generic[T], frozen=True):
-    """The receipts of a job, one for each shard, and where every section lies, in order."""
+    """The receipts of a job, one for each shard, and the places of all sections, in order."""
 
     receipts: tuple[Receipt, ...]
     placed: tuple[Placed[T], ...]
 
 
 class ShardJob(Generic[T]):
-    """The tasks that write shards `prefix`.data-*, all of the kind `operation`."""
+    """The tasks that write shards `prefix`.data-*, all of the kind `operation`.
 
-    # The caller may write shards of its own before those of the tasks, and behind them.
+    The caller may write shards of its own before and after those of the tasks.
+    """
 
     def __init__(
         self, operation: type[WriteShard], sources: Sources, places: Iterable[Place[T]], task_bytes: int
@@ -193,7 +198,7 @@ class ShardJob(Generic[T]):
         return iter(self._batches)
 
     def append(self, place: Place[T]) -> None:
-        """Add one more section behind those of the last task."""
+        """Add one more section at the end of the last task."""
         self._batches[-1].append(place)
 
     def run(
@@ -207,11 +212,13 @@ class ShardJob(Generic[T]):
         made: Path | None = None,
         progress: Progress | None = None,
     ) -> NewShards[T]:
-        """Do the tasks, compare the checksums of what they read, and tell where everything lies.
+        """Run the tasks, compare the checksums of all that they read, and return the places of all
+        sections.
 
-        A kept job ends with the stack: when its shards are published. `before` and `behind` are how many
-        shards the caller writes. Files below `made` are the command's own: see `exporter.jobs.shard_job`.
-        CorruptFile if a checksum differs, EngineFailed if the engine ends before.
+        Waits for all tasks. A kept job ends with the stack: when its shards are published. `before` and
+        `behind` are the numbers of shards that the caller writes. Files below `made` are the command's own:
+        see `exporter.jobs.shard_job`. CorruptFile if a checksum differs, EngineFailed if the engine ends
+        early.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
@@ -260,14 +267,14 @@ def _begun(
 
 
 def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator[Placed[T]]:
-    """Yield where each section of a shard lies, by the receipt of its task."""
+    """Yield the extents of each section of a shard, by the receipt of its task."""
     crcs, numbers, offset = iter(receipt.wrote), iter(receipt.counts), 0
     for place in batch:
         counts = tuple(islice(numbers, place.section.counted))
         extents = []
         for size in place.section.sizes(*counts):
             crc = mask(next(crcs))
-            if place.copied is not None:  # a string's checksum is not that of its bytes alone
+            if place.copied is not None:  # a string's checksum does not cover just its bytes
                 crc = place.copied.extent.crc32c
             extents.append(Extent(shard, offset, size, crc))
             offset += size
@@ -275,7 +282,7 @@ def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator
 
 
 def tensors_of(boxes: Iterable[tuple[str, DType, SliceRef]]) -> Iterator[TensorRef]:
-    """Join written boxes (key, dtype, where it lies) into index entries: of whole tensors, or in slices."""
+    """Join written boxes (key, dtype, slice) into index entries: of whole tensors, or in slices."""
     found: dict[tuple[str, DType], list[SliceRef]] = defaultdict(list)
     for key, dtype, part in boxes:
         found[key, dtype].append(part)
@@ -292,7 +299,7 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
-    """The tasks with inputs below `made` named by digest, and the file behind each such name."""
+    """Name the tasks' inputs below `made` by digest; return the tasks, and the file for each such name."""
     tasks = list(tasks)
     below = f"{made.absolute()}{os.sep}"
     files = {each for task in tasks for each in task.inputs if each.place.startswith(below)}
@@ -301,12 +308,12 @@ def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask
 
 
 def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list[AnyTask]:
-    """The tasks with each input that is a key of `others` replaced by its value."""
+    """Return the tasks with each input that is a key of `others` replaced by its value."""
     return [replace(task, inputs=tuple(others.get(each, each) for each in task.inputs)) for task in tasks]
 
 
 def _named(file: Input) -> Input:
-    """The input named by the digest of its contents, which are read; PublishError if they cannot be."""
+    """Return the input named by the digest of its contents, which are read; PublishError if that fails."""
     try:
         with regular_file(Path(file.place)) as content:
             digest = sha256_of(content)
@@ -316,7 +323,7 @@ def _named(file: Input) -> Input:
 
 
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
-    """The copy of a named file in the job's directory, made unless it is there.
+    """Return the copy of a named file in the job's directory, made unless it exists.
 
     PublishError if it cannot be made.
     """

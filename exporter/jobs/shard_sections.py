@@ -1,8 +1,8 @@
-"""The task that writes one shard: sections, one behind another, each made of ranges of other files.
+"""The task that writes one shard: sections in order, each made of ranges of other files.
 
-A section defines its bytes: ranges as they are, rows in another order or dtype, the newest rows of several
+A section defines its bytes: unchanged ranges, rows in another order or dtype, the newest rows of several
 layers. Values stream in blocks of bounded size. The receipt has the checksum of every range that was read and
-of everything written: a flipped bit never gets a new checksum that calls it right.
+of everything written, so a flipped bit never gets a new, right checksum.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 BLOCK_BYTES = 1 << 20
-"""Source bytes in memory at a time: what is checked and written is still in the processor's cache."""
+"""Source bytes in memory at a time: on checking and writing they are still in the processor's cache."""
 
 TURN_BYTES = 16 << 10
-"""Bytes that are read of each source at least, where rows are taken in turns from many."""
+"""The least number of bytes read from each source when rows are taken in turns from many."""
 
-# Bytes are copied through one buffer, with one checksum for what is read and written. That takes 1.45 times
-# the processor time of `cp`; a checksum for each took 2.0 times.
+# Bytes are copied through one buffer, with one checksum for both reading and writing. That takes 1.45 times
+# the processor time of `cp`; two checksums took 2.0 times.
 COPY_BYTES = 512 << 10
 
 
@@ -55,23 +55,23 @@ class ReadRun:
         return self.size - self.left
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Read the next values."""
+        """Read the next values, of this shape and dtype."""
         values = np.empty(shape, dtype)
         self.fill(values.reshape(-1).view(np.uint8))
         return values
 
     def fill(self, flat: Array) -> Array:
-        """Fill an array of bytes with the run's next ones; returns the part of it that is not filled."""
+        """Fill an array of bytes with the run's next ones; return the part of it that is not filled."""
         count = min(len(flat), self.left)
-        for start in range(0, count, crc32c.CHUNK):  # small enough to be in a core's cache still
+        for start in range(0, count, crc32c.CHUNK):  # small enough to be still in a core's cache
             data = self.read(flat[start : min(start + crc32c.CHUNK, count)])
             self.crc = crc32c.extend(self.crc, data)
         return flat[count:]
 
     def read(self, buffer: Array) -> Array:
-        """Fill a buffer with the next bytes, and give it back; their checksum is the caller's to take.
+        """Fill a buffer with the next bytes and return it; the caller must add them to the checksum.
 
-        CheckpointChanged if the file has become shorter.
+        CheckpointChanged if the file became shorter.
         """
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
@@ -81,7 +81,9 @@ class ReadRun:
 
 
 class WrittenRun:
-    """Fills a place in a file from its beginning, with the checksum and number of bytes that are `done`."""
+    """Writes a part of a file from its beginning; `crc` and `done` are checksum and number of the bytes so
+    far.
+    """
 
     def __init__(self, descriptor: int, offset: int) -> None:
         self._descriptor, self._offset = descriptor, offset
@@ -89,7 +91,7 @@ class WrittenRun:
 
     def write(self, values: Array) -> None:
         """Append values."""
-        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy of what lies in order
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy if contiguous already
         self.crc = crc32c.extend(self.crc, view)
         self.put(view)
 
@@ -100,13 +102,13 @@ class WrittenRun:
             self.done += size
 
     def put(self, data: Array) -> None:
-        """Append bytes, whose checksum is the caller's to take."""
+        """Append bytes; the caller must add them to the checksum."""
         write_at(self._descriptor, self._offset + self.done, data.data)
         self.done += len(data)
 
 
 class NewShard:
-    """The file that a task writes, run by run; large passing values go to files in `scratch`."""
+    """The file that a task writes, run by run; large intermediate values go to files in `scratch`."""
 
     def __init__(self, descriptor: int, scratch: Path) -> None:
         self._descriptor, self.scratch = descriptor, scratch
@@ -119,7 +121,7 @@ class NewShard:
         return tuple(run.crc for run in self._runs)
 
     def reserve(self, size: int) -> WrittenRun:
-        """Add a run of `size` bytes, which the caller writes."""
+        """Add a run of `size` bytes, which the caller must write."""
         run = WrittenRun(self._descriptor, self.size)
         self._runs.append(run)
         self.size += size
@@ -137,38 +139,40 @@ class Section(Struct, frozen=True, array_like=True):
     """The base of a shard's sections: each reads `ranges` of a task's inputs, and writes runs of bytes."""
 
     counted: ClassVar[int] = 0
-    """The number of its numbers in the receipt."""
+    """The number of the section's counts in the receipt."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges that it reads, in the order of the receipt's checksums."""
+        """The ranges that the section reads, in the order of the receipt's checksums."""
         raise NotImplementedError
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes by which the section adds to a task."""
+        """The number of bytes that the section adds to a task."""
         return sum(each.size for each in self.ranges)
 
     @property
     def is_verbatim(self) -> bool:
-        """True if it writes its ranges as they are."""
+        """True if the section writes its ranges unchanged."""
         return False
 
     def renumbered(self, numbers: Mapping[int, int]) -> Self:
-        """The same section, with other numbers of inputs."""
+        """Return the same section, with other numbers of inputs."""
         raise NotImplementedError
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """The bytes of each run, given the numbers that `write` returned."""
+        """Return the bytes of each run, given the counts that `write` returned."""
         raise NotImplementedError
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """Write its runs from its ranges; the `counted` numbers for the receipt."""
+        """Write the section's runs from its ranges; return its `counted` counts for the receipt."""
         raise NotImplementedError
 
 
 class WriteShard(Task, frozen=True, kw_only=True):
-    """Writes a shard of sections; the receipt has the checksums of all ranges and runs, in order."""
+    """A task that writes a shard of sections; the receipt has the checksums of all ranges and runs, in
+    order.
+    """
 
     sections: tuple[Any, ...]
 
@@ -193,7 +197,7 @@ class WriteShard(Task, frozen=True, kw_only=True):
 
 
 def renumbered(ranges: Sequence[Range], numbers: Mapping[int, int]) -> tuple[Range, ...]:
-    """The ranges, with the number of each input replaced."""
+    """Return the ranges, with the number of each input replaced."""
     return tuple(replace(each, input=numbers[each.input]) for each in ranges)
 
 
@@ -201,8 +205,8 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     """Writes rows of one tensor.
 
     `sources` hold them one after another or, if they take `turns_in`, row i in source i % n. They are written
-    as runs of `counts` rows, one behind another in the shard; with `turns_out` row i goes to run i % n.
-    A row has `width` elements of `dtype`, which are cast to `to`; MappingError if a value does not fit.
+    as runs of `counts` rows, in order in the shard; with `turns_out` row i goes to run i % n. A row has
+    `width` elements of `dtype`, which are cast to `to`; MappingError if a value does not fit.
     """
 
     name: str
@@ -216,7 +220,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
     @classmethod
     def copied(cls, name: str, source: Range) -> MovedRows:
-        """The section that copies a range as it is."""
+        """Make the section that copies a range unchanged."""
         return cls(name, DType.UINT8, DType.UINT8, source.size, (source,), False, (1,), False)
 
     @property
@@ -226,17 +230,17 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes that are written, which decide how large shards are."""
+        """The number of bytes that are written, which determines the size of shards."""
         return sum(self.counts) * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row as it is written."""
+        """The bytes of a row when written."""
         return self.width * self.to.numpy.itemsize
 
     @property
     def is_verbatim(self) -> bool:
-        """True if its runs are its sources as they are, whatever the ranges of each."""
+        """True if the runs together are the sources together, unchanged, however both are divided."""
         return self.dtype is self.to and not (self.turns_in or self.turns_out)
 
     def renumbered(self, numbers: Mapping[int, int]) -> MovedRows:
@@ -257,7 +261,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         return ()
 
     def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
-        """Copy the sources into the runs; what is read and what is written have one checksum."""
+        """Copy the sources into the runs, with one checksum for reading and writing."""
         buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
         waiting = zip(runs, self.counts, strict=True)
         room = 0
@@ -313,16 +317,17 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
 
 class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
-    """Writes rows [n, width] in 8 bits with scales; counts `RowErrors.bits`; NotFinite if one has none."""
+    """Writes rows [n, width] in 8 bits with scales; counts `RowErrors.bits`.
 
-    # See `exporter.wire.int8_codes`. A row that holds NaN or infinity, or is too large for a scale, has no
-    # codes.
+    NotFinite for a row without codes: it holds NaN or infinity, or is too large for a scale (see
+    `exporter.wire.int8_codes`).
+    """
 
     counted: ClassVar[int] = 3
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row as it is written."""
+        """The bytes of a row when written."""
         return self.width + SCALE_BYTES
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
@@ -342,16 +347,18 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
 
 
 class RowErrors:
-    """Counts how far rounded rows are off: the largest difference of a value, and the sum of all."""
+    """Counts the rounding errors of rows: the largest difference of a value, and the sum of all
+    differences.
 
-    # Rows of zeros, as of the room that a table by keys has for more, are no `values`.
+    `values` counts the values except those in rows of zeros, as in a table's room for more keys.
+    """
 
     def __init__(self) -> None:
         self.largest = self.sum = 0.0
         self.values = 0
 
     def add(self, differences: Array, values: int) -> None:
-        """Count the differences of further values."""
+        """Count the differences of further rows, `values` of which are not in rows of zeros."""
         self.largest = max(self.largest, float(differences.max(initial=0)))
         self.sum += float(differences.sum(dtype=np.float64))
         self.values += values
@@ -369,7 +376,7 @@ class RowErrors:
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
-        """The errors that a receipt has as `bits`."""
+        """Return the errors that a receipt has as `bits`."""
         found = cls()
         *floats, found.values = bits
         found.largest, found.sum = np.array(floats, np.int64).view(np.float64).tolist()
@@ -382,11 +389,11 @@ class RowErrors:
 
 
 def _followed(crc: int, by: int, done: int, size: int) -> int:
-    """The checksum of `done` bytes, of which the last `size` have one of their own."""
+    """Combine a checksum with that of the last `size` bytes; `done` is the number of all bytes."""
     return by if done == size else crc32c.combine(crc, by, size)
 
 
 def _cut(rows: int, most: int) -> Iterator[int]:
-    """Yield parts of a number, of at most `most`."""
+    """Yield parts of `rows`, each of at most `most`."""
     for start in range(0, rows, most):
         yield min(most, rows - start)

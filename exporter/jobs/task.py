@@ -1,7 +1,8 @@
-"""A task: a value that holds everything needed to do it, so that any process on any machine can, and again.
+"""A task: a value that holds everything needed to run it, so that any process on any machine can, and repeat
+it.
 
 A task reads ranges of files or objects that are pinned by size and tag, writes at most one object, and
-returns a receipt. Doing it twice gives the same object. Tasks and receipts are written as JSON.
+returns a receipt. Running it twice gives the same object. Tasks and receipts are written as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ZEROS = "zeros:"
 
 
 class Range(Struct, frozen=True, array_like=True):
-    """`size` bytes from `offset` of a task's input of this number."""
+    """`size` bytes at `offset` of a task's input with this number."""
 
     input: int
     offset: int
@@ -49,8 +50,8 @@ class Range(Struct, frozen=True, array_like=True):
 class Input(Struct, frozen=True, array_like=True):
     """A file (absolute path) or an object (URL) as it was when the task was planned.
 
-    `tag` is the store's entity tag, or the time of a file's last change in ns. It is empty for what a task of
-    the same job wrote: that task may be done again, and writes the same.
+    `tag` is the store's entity tag, or the time of a file's last change in ns. It is empty for the output of
+    a task of the same job: that task may be repeated, and writes the same.
     """
 
     place: str
@@ -59,7 +60,7 @@ class Input(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, path: Path) -> Input:
-        """Pin the file as it is now, or the object that it stands for."""
+        """Pin the present state of a file, or of the object that it stands for."""
         if path.name == ZEROS:
             return cls(ZEROS, shard_status(path).st_size, "")
         if (found := mirror.pinned(path)) is not None:
@@ -70,7 +71,9 @@ class Input(Struct, frozen=True, array_like=True):
 
     @contextmanager
     def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
-        """A file with these ranges, of an object fetched; CheckpointChanged unless it is as planned."""
+        """Yield a file with these ranges, fetched if it is an object; CheckpointChanged unless it is as
+        planned.
+        """
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
             with new_path(scratch) as path:
@@ -87,7 +90,9 @@ class Input(Struct, frozen=True, array_like=True):
         self._require_same(shard_status(path))  # again: a trainer may have written to it meanwhile
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
-        """Fetch a range of an object to an offset of the file at `path`; False, undone, if it is a file."""
+        """Fetch a range of an object to an offset of the file at `path`; if the input is a file, do nothing:
+        False.
+        """
         url = Url.parse(self.place)
         if url is not None:
             piece = (wanted.offset, wanted.offset + wanted.size, offset)
@@ -95,7 +100,9 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """The plain crc32c of each range, of less where a file ends; objects are read without a copy."""
+        """Return the plain crc32c of each range, up to the end of the file; objects are read without a
+        copy.
+        """
         url = Url.parse(self.place)
         if url is None:
             with self.file(ranges, scratch) as path, open_shard(path) as descriptor:
@@ -117,10 +124,10 @@ def _reader(scheme: str, bucket: str) -> ObjectReader:
 
 
 class Receipt(Struct, frozen=True):
-    """The result of a task: the plain crc32c of each range that it read, and of each that it wrote.
+    """The result of a task: the plain crc32c of each range that it read, and of each run that it wrote.
 
-    `written` are the bytes of its output, 0 without one, and `tag` is the output's, as in `Input`. `rows`
-    and `counts` are numbers that mean what the operation says.
+    `written` is the size of its output in bytes, 0 without one, and `tag` is the output's, as in `Input`. The
+    operation defines the meaning of `rows` and `counts`.
     """
 
     task: str
@@ -135,8 +142,8 @@ class Receipt(Struct, frozen=True):
 class Task(Struct, frozen=True, kw_only=True):
     """The base of every operation's tasks.
 
-    `name` is unique in its plan, and the name of its output if it writes one. `bytes_` are what it reads.
-    `operation` leads a worker to the class: see `exporter.jobs.execute`.
+    `name` is unique in its plan, and the name of its output if it writes one. `bytes_` is the number of bytes
+    that it reads. A worker finds the class by `operation`: see `exporter.jobs.execute`.
     """
 
     operation: ClassVar[str]
@@ -147,7 +154,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
-        """The path of a file for each input, in which these ranges can be read: see `Input.file`."""
+        """Yield the path of a file for each input, in which these ranges can be read: see `Input.file`."""
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
             wanted[each.input].append(each)
@@ -156,28 +163,30 @@ class Task(Struct, frozen=True, kw_only=True):
             yield [stack.enter_context(file) for file in files]
 
     def run(self, directory: Directory) -> Receipt:
-        """Do the task; its output becomes the object `name` of the directory."""
+        """Run the task; its output becomes the object `name` of the directory."""
         raise NotImplementedError
 
 
 # --- dividing work -----------------------------------------------------------------------------------------
 
 
-# In tasks' bytes: a table of more than the first is divided into pieces of the second. A server reads a table
-# faster in one piece, and two workers write one faster in two.
+# In units of a task's bytes: a larger table than the first is divided into pieces of the second. A server
+# reads a table faster in one piece, but two workers write it faster in two.
 _WHOLE, _DIVIDED = 16, 4
 
 
 def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """The size of the pieces in which a table of `size` bytes is written; None if it is written in one."""
-    # No piece is larger than what a store copies by one request to where it is published.
+    """Return the size of the pieces in which a table of `size` bytes is written; None if it is written in
+    one.
+    """
+    # No piece is larger than the size that a store copies by one request to its published place.
     if size <= min(_WHOLE * task_bytes, MOST_COPIED):
         return None
     return min(_DIVIDED * task_bytes, MOST_COPIED)
 
 
 def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of neighbouring pieces of at most `most` bytes together, or one larger piece."""
+    """Yield lists of consecutive pieces of at most `most` bytes together, or of one larger piece."""
     batch: list[T] = []
     size = 0
     for piece in pieces:
@@ -194,13 +203,13 @@ def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iter
 # --- descriptors of many files -----------------------------------------------------------------------------
 
 
-_MOST_OPEN = 256  # more gain nothing
+_MOST_OPEN = 256  # more bring no gain
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_IN_USE: set[FewFiles] = set()  # of all tasks that run in this process
+_IN_USE: set[FewFiles] = set()  # by all tasks that run in this process
 
 
 class FewFiles:
-    """Descriptors of files by their numbers, at most `most_open` at a time. A context manager."""
+    """Descriptors of files by their numbers, at most `most_open` at a time; a context manager."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -226,7 +235,7 @@ class FewFiles:
         return self._open[number][0]
 
     def _opened(self, path: Path) -> tuple[int, ExitStack]:
-        """Open a file; where the process may open no more, own descriptors are closed for it."""
+        """Open a file; if the process may not open more, own descriptors are closed for it."""
         while True:
             stack = ExitStack()
             try:
@@ -237,13 +246,13 @@ class FewFiles:
             self._close_one()
 
     def _close_one(self) -> None:
-        """Close the file that was not used for longest."""
+        """Close the file that was not used for the longest time."""
         _, (_, stack) = self._open.popitem(last=False)
         stack.close()
 
 
 def most_open() -> int:
-    """How many files each task may have open: all together a quarter of what the process may have."""
+    """Return how many files each task may have open: all tasks together a quarter of the process's limit."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = allowed // (4 * max(1, len(_IN_USE)))
     return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN
@@ -253,25 +262,27 @@ File = TypeVar("File", bound=Hashable)
 
 
 class RangeChecksums(Generic[File]):
-    """Joins the checksums that tasks report of ranges of files, in any order, some more than once."""
+    """Joins the checksums that tasks report for ranges of files, in any order, some more than once."""
 
     def __init__(self) -> None:
         self._ranges: dict[File, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def add(self, file: File, start: int, size: int, crc: int) -> None:
-        """Note the plain crc32c of `size` bytes from `start` of a file; the longest from there counts."""
+        """Record the plain crc32c of `size` bytes at `start` of a file; of several from one start the longest
+        counts.
+        """
         ranges = self._ranges[file]
         if size > ranges.get(start, (0, 0))[0]:
             ranges[start] = size, crc
 
     def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
-        """Add the next range of a stored run; the run's checksum with the last one, None before."""
+        """Add the next range of a stored run; return the run's checksum after its last range, None before."""
         self.add(file, part.offset, part.size, crc)
         is_last = part.offset + part.size == whole.offset + whole.size
         return self.of(file, whole.offset, whole.size) if is_last else None
 
     def of(self, file: File, start: int, size: int) -> int | None:
-        """The plain crc32c of a run; None if some of it was not read, or in ranges that do not join."""
+        """Return the plain crc32c of a run; None if some of it was not read, or its ranges do not join."""
         ranges, at, crc = self._ranges[file], start, 0
         while at < start + size:
             if at not in ranges:

@@ -1,4 +1,4 @@
-"""Engines: what runs the tasks of a job, and where. Each is a scheduler; none knows what a task is."""
+"""Engines run the tasks of a job. Each is a scheduler; none depends on the contents of a task."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Engine(Protocol):
     name: str
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """Do the works and yield their outcomes, in any order, at least one of each.
+        """Run the works and yield their outcomes, in any order, at least one for each.
 
-        `works` is read as far as is needed. A worker that is lost is the engine's to replace. Closing the
-        iterator cancels what has not begun, and leaves no process behind.
+        `works` is read only as far as needed. The engine replaces a worker that is lost. Closing the iterator
+        cancels works that have not started, and leaves no process behind.
         """

@@ -1,8 +1,9 @@
-"""Beam: for those who have Dataflow, Flink or Spark; without one, worker processes on this machine.
+"""Beam: for users of Dataflow, Flink or Spark; without these, worker processes on this machine.
 
 A pipeline shows its outcomes at its end, and Beam's own runner hangs when a worker dies. So workers put each
-outcome into a directory, and a pipeline from which nothing comes any more is abandoned. Options are Beam's,
-and `results` (the directory or URL, where workers do not see our files; nothing stays there) and `stall` (s).
+outcome into a directory, and a pipeline that produces nothing for too long is abandoned. Options are Beam's,
+and `results` (the directory or URL, if workers do not see this machine's files; nothing stays there) and
+`stall` (seconds without any outcome).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _LOOK_S = 0.2
 _LOCAL = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _ELSEWHERE = {"DataflowRunner", "FlinkRunner", "SparkRunner", "PortableRunner"}
 _FEW = 256  # works in a file: the description of a pipeline must stay small
-_TELL_S = 1.0  # workers report outcomes after so long: an object of a store for each would cost 9 ms a task
+_TELL_S = 1.0  # workers collect outcomes for this time: an object in a store for each would cost 9 ms a task
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """See `ProcessEngine`; the pipeline's failure is raised.
+    """Run works on Beam: see `ProcessEngine`; the pipeline's failure is raised.
 
-    UsageError if workers elsewhere are not told where results go.
+    UsageError if workers elsewhere have no place for results.
     """
     options = dict(asked.options)
     stall_s = seconds("stall", options.pop("stall", "900"))
@@ -52,7 +53,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     try:
         pipeline.begin()
         while left:
-            is_over = pipeline.is_over  # before the look: what came before the end is seen
+            is_over = pipeline.is_over  # before the look: then all outcomes before the end are seen
             new = [name for name in directory.names(OUTCOMES) if name not in seen]
             for name in new:
                 for number, outcome in outcomes_of(directory, name):
@@ -66,7 +67,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
             time.sleep(_LOOK_S)
     finally:
         pipeline.end()
-        with suppress(ExportError):  # what stays does no harm: its name is used once
+        with suppress(ExportError):  # left-overs do no harm: the directory's name is used once
             directory.remove()
 
 
@@ -86,14 +87,14 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
 
     def begin(self) -> None:
-        """Begin to do the works in its directory."""
+        """Start to run the works in the directory."""
         # Beam's own runner loses workers in threads of its own, and waits.
         threading.excepthook = self._failed
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        """True if no work will be done any more."""
+        """True if no more work will be done."""
         return self.error is not None or not self._thread.is_alive()
 
     def end(self) -> None:
@@ -103,8 +104,10 @@ class Pipeline:
                 each.cancel()
 
     def failure(self, stall_s: float, results: str) -> EngineFailed:
-        """The error to raise: that the pipeline failed, or that nothing came of it for `stall_s` seconds."""
-        # `results` is the directory of outcomes where that is on other machines, whose workers may go on.
+        """Return the error to raise: the pipeline failed, or no outcome came for `stall_s` seconds.
+
+        `results` is the directory of outcomes if it is on other machines, whose workers may go on.
+        """
         if self.error is not None:
             cause, hint = why(self.error)
             found = EngineFailed("the pipeline of Beam failed", cause=cause, hint=hint)
@@ -136,7 +139,7 @@ class Pipeline:
 
 
 def put_works(directory: Directory, works: Iterable[bytes]) -> int:
-    """Write works into the directory, where workers find them; their number."""
+    """Write works into the directory, where workers find them; return their number."""
     waiting, count = iter(works), 0
     while some := list(islice(waiting, _FEW)):
         directory.put(f"{_WORKS}/{count}", b"\n".join(some))
@@ -163,6 +166,6 @@ def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def do(place: str, works: list[tuple[int, bytes]]) -> None:
-    """Do works, on a worker, and write one file of their outcomes: the command waits for each file."""
+    """Run works, on a worker, and write one file of their outcomes: the command waits for each file."""
     outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
     open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))

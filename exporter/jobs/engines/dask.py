@@ -19,14 +19,14 @@ from exporter.jobs.execute import execute
 LIBRARY = "distributed"
 
 _OPTIONS = {"allow_other_workers", "fifo_timeout", "priority", "resources", "retries", "workers"}
-_NO_WORKER = {"distributed.scheduler.no-workers-timeout": "60s"}  # else a task that no worker may do waits on
-_CALL_SECONDS = 0.05  # what a call should take
-_MOST_WORKS = 16  # of a call: they are lost together
-_AHEAD = 16  # calls for each thread of a worker that are given to Dask: enough to keep it busy
+_NO_WORKER = {"distributed.scheduler.no-workers-timeout": "60s"}  # else a task waits for a worker for ever
+_CALL_SECONDS = 0.05  # the desired duration of a call
+_MOST_WORKS = 16  # in a call: they are lost together
+_AHEAD = 16  # calls submitted to Dask for each thread of a worker: enough to keep it busy
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """See `ProcessEngine`."""
+    """Run works on Dask: see `ProcessEngine`; UsageError for unknown options."""
     options = {"retries": 3, **asked.values()}
     require_known("Dask", options, _OPTIONS)
     import distributed as dask
@@ -46,7 +46,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
         call = by_value()  # a worker that cannot import what comes dies, and Dask waits
 
         def begun(count: int) -> list[Any]:
-            """The next calls, submitted to Dask together."""
+            """Submit the next calls to Dask together, and return them."""
             calls = bundles.take(count)
             return client.map(call, calls, pure=False, **options) if calls else []
 
@@ -62,35 +62,38 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
 
 class Bundles:
-    """Puts works together into calls of about `_CALL_SECONDS`, going by the last ones done."""
+    """Combines works to calls of about `_CALL_SECONDS`, by the duration of the last ones done.
 
-    # To hand a work over takes Dask longer than most works take.
+    Dask takes longer to hand over a work than most works take.
+    """
 
     def __init__(self, works: Iterator[bytes]) -> None:
         self._works = works
         self._size = 1
 
     def take(self, count: int) -> list[list[bytes]]:
-        """The next calls, at most `count`, each a list of works."""
+        """Return the next calls, at most `count`, each a list of works."""
         return [some for _ in range(count) if (some := list(islice(self._works, self._size)))]
 
     def note(self, seconds: float) -> None:
-        """Let the next calls be as large as a work that took so many seconds suggests."""
+        """Set the size of the next calls, given the seconds that one work took."""
         self._size = max(1, min(_MOST_WORKS, int(_CALL_SECONDS / max(seconds, 1e-6))))
 
 
 def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
-    """Do works one after the other: their outcomes, and the mean time of one in seconds."""
+    """Run works one after the other; return their outcomes, and the mean time of one in seconds."""
     began = time.perf_counter()
     outcomes = [execute(work) for work in works]
     return outcomes, (time.perf_counter() - began) / len(works)
 
 
 def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
-    """`execute_all` as a function that is sent as its code, so that a failing import fails in the call."""
+    """Return `execute_all` as a function that is sent as its code, so that a failing import fails in the
+    call.
+    """
 
     def call(works: list[bytes]) -> tuple[list[bytes], float]:
-        from exporter.jobs.engines.dask import execute_all  # a name of this module would be imported at once
+        from exporter.jobs.engines.dask import execute_all  # late: a global is imported on unpickling
 
         return execute_all(works)
 

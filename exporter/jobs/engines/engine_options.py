@@ -1,6 +1,6 @@
-"""Refuse what an engine cannot do before it has begun: the engine would report it late, or wait for ever.
+"""Refuse impossible requests before an engine starts: the engine would report them late, or wait for ever.
 
-`why` turns what an engine's library raised into the cause and the hint of an `EngineFailed`.
+`why` turns an error of an engine's library into the cause and the hint of an `EngineFailed`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get att
 
 
 def why(error: BaseException) -> tuple[str, str]:
-    """The cause of an engine's error, and a hint; "" if none is better than the usual one."""
+    """Return the cause of an engine's error, and a hint; "" if the usual hint is good enough."""
     # Libraries report a worker's error as a traceback, whose last line is the cause.
     said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     is_traceback = any(line.startswith('File "') for line in said)
@@ -43,7 +43,7 @@ _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 
 
 def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise UsageError if there is an option whose name an engine does not know."""
+    """Raise UsageError for an option that an engine does not know."""
     if unknown := set(options) - set(known):
         raise UsageError(
             f"{engine} does not take --engine-option {', '.join(sorted(unknown))}",
@@ -52,7 +52,7 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
 
 
 def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
-    """Raise UsageError if a task asks for resources that Ray on this machine has not got."""
+    """Raise UsageError if a task asks for more resources than Ray on this machine has."""
     wanted = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     for name, amount in {**wanted, **(options.get("resources") or {})}.items():
         if amount and amount > there.get(name, 0):
@@ -63,7 +63,9 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
 
 
 def workers_with_room(workers: int, there: int) -> int:
-    """The number of processes that `there` bytes have room for; UsageError if fewer than `workers`."""
+    """Return the number of processes that fit into `there` bytes of memory; UsageError if fewer than
+    `workers`.
+    """
     if workers * _WORKER_BYTES > there:
         raise UsageError(
             f"{workers} workers of an engine take about {human_bytes(workers * _WORKER_BYTES)} of memory, "
@@ -75,7 +77,10 @@ def workers_with_room(workers: int, there: int) -> int:
 
 
 def require_reachable(engine: str, address: str) -> None:
-    """Try to connect to an address; UsageError if it is none, EngineFailed if nothing answers."""
+    """Try to connect to an address; UsageError if it is not an address, EngineFailed if nothing answers.
+
+    Waits up to 30 seconds.
+    """
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rstrip("/").rpartition(":")
     if (engine, address) == ("ray", "auto"):  # it finds the cluster of this machine
@@ -99,7 +104,7 @@ def require_short(path: str) -> None:
 
 
 def seconds(name: str, text: str) -> float:
-    """The value of an option that is a number of seconds; UsageError if it is none."""
+    """Parse the value of an option that is a number of seconds; UsageError for anything else."""
     try:
         return float(text)
     except ValueError as error:
@@ -107,5 +112,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def place(name: str, text: str) -> str:
-    """The value of an option that is a directory, or the URL of an object store."""
+    """Return the value of an option that is a directory, or the URL of an object store; UsageError for
+    others.
+    """
     return text if Url.parse(text) is not None else local_name(f"--engine-option {name}", text)

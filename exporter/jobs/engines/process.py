@@ -1,4 +1,5 @@
-"""Engines that are libraries run in a process of their own: works go in and outcomes come out, line by line.
+"""Engines that are libraries run in a process of their own: works go in and outcomes come out, line by
+line.
 
 So their threads, signals, memory and prints stay out of the command, which imports none of them; and the
 process ends with the command, however that ends.
@@ -31,16 +32,16 @@ from exporter.jobs.execute import failed
 
 _MAIN = f"from {__name__} import main; main()"  # not `-m`: workers find functions by their module's name
 _END = b"\n"  # after the last work, and after the last outcome
-_CANCEL_S = 60.0  # for an engine to end its workers, wherever they are, before it is killed
+_CANCEL_S = 60.0  # time for an engine to end its workers, wherever they are, before it is killed
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 _GENERATIONS = 10  # killing one orphans the next, which this process adopts
 
 
 class Asked(Struct, frozen=True):
-    """A request to an engine: workers (0: as many as there are), where, and the engine's own options.
+    """A request to an engine: workers (0: as many as there are), address, and the engine's own options.
 
-    `files` is a directory for the engine's files, which is removed at the end. Within `silent_s` seconds it
-    must have started, or reached its cluster.
+    `files` is a directory for the engine's files, which is removed at the end. Within `silent_s` seconds the
+    engine must have started, or reached its cluster.
     """
 
     engine: str
@@ -52,12 +53,16 @@ class Asked(Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The number of workers for this machine, each a process; UsageError if there is no room for them."""
+        """The number of workers for this machine, each a process; UsageError if they do not fit into
+        memory.
+        """
         room = workers_with_room(self.workers, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         return self.workers or min(len(os.sched_getaffinity(0)), room)
 
     def values(self) -> dict[str, Any]:
-        """The values of the options: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else the text."""
+        """Return the values of the options: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else the
+        text.
+        """
         found: dict[str, Any] = dict(self.options)
         for name, text in self.options.items():
             with suppress(msgspec.DecodeError):
@@ -94,7 +99,10 @@ class ProcessEngine:
 
 @contextmanager
 def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the engine's process, which a thread feeds works; its stderr goes to `talk`. Ends its group."""
+    """Start the engine's process, which a thread feeds works; its stderr goes to `talk`.
+
+    At the end of the context, the process and its group are killed.
+    """
     command = [sys.executable, "-c", _MAIN, msgspec.json.encode(asked).decode()]
     environment = os.environ | {"TMPDIR": asked.files}  # libraries leave things behind
     with (
@@ -139,7 +147,7 @@ def main() -> None:
     outcomes = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    silent = threading.Timer(asked.silent_s, _give_up, (asked, outcomes))
+    silent = threading.Timer(asked.silent_s, _end_silent, (asked, outcomes))
     silent.daemon = True
     silent.start()
     try:
@@ -159,8 +167,8 @@ def main() -> None:
     _end(asked, outcomes)
 
 
-def _give_up(asked: Asked, outcomes: IO[bytes]) -> None:
-    """Report that the engine did not begin, and end: the main thread waits in the engine's library."""
+def _end_silent(asked: Asked, outcomes: IO[bytes]) -> None:
+    """Report that the engine did not start, and end: the main thread is stuck in the engine's library."""
     where = f"at {asked.address}" if asked.address else "here"
     error = EngineFailed(
         f"{asked.engine} did not begin {where} within {asked.silent_s:g} s",
@@ -173,17 +181,17 @@ def _give_up(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _end(asked: Asked, outcomes: IO[bytes]) -> None:
-    """Kill this process, after the last outcome, and all that it started."""
+    """Kill this process, after the last outcome, and all processes that it started."""
     with suppress(BrokenPipeError):
         outcomes.write(_END)
         outcomes.flush()
-    shutil.rmtree(asked.files, ignore_errors=True)  # a killed command leaves it to us
+    shutil.rmtree(asked.files, ignore_errors=True)  # a killed command cannot do it
     _kill_children()
     os.killpg(0, signal.SIGKILL)  # threads of libraries may hang
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned workers, on Linux: Ray's begin sessions of their own, and linger."""
+    """Become the parent of orphaned workers, on Linux: Ray's start sessions of their own, and linger."""
     import ctypes
 
     with suppress(AttributeError, OSError):  # Linux alone has it
@@ -191,7 +199,7 @@ def _adopt_orphans() -> None:
 
 
 def _kill_children() -> None:
-    """Kill the children of this process, and those that are orphaned by that, until none is left."""
+    """Kill the children of this process, and the processes orphaned by that, until none is left."""
     for _ in range(_GENERATIONS):
         children = [pid for pid, parent in _processes() if parent == os.getpid()]
         for pid in children:
@@ -205,7 +213,7 @@ def _kill_children() -> None:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Yield the number of every process and of its parent; nothing where there is no /proc."""
+    """Yield the number of every process and of its parent; nothing without /proc."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             after_name = path.read_text().rpartition(")")[2].split()
@@ -213,7 +221,8 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """Yield the lines of stdin up to an empty one, waiting for each; the first call ends the timer `silent`.
+    """Yield the lines of stdin up to an empty one, waiting for each; the first call ends the timer
+    `silent`.
 
     When stdin ends, this process gets a SIGTERM.
     """

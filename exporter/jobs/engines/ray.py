@@ -17,12 +17,12 @@ from exporter.jobs.execute import execute
 
 LIBRARY = "ray"
 
-_AHEAD = 4  # works for each core that are given to Ray: enough to keep it busy
-_LOOPBACK = "127.0.0.2"  # for 127.0.0.1 Ray takes the machine's address in the network
+_AHEAD = 4  # works submitted to Ray for each core: enough to keep it busy
+_LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the machine's address in the network
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """See `ProcessEngine`; UsageError for options that Ray does not take."""
+    """Run works on Ray: see `ProcessEngine`; UsageError for options that Ray does not accept."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     own: dict[str, Any] = {}
     if not asked.address:  # Ray listens on all networks, and runs the code of any caller who has the token
