@@ -4,7 +4,7 @@ from exporter.terminal import interrupt_at_once
 
 
 def main() -> None:
-    """Run the command. Its modules are imported only after Ctrl-C is set to end the process at once."""
+    """Run the command; its modules are imported after Ctrl-C is set to end the process at once."""
     interrupt_at_once()
     from serving import cli
 

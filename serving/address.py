@@ -1,4 +1,4 @@
-"""The address of a model server, and the arguments that every command which calls one shares."""
+"""The address of a model server, and the arguments that all commands with such an address share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def with_port(address: str) -> str:
-    """Add the default port to an address that has none; addresses with a gRPC scheme stay unchanged.
+    """The address with the default port if it has none; addresses with a gRPC scheme stay unchanged.
 
     `localhost` becomes `localhost:8500`, `[::1]` and `::1` become `[::1]:8500`; `unix:/tmp/socket` stays.
 
     Raises:
-        UsageError: no server can have this address. gRPC would wrap port 99999 to another port.
+        UsageError: a server cannot have this address. gRPC would wrap port 99999 to another port.
     """
     if _OF_GRPC.fullmatch(address):
         return address
@@ -50,7 +50,9 @@ def with_port(address: str) -> str:
 
 
 def _meant(address: str) -> str:
-    """The address in a URL, with gRPC's port in place of REST's; else what one looks like."""
+    """The address that was probably meant, for a hint: from a URL, with gRPC's port for REST's; else an
+    example.
+    """
     found = re.match(rf"https?://({_HOST})(:[0-9]+)?(?:/|$)", address)
     if found and found[2] == f":{_REST_PORT}":
         return f"{found[1]}:{GRPC_PORT}: {_REST_PORT} is usually the port of REST, and this is gRPC"
@@ -62,7 +64,7 @@ def _meant(address: str) -> str:
 
 
 def to_reach(address: str, *, is_unknown: bool = False) -> str:
-    """A hint for an address at which no server answers; `is_unknown`: its host's name does not resolve."""
+    """A hint for an address at which no server answers; `is_unknown`: its host name does not resolve."""
     host, _, port = address.rpartition(":")
     if is_unknown:
         return f"this machine knows no host of that name: getent hosts {quoted(host)}"

@@ -1,6 +1,4 @@
-"""`serve-model agent`: read options, in one struct for each subject, and keep a fleet fresh until a
-signal.
-"""
+"""`serve-model agent`: read options, in one struct per subject, and keep a fleet fresh until a signal."""
 
 from __future__ import annotations
 
@@ -97,9 +95,9 @@ class PortFlags(Struct, frozen=True):
         return HttpTls.of(self.tls_cert, self.tls_key, self.client_ca)
 
     def token(self) -> str | None:
-        """The token that requests need, one word.
+        """The token that requests need, one word; None without --token-file.
 
-        None without --token-file, UsageError if the file has none.
+        UsageError if the file has no token.
         """
         if self.token_file is None:
             return None
@@ -114,7 +112,7 @@ class PortFlags(Struct, frozen=True):
             ) from error
         if not text:
             raise UsageError(f"--token-file {file} is empty", hint="write the token into it")
-        if not text.isprintable() or " " in text:  # no client could send it in a header
+        if not text.isprintable() or " " in text:  # clients could not send it in a header
             raise UsageError(
                 f"--token-file {file} holds more than one word", hint="write only the token into it"
             )
@@ -126,7 +124,7 @@ _of_canary = partial(Option, goes_with="--canary")
 
 
 class PaceFlags(Struct, frozen=True):
-    """How fast deltas are applied."""
+    """Options for the pace at which deltas are applied."""
 
     step_seconds: Annotated[
         float | None,
@@ -170,7 +168,7 @@ class PaceFlags(Struct, frozen=True):
 
 
 class AuditFlags(Struct, frozen=True):
-    """How to check that replicas hold what was published."""
+    """Options for audits of replicas' values."""
 
     audit_seconds: Annotated[
         float | None,
@@ -215,7 +213,7 @@ class AuditFlags(Struct, frozen=True):
 
 
 class CanaryFlags(Struct, frozen=True):
-    """Which golden requests a canary has to pass before the other replicas follow."""
+    """Options for canaries: the golden requests, and the limits within which a canary passes them."""
 
     canary: Annotated[
         tuple[str, ...],
@@ -246,7 +244,7 @@ class CanaryFlags(Struct, frozen=True):
 
 
 class EventFlags(Struct, frozen=True):
-    """The command that is run for events."""
+    """Options for the command that is run for events."""
 
     on_event: Annotated[
         str | None,
@@ -268,7 +266,9 @@ class EventFlags(Struct, frozen=True):
     ] = 30.0
 
     def run(self, journal: Journal) -> AbstractContextManager[None]:
-        """Run the command for the journal's events inside the block; UsageError if there is no program."""
+        """A block in which the command runs for the journal's events; UsageError if its program does not
+        exist.
+        """
         if self.on_event is None:
             return nullcontext()
         from serving.agent.event_command import EventCommand, parse_command
@@ -284,7 +284,7 @@ class EventFlags(Struct, frozen=True):
 
 
 class LabelFlags(Struct, frozen=True):
-    """The labels of servers that follow tags."""
+    """Options for labels of servers that follow tags."""
 
     label: Annotated[
         tuple[str, ...],
@@ -306,9 +306,9 @@ class LabelFlags(Struct, frozen=True):
     ] = None
 
     def rules(self, models: Mapping[str, Path], *, is_trusting: bool) -> LabelRules | None:
-        """Which tag each label follows; None without --label.
+        """The tag for each label; None without --label.
 
-        UsageError if keys are trusted, a value is no pair, or the servers' other models are not known.
+        UsageError if keys are trusted, a value is not a pair, or the servers' other models are not known.
         """
         if not self.label:
             return None
@@ -345,7 +345,7 @@ class LabelFlags(Struct, frozen=True):
 
 
 class TimeFlags(Struct, frozen=True):
-    """How directories, stores, replicas and names are polled, and how long a call may take."""
+    """Options for polling directories, stores, replicas and names, and for the deadline of calls."""
 
     poll_seconds: Annotated[
         float,
@@ -506,7 +506,7 @@ def agent(
 
 
 def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[FollowedModel]:
-    """The models of the agent, of which some are fetched."""
+    """The models of the agent; those in `fetched` are copies."""
     from serving.agent.publications import FollowedModel
 
     return [FollowedModel(name, path, is_copy=name in fetched) for name, path in paths.items()]
@@ -515,12 +515,12 @@ def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[Follo
 def _trust(
     models: Iterable[FollowedModel], trusting: Trusting, canaries: Collection[str], stack: ExitStack
 ) -> None:
-    """Follow no publications of models that no trusted key has signed, until the stack ends.
+    """Until the stack ends, ignore publications of these models that no trusted key has signed.
 
-    That is for models that others write to: what is pulled was checked before it came.
+    This is for models to which others write: `--pull` checks publications before it stores them.
 
     Raises:
-        UsageError: a key cannot be used, or a canary is to decide about such a model.
+        UsageError: a key cannot be used, or such a model has a canary.
     """
     from exporter.publish.versions import in_force
     from exporter.transfer.opened import trust_in
@@ -563,7 +563,7 @@ def _settings(
 
 @contextmanager
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
-    """Serve metrics, probes and the status page of the fleet that `look` returns; gives the port's number."""
+    """Serve metrics, probes and the status page of the fleet that `look` returns; yield the port's number."""
     from serving.agent import http
     from serving.agent.changes import Changes
     from serving.agent.metrics import Metrics
@@ -584,8 +584,8 @@ def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -
 
 
 class _EventPrinter:
-    """Prints each event as one line, with --json as one document; with -q only those an operator may act
-    on.
+    """A printer of events, one line each (a document with --json); with -q only of events that need an
+    operator.
     """
 
     def __init__(self, sink: Output) -> None:
@@ -650,7 +650,7 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _require_no_parent(path: Path, name: str) -> None:
-    """Refuse the directory of several models, in which nothing will ever be published."""
+    """Refuse a directory of several models, in which nothing will ever be published."""
     from exporter.publish.versions import models_in, newest_version
 
     if path.is_dir() and newest_version(path) is None and (found := models_in(path)):

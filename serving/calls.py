@@ -1,4 +1,4 @@
-"""TF Serving's calls, independent of the protocol that carries them: message in, message out.
+"""TF Serving's calls, independent of the protocol: message in, message out.
 
 `server` offers them over gRPC, `rest` over HTTP.
 """
@@ -73,7 +73,7 @@ class Calls:
     def metadata(self, request: Proto) -> Proto:
         """The signatures of a version.
 
-        StatusError if something else is asked for, or the version is absent.
+        StatusError if another field is requested, or the version is absent.
         """
         _require_spec(request)
         if not request.metadata_field:
@@ -92,7 +92,7 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """The state of each version of a model; StatusError if there is no such model or version."""
+        """The state of each version of a model; StatusError if the model or version does not exist."""
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()
         for status in self.models.statuses(request.model_spec):
@@ -102,9 +102,9 @@ class Calls:
         return response
 
     def configure(self, request: Proto, timeout_seconds: float, is_wanted: Callable[[], bool]) -> Proto:
-        """Serve other models, versions or labels. Returns when every new model is available.
+        """Serve other models, versions or labels; return when every new model is available.
 
-        StatusError if the configuration is refused, or one is not available in time.
+        StatusError if the configuration is refused, or a model is not available in time.
         """
         if request.config.WhichOneof("config") != "model_config_list":
             raise invalid(
@@ -117,7 +117,7 @@ class Calls:
         return response
 
     def within(self, timeout_ms: int | None) -> Inference:
-        """The inference settings with a limit on a request's time."""
+        """The inference settings with a time limit for a request; None is no limit."""
         return replace(self.how, timeout_ms=timeout_ms)
 
     def _infer(self, run: Run, response: Proto, request: Proto, timeout_ms: int | None) -> Proto:

@@ -1,4 +1,4 @@
-"""The command `serve-model` and its short subcommands. Each imports what it needs when it runs."""
+"""The command `serve-model` and its short subcommands; each imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def predict(
             )
         request = {} if json_input is None else _request(json_input)
         name = signature or request.get("signature_name") or "serving_default"
-        most = _MOST_PREDICTED_BYTES  # whoever waits for one answer may have asked for a large one
+        most = _MOST_PREDICTED_BYTES  # a person who asks once may ask for a large answer
         connect = partial(ModelClient, address, deadline_s=deadline, access=access, most_answer_bytes=most)
         with client_of(connect, model, model_base_path) as client:
             model = client.model
@@ -293,7 +293,7 @@ def update(
 
 
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
-    """The position that `--up-to` names; UsageError for a name without a model to look it up."""
+    """The position in `--up-to`; UsageError for a name without a model in which to look it up."""
     if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
         return int(named)
     if published is None:
@@ -310,7 +310,7 @@ def _position(named: str, published: Path | None, trusting: Trusting) -> int:
 
 @contextmanager
 def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedModel]:
-    """What trusted keys have signed of a model.
+    """Yield the model, read with trusted keys in force: only signed publications.
 
     UsageError if no model is named.
     """
@@ -340,7 +340,7 @@ def serve_model(own_version: VersionOption = False) -> None:
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments with TensorFlow Serving's flags for `run` as ours, and notes on ignored flags."""
+    """The arguments with TensorFlow Serving's flags for `run` replaced, and notes on ignored flags."""
     if arguments[:1] != ["run"]:
         return arguments, []
     from serving.stock_flags import translate
@@ -391,9 +391,9 @@ def _request(source: str) -> dict[str, Any]:
 def _ask(
     client: ModelClient, metadata: Metadata, name: str, version: int | None, request: dict[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """The response in REST's form, and the version that computed it.
+    """Send the request; return the response in REST's form, and the version that computed it.
 
-    UsageError if the signature is absent, or the request does not fit it.
+    UsageError if the signature does not exist, or the request does not fit it.
     """
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response

@@ -39,23 +39,23 @@ DEFAULT_SIGNATURE = "serving_default"
 MOST_ANSWER_BYTES = 64 << 20
 _MAX_MESSAGE_BYTES = (1 << 31) - 1
 _MOST_BYTES = {"GetModelStatus": 4 << 20, "GetModelMetadata": 16 << 20}
-"""Of answers whose every few bytes become objects: gRPC's own limit, and that of a thousand signatures."""
+"""The limits for answers with many small objects: gRPC's default, and the size of a thousand signatures."""
 _NOT_READ = (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""The errors of making values of an answer that a model server does not send; protobuf's is added."""
+"""Errors while reading an answer that no model server would send; protobuf's own is added."""
 _RELOAD = "HandleReloadConfigRequest"
 _GRAPH_PLACE = re.compile(
     r"\{\{function_node [^}]*\}\}\s*|\n\s*\[\[[^\n]*|\nRecent warning and error logs:.*", re.DOTALL
 )
-"""TensorFlow's location in the graph, and its other log lines, which do not help a client."""
+"""TensorFlow's location in the graph, and its log lines, which do not help a client."""
 _UNRESOLVED = re.compile("errors resolving|DNS resolution failed")
 _TLS_PROBLEM = re.compile(r"\w+ handshake failed.*|Hostname Verification Check failed.*", re.I)
 _CUT_OFF = "Socket closed"
 """gRPC's only message when the server expects TLS, or a client certificate."""
 _NO_GRPC = "Failed parsing HTTP/2"
-"""gRPC's message when the port speaks another protocol, REST for example."""
+"""gRPC's message if the port speaks another protocol, REST for example."""
 _NO_GRPC_CAUSE = "the port answers, but does not speak gRPC"
 _LONGEST_RECONNECT_MS = 1000
-"""gRPC's own back-off grows to 2 minutes; a server that comes back has to be found within a second."""
+"""The longest back-off: a server that comes back must be found within a second; gRPC's is 2 minutes."""
 _HINTS = {
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
     "RESOURCE_EXHAUSTED": "ask for less at once: fewer rows, or fewer outputs",
@@ -99,7 +99,7 @@ class Metadata(Struct, frozen=True):
 
 
 class ModelClient:
-    """Calls about one model of one server. Safe to share between threads."""
+    """A client for one model on one server. Threads may share it."""
 
     def __init__(
         self,
@@ -159,10 +159,10 @@ class ModelClient:
         version: int | None = None,
         outputs: Iterable[str] = (),
     ) -> T:
-        """Run a signature as `predict`, and return what `read` makes of the answer.
+        """Run a signature as `predict`, and return the result of `read` on the answer.
 
         Raises:
-            CallFailed: as `predict`; also if `read` does not find what it expects.
+            CallFailed: as `predict`; also if `read` raises because the answer is not as expected.
         """
         request = self._request("serving.PredictRequest", version, signature)
         for name, value in inputs.items():
@@ -220,7 +220,7 @@ class ModelClient:
     def replay(self, request: Proto, version: int) -> None:
         """Send a recorded predict, classify or regress request to a version of this client's model.
 
-        The model and version that the recording names are replaced.
+        The recording's own model and version are replaced.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.
@@ -234,7 +234,7 @@ class ModelClient:
         self._call("PredictionService", method, copy, response, _whole)
 
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
-        """The signatures of a version, or of the one that a label names.
+        """The signatures of a version, or of the version that a label names.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.
@@ -255,7 +255,7 @@ class ModelClient:
         """The state of each version, the newest first; `deadline_s` is that of the client unless given.
 
         Raises:
-            CallFailed: the server did not respond, or does not know a version of the model.
+            CallFailed: the server did not respond, or does not know the model or version.
         """
         request = self._request("serving.GetModelStatusRequest", version)
         response = "serving.GetModelStatusResponse"
@@ -264,7 +264,7 @@ class ModelClient:
         )
 
     def labelled(self, label: str) -> int | None:
-        """The available version that a label names, or None.
+        """The available version that a label names; None if there is none.
 
         Raises:
             CallFailed: the server did not respond, or refused for another reason.
@@ -334,9 +334,9 @@ class ModelClient:
         *,
         deadline_s: float | None = None,
     ) -> T:
-        """Send a request, and return what `read` makes of the answer: nothing else makes values of one.
+        """Send a request, and return the result of `read` on the answer; answers are read nowhere else.
 
-        CallFailed if the server did not respond, refused, or answers otherwise than a model server.
+        CallFailed if the server did not respond, refused, or did not answer as a model server does.
         """
         import grpc
         from google.protobuf.message import DecodeError
@@ -347,7 +347,7 @@ class ModelClient:
             connection.calls[path] = connection.channel.unary_unary(
                 path,
                 request_serializer=type(request).SerializeToString,
-                response_deserializer=None,  # what is wrong with an answer is said below
+                response_deserializer=None,  # answers are parsed below, where errors get a name
             )
         try:
             answer = connection.calls[path](request, timeout=deadline_s or self.deadline_s)
@@ -370,14 +370,18 @@ class ModelClient:
             ) from error
 
     def _reconnect(self, failed: _Connection) -> None:
-        """Use replaced certificates: in a process that runs for weeks they expire."""
+        """Open a new channel if certificate files were replaced: in a process that runs for weeks they
+        expire.
+        """
         if failed is self._connection and failed.identity != identity(self._access):
-            with suppress(UsageError):  # only some files are replaced yet: the next failing call tries again
+            with suppress(
+                UsageError
+            ):  # so far only some files are replaced: the next failing call tries again
                 self._connection = _Connection(self.address, self._access, self._most_answer_bytes)
 
     @property
     def status_command(self) -> str:
-        """The command that shows the model's versions there."""
+        """The command that shows the model's versions on the server."""
         return f"serve-model status {self.address} --model {quoted(self.model)}"
 
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
@@ -409,7 +413,7 @@ class ModelClient:
 
 
 class _Connection:
-    """A channel, its calls by path, and the identity of the files that it was opened with."""
+    """A channel, its calls by path, and the identity of the files with which it was opened."""
 
     def __init__(self, address: str, access: ServerAccess, most_answer_bytes: int) -> None:
         self.identity = identity(access)
@@ -428,7 +432,7 @@ def _whole(found: T) -> T:
 
 
 def _version(found: Proto, asked: int | None) -> int:
-    """The version that answered; ValueError if it is not the one that was asked."""
+    """The version that answered; ValueError if another one was requested."""
     version: int = found.model_spec.version.value
     if asked not in (None, version):
         raise ValueError(f"version {version} answers in place of {asked}")

@@ -1,6 +1,6 @@
 """TLS and tokens of gRPC, for both sides: a client's channel, and a model server's port.
 
-A client takes its files from `ServerAccess`, a port takes its keys from the file of TF Serving's
+A client's files are named in `ServerAccess`, a port's keys are in the file of TF Serving's
 `--ssl_config_file`. Private keys and tokens are read from files and passed to gRPC; no error quotes them.
 """
 
@@ -28,7 +28,7 @@ _LONGEST_TOKEN = 16 << 10
 
 
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to a model server; it sends nothing before the first call."""
+    """A channel to a model server; it sends nothing before the first call. UsageError for unusable files."""
     import grpc
 
     credentials = channel_credentials(access)
@@ -43,7 +43,7 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
     """The credentials of a channel; None without TLS. All files are read now, so that errors come early.
 
     Raises:
-        UsageError: options that exclude each other, or a file that cannot be read or has other content.
+        UsageError: options exclude each other, or a file cannot be read or has other content.
     """
     import grpc
 
@@ -62,7 +62,7 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 
 
 def identity(access: ServerAccess) -> tuple[object, ...]:
-    """A value that changes when the file of a certificate, a key or an authority is replaced."""
+    """A value that changes when a certificate's, key's or authority's file is replaced."""
     files = filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key))
     return tuple(identity_of(Path(file)) for file in files)
 
@@ -111,7 +111,10 @@ def _key_pair(access: ServerAccess) -> tuple[bytes | None, bytes | None]:
 
 
 def require_key_pair(certificate: Path, key: Path) -> None:
-    """Raise SSLError, or OSError, unless a certificate and a private key can be read and belong together."""
+    """Raise OSError (SSLError included) or ValueError unless a certificate and its private key can be used.
+
+    They must be readable and belong together; ValueError is for a key with a password.
+    """
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, _no_password)
 
 
@@ -120,7 +123,7 @@ def _no_password() -> NoReturn:
 
 
 def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
-    """Make the plugin that gRPC calls for each RPC, which reads the file again: a new token is used."""
+    """Make the plugin that gRPC calls for each RPC; it reads the file again, so that a new token is used."""
 
     def authorize(context: Any, callback: Callable[..., None]) -> None:
         try:
@@ -165,7 +168,7 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 def server_credentials(path: Path) -> grpc.ServerCredentials:
     """The credentials of a port: the server's key and certificate, and the authority of its clients.
 
-    UsageError if the file, or what it holds, cannot be used.
+    UsageError if the file, or a key or certificate in it, cannot be used.
     """
     import grpc
 
@@ -202,7 +205,9 @@ def _check_authorities(path: Path, pem: str) -> None:
 
 @contextmanager
 def _in_memory(text: str) -> Iterator[Path]:
-    """A file in memory: Python's ssl reads key pairs only from files, and the key must not be on a disk."""
+    """Yield a file in memory: Python's ssl reads key pairs only from files, and the key must not be on a
+    disk.
+    """
     descriptor = os.memfd_create("pem")
     try:
         os.write(descriptor, text.encode())

@@ -20,11 +20,11 @@ class ServedModel(Struct, frozen=True):
     version: int
     """Its newest available version."""
     tables: str | None = None
-    """`mapped`, of a copy ` from ` the original, or `restored: ` and why; null: not made to be mapped."""
+    """`mapped`, of a copy `mapped from ` its original, or `restored: ` and why; null: none to be mapped."""
 
 
 class Serving(Struct, frozen=True):
-    """What `run` prints when every model has an available version."""
+    """The document of `run`, printed when every model has an available version."""
 
     model: str | None
     """The first model's name in requests; null if a configuration lists none."""
@@ -41,20 +41,20 @@ class Serving(Struct, frozen=True):
 
 
 class Published(Struct, frozen=True):
-    """What is published under `--published`."""
+    """The published model under `--published`."""
 
     position: int | None
-    """The newest position."""
+    """The newest position; null if it cannot be read."""
     step: int | None
     """The training step of its values."""
     hold: int | None
-    """The position at which a hold stops the model; null without one."""
+    """The position of the hold; null without one."""
     held_by: HeldBy | None
-    """Who set the hold, when and why; null if nothing says so."""
+    """The author, time and reason of the hold; null if they are not recorded."""
 
 
 class ServedVersion(Struct, frozen=True):
-    """A version on a server, and how far it is behind what is published."""
+    """A version on a server, and its distance from the published model."""
 
     version: int
     """Its number."""
@@ -63,46 +63,46 @@ class ServedVersion(Struct, frozen=True):
     code: str
     """The canonical status of loading it: `OK`, or the code of the failure."""
     message: str
-    """Why loading failed; empty if it did not."""
+    """The reason why loading failed; empty if it did not."""
     position: int | None = None
     """The position that it serves."""
     step: int | None = None
     """The training step of its values."""
     lineage: str | None = None
-    """The log that its deltas belong to."""
+    """The log to which its deltas belong."""
     behind_deltas: int | None = None
-    """How many deltas an update would apply now, up to the hold."""
+    """The number of deltas that an update would apply now, up to the hold."""
     behind_steps: int | None = None
     """Training steps from here to the newest position."""
     newer_version: int | None = None
     """A newer published version that the server does not serve yet."""
     published: datetime | None = None
-    """When the values that it serves were published."""
+    """The publication time of the values that it serves."""
     age_seconds: float | None = None
     """Seconds since then."""
     event_time: datetime | None = None
-    """The time of the newest event that those values were trained on."""
+    """The time of the newest event in the training data of those values."""
     event_age_seconds: float | None = None
     """Seconds since then."""
     unsettled: int | None = None
-    """Its responses of no one position since it was loaded; null: it does not count them."""
+    """The number of its responses since loading that may mix positions; null: it does not count them."""
     tables: str | None = None
     """`mapped`, or `restored: ` and why, and how full their overlay is; null: none were to be mapped."""
     overlay_percent: int | None = None
-    """How full the fullest overlay of changed rows is, of those that can fill up; null as for `tables`."""
+    """The fill of the fullest overlay of changed rows, among those that can fill up; null as for `tables`."""
     problem: str | None = None
-    """Why a field is unknown."""
+    """The reason why a field is unknown; null if there is none."""
 
 
 class ModelStatus(Struct, frozen=True):
-    """What `status` prints."""
+    """The document of `status`."""
 
     address: str
     """The server's address."""
     model: str
     """The model's name on the server."""
     published: Published | None
-    """What is published; null without `--published`."""
+    """The published model; null without `--published`."""
     versions: Sequence[ServedVersion]
     """The versions, as the server lists them."""
 
@@ -119,21 +119,21 @@ class PredictDocument(Struct, frozen=True):
 
 
 class RowPrediction(PredictDocument, frozen=True):
-    """What `predict` prints for a request with `instances`."""
+    """The document of `predict` for a request with `instances`."""
 
     predictions: Any
-    """An item for each row, as TF Serving's REST interface has it."""
+    """An item for each row, as in TF Serving's REST interface."""
 
 
 class ColumnPrediction(PredictDocument, frozen=True):
-    """What `predict` prints for a request with `inputs`."""
+    """The document of `predict` for a request with `inputs`."""
 
     outputs: Any
     """Each output by name, or the output itself if there is only one."""
 
 
 class Form(StrEnum):
-    """How an example of a request is written."""
+    """The form in which an example of a request is written."""
 
     JSON = "json"
     CURL = "curl"
@@ -141,23 +141,23 @@ class Form(StrEnum):
 
 
 class RequestExample(PredictDocument, frozen=True):
-    """What `predict --example` prints."""
+    """The document of `predict --example`."""
 
     request: Any
-    """A request that the signature takes, in the JSON of REST."""
+    """A request that fits the signature, in the JSON of REST."""
     text: str
-    """The same as `--as` asks for it."""
+    """The same request in the form of `--as`."""
 
 
 class ExampleResults(PredictDocument, frozen=True):
-    """What `predict` prints for a request with `examples` to a classify or regress signature."""
+    """The document of `predict` for a request with `examples` to a classify or regress signature."""
 
     results: Any
     """For each example a list of labels and scores, or a number."""
 
 
 class Update(Struct, frozen=True):
-    """What `update` prints."""
+    """The document of `update`."""
 
     address: str
     """The server's address."""
@@ -174,11 +174,11 @@ class Update(Struct, frozen=True):
     deltas: int
     """Deltas that were applied."""
     status: str
-    """Why it stopped, as a code: `reached`, `current`, `hold`, ..."""
+    """The reason why it stopped, as a code: `reached`, `current`, `hold`, ..."""
     message: str
-    """Why it stopped, in the model's words."""
+    """The reason why it stopped, as the model reports it."""
     loading: int | None
-    """A newer version that was not available in time, so it was not updated."""
+    """A newer version that was not available in time, so that it was not updated; null if there is none."""
 
 
 class ReloadedModel(Struct, frozen=True):
@@ -193,7 +193,7 @@ class ReloadedModel(Struct, frozen=True):
 
 
 class Reload(Struct, frozen=True):
-    """What `reload` prints."""
+    """The document of `reload`."""
 
     address: str
     """The server's address."""
@@ -213,30 +213,30 @@ class AgentStarted(Struct, frozen=True):
 
 
 class FleetFinding(Struct, frozen=True):
-    """Something to say about a model, or about one of its replicas."""
+    """A finding about a model, or about one of its replicas."""
 
     model: str
     """The model's name."""
     level: str
-    """How bad it is."""
+    """Its severity: `bad`, `warning`, `busy` or `good`."""
     state: str
-    """What it is, in a word or two."""
+    """Its kind, in a word or two."""
     text: str
-    """What there is to say."""
+    """The finding as a sentence."""
     details: str
-    """More of it; may be empty."""
+    """Its cause, or more details; may be empty."""
     command: str
     """The command that helps; may be empty."""
     code: str
-    """What it is, in a word that does not change; [what each means](findings.md)."""
+    """Its stable code; see [findings](findings.md)."""
 
 
 class AgentStatus(Struct, frozen=True):
-    """What the agent's port serves as `/status.json`."""
+    """The document that the agent's port serves as `/status.json`."""
 
     at: str
-    """When this was so, in ISO 8601."""
+    """The time of this state, in ISO 8601."""
     models: Sequence[Mapping[str, Any]]
-    """Each model with what is published, its replicas and their versions, its canary and its store."""
+    """Each model with its publications, its replicas and their versions, its canary and its store."""
     findings: Sequence[FleetFinding]
-    """What there is to say, the worst first; empty if all is well."""
+    """The findings, the worst first; empty if all is well."""

@@ -1,6 +1,6 @@
-"""A request that a signature takes, made of its types and shapes: `serve-model predict --example`.
+"""A request that fits a signature, made from its types and shapes: `serve-model predict --example`.
 
-Its values are zeros and empty texts, or those that the files of a version know: `known_example`.
+Its values are zeros and empty texts, or values from the files of a version: `known_example`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _NOTHING: Mapping[str, Sequence[Any]] = {}
 def known_example(
     client: ModelClient, base_path: Path, version: int, signature: Proto, name: str
 ) -> dict[str, Any]:
-    """As `example`, of the files of a version below a model base path: a request of its warm-up, or values.
+    """A request as by `example`, from the files of a version below a model base path.
+
+    It is a request of the version's warm-up, or has values from its vocabularies and tables.
 
     Raises:
         UsageError: as `example`; or the version is not there, or has another signature of that name.
@@ -81,13 +83,13 @@ def _absent(
 
 
 def example(signature: Proto, name: str, known: Mapping[str, Sequence[Any]] = _NOTHING) -> dict[str, Any]:
-    """A request in REST's JSON: a row, of a signature whose inputs and outputs have rows; else whole inputs.
+    """A request in REST's JSON: one row if inputs and outputs have rows, otherwise whole inputs.
 
-    Numbers are zero and texts empty, but of inputs with `known` values; unknown sizes are 1.
+    Numbers are zero and texts empty, except for inputs with `known` values; unknown sizes are 1.
 
     Raises:
-        UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or
-            too many values.
+        UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or too
+            many values.
     """
     method = signature.method_name.rpartition("/")[2]
     if method in ("classify", "regress"):
@@ -109,14 +111,14 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _has_rows(signature: Proto) -> bool:
-    """True if inputs and outputs begin with a dimension of any size."""
+    """True if all inputs and outputs begin with a dimension of unknown size."""
     answers = [_shape(info) for info in signature.outputs.values() if not info.tensor_shape.unknown_rank]
     shapes = [*map(_shape, signature.inputs.values()), *answers]
     return all(sizes and sizes[0] < 0 for sizes in shapes)
 
 
 def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
-    """A request of warm-up in REST's JSON; UsageError for types without JSON."""
+    """A warm-up request in REST's JSON; UsageError for types without JSON."""
     from exporter.wire.tensor_proto import to_arrays
     from serving.rest_response import to_json
 
@@ -137,7 +139,7 @@ def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
 
 
 def _examples(given: Proto) -> dict[str, Any]:
-    """The examples of a request, and their context if they have one, in REST's JSON."""
+    """The examples of a request, and their context if any, in REST's JSON."""
     if given.WhichOneof("kind") == "example_list":
         return {"examples": [_features(example) for example in given.example_list.examples]}
     listed = given.example_list_with_context
@@ -157,7 +159,7 @@ def _features(example: Proto) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Any:
-    """Nested lists with texts in the place of bytes, or `{"b64": ...}` of bytes that are none."""
+    """Nested lists with texts in place of bytes; bytes that are not UTF-8 become `{"b64": ...}`."""
     if isinstance(value, list):
         return [_texts(item) for item in value]
     if not isinstance(value, bytes):
@@ -194,7 +196,7 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...], known: Sequence[Any] |
 
 
 def _dtype(name: str, info: Proto) -> DType:
-    """The type of an input; UsageError for the number of one that this program does not know."""
+    """The type of an input; UsageError if this program does not know its number."""
     try:
         return DType(info.dtype)
     except ValueError as error:
@@ -221,10 +223,10 @@ def written(
     version: int | None,
     access: ServerAccess = WITHOUT_TLS,
 ) -> str:
-    """The request as its JSON, as a command line for the REST port, or as a Python program.
+    """The request as JSON, as a command line for the REST port, or as a Python program.
 
-    It asks a `version`, unless that is None. `address` is HOST:PORT of gRPC, which the program reaches by
-    `access`; REST is taken to be at 8501, TensorFlow Serving's own default, and to speak no TLS, as there.
+    It asks `version`, or the newest if that is None. `address` is HOST:PORT of gRPC, which the program
+    reaches by `access`; REST is assumed at port 8501 without TLS, as in TensorFlow Serving.
     """
     text = json.dumps(request)
     match form:
@@ -281,7 +283,7 @@ def _arrays(request: dict[str, Any], signature: Proto) -> Iterator[str]:
 
 
 def _literal(value: Any) -> Any:
-    """The value with bytes in the place of `{"b64": ...}`."""
+    """The value with bytes in place of `{"b64": ...}`."""
     if isinstance(value, list):
         return [_literal(item) for item in value]
     return base64.b64decode(value["b64"]) if isinstance(value, dict) else value

@@ -24,10 +24,10 @@ REGRESS = "tensorflow/serving/regress"
 
 
 class Inference(Struct, frozen=True, kw_only=True):
-    """How a server computes responses, and how long one may take."""
+    """Settings for computing responses, and the time limit of one."""
 
     timeout_ms: int | None = None
-    """The session stops the step after so many milliseconds; None is never."""
+    """Milliseconds after which the session stops the step; None is never."""
     max_filled_bytes: int = MAX_FILLED_BYTES
     """A request is refused if filling its tensors to their shapes would take more bytes."""
     checks_method_names: bool = False
@@ -54,7 +54,9 @@ class Model(Protocol):
 
 
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `PredictResponse`'s outputs; StatusError as TF Serving if request or signature does not fit."""
+    """Fill a `PredictResponse`'s outputs; StatusError, as in TF Serving, if request or signature does not
+    fit.
+    """
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
     aliases = _output_aliases(signature, request.output_filter)
@@ -69,7 +71,10 @@ def predict_arrays(
     inputs: Mapping[str, NDArray[Any]],
     how: Inference = DEFAULT_INFERENCE,
 ) -> dict[str, NDArray[Any]]:
-    """`predict` without messages: arrays by input name in, arrays by output name out."""
+    """Run a signature without messages: arrays by input name in, arrays by output name out.
+
+    StatusError as `predict`.
+    """
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))
     feeds = {
@@ -86,7 +91,7 @@ def predict_arrays(
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Fill a `ClassificationResponse`'s result.
 
-    StatusError as TF Serving if request or signature does not fit.
+    StatusError, as in TF Serving, if request or signature does not fit.
     """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
@@ -98,7 +103,7 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
 def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
     """Fill a `RegressionResponse`'s result.
 
-    StatusError as TF Serving if request or signature does not fit.
+    StatusError, as in TF Serving, if request or signature does not fit.
     """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
@@ -113,7 +118,7 @@ def multi_inference(
     """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
 
     The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError
-    for other methods, and for what does not fit the signatures.
+    for other methods, and if the request does not fit the signatures.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
@@ -233,9 +238,9 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """The name of the input tensor, and of the tensors `classes` and `scores` that the signature has.
+    """The name of the input tensor, and of the signature's tensors `classes` and `scores`, one or both.
 
-    StatusError if it has not one input, or neither of these.
+    StatusError unless there is one input, and at least one of these.
     """
     _expect_method(signature, CLASSIFY, "classification", how)
     if len(signature.inputs) != 1:
@@ -274,7 +279,7 @@ def _examples(input_: Proto, max_filled_bytes: int) -> NDArray[Any]:
     """Serialised `tf.Example`s, string [n], each after the shared context if there is one.
 
     Concatenated messages merge when they are parsed, and the later one, the example, wins. StatusError if
-    there are none, or too many bytes of them.
+    there are none, or the contexts would take too many bytes.
     """
     kind = input_.WhichOneof("kind")
     messages = getattr(input_, kind).examples if kind else ()

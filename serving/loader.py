@@ -20,18 +20,18 @@ from serving.status import Code, StatusError, invalid
 
 
 class Loading(Struct, frozen=True, kw_only=True):
-    """How the server loads versions."""
+    """Settings for loading versions."""
 
     tags: tuple[str, ...] = ("serve",)
     """Tags of the graph to load from a SavedModel."""
     session_config: bytes = b""
-    """A serialised `ConfigProto`; numbers of threads below, if given, override those in it."""
+    """A serialised `ConfigProto`; thread numbers below override its own, unless 0."""
     intra_op_threads: int = 0
     """Threads for one operation; 0 leaves the number to TensorFlow."""
     inter_op_threads: int = 0
     """Operations that run at the same time; 0 leaves the number to TensorFlow."""
     warmup_iterations: int = 1
-    """How often each warm-up request is replayed; 0 replays none."""
+    """The number of times that each warm-up request is replayed; 0 replays none."""
 
 
 DEFAULT_LOADING = Loading()
@@ -51,10 +51,12 @@ class LoadedModel:
     ) -> list[NDArray[Any]]:
         """Compute the tensors `fetches` from the values in `feeds`.
 
+        StatusError for unknown tensor names; TensorFlow's own errors pass.
+
         Args:
             feeds: values by tensor name; TensorFlow checks dtypes, and the operations check shapes.
             fetches: names of tensors, in the order of the result.
-            timeout_ms: the session stops the step after so many milliseconds.
+            timeout_ms: milliseconds after which the session stops the step; None is never.
         """
         # `Session.run` casts dtypes, refuses shapes that TF Serving accepts, and takes 140 us longer. This is
         # the call that it makes in the end: the same C++ `Session::Run` and error messages as TF Serving's.
@@ -82,7 +84,7 @@ class LoadedModel:
         return output
 
     def close(self) -> None:
-        """Free the session's memory and the lock; TensorFlow cancels steps in progress."""
+        """Free the session's memory, and release the lock; TensorFlow cancels steps in progress."""
         session, self._session = self._session, None
         session.close()
         self._outputs.clear()
@@ -92,14 +94,14 @@ class LoadedModel:
 
 
 def has_saved_model(directory: Path) -> bool:
-    """True if the directory holds a SavedModel's graph; during a copy it may not be there yet."""
+    """True if the directory has a SavedModel's graph file, which a copy in progress may still lack."""
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
 
 
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`.
 
-    StatusError if it is absent, being removed, or damaged; TensorFlow's own errors are raised as they are.
+    StatusError if it is absent, being removed, or damaged; TensorFlow's own errors pass.
     """
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
@@ -127,7 +129,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
         if isinstance(error, OSError) and error.errno is None:  # its error for a file that does not parse
             raise StatusError(Code.DATA_LOSS, str(error)) from error
         raise
-    own = message_class("SignatureDef")  # TensorFlow's messages are of another pool than the calls'
+    own = message_class("SignatureDef")  # the calls' messages are from another pool than TensorFlow's
     signatures = {k: own.FromString(v.SerializeToString()) for k, v in meta_graph.signature_def.items()}
     return LoadedModel(session, signatures, lock)
 
@@ -135,7 +137,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 def _require_files(directory: Path) -> None:
     """Raise StatusError for pipes and devices: TensorFlow would open one and block for ever.
 
-    All later loads would wait for it.
+    All later loads would wait behind it.
     """
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -145,7 +147,7 @@ def _require_files(directory: Path) -> None:
 
 
 def _lock(manifest: Path) -> int | None:
-    """Take the shared lock that keeps retention from removing the version; None if it has no manifest.
+    """Acquire the shared lock that keeps retention from removing the version; None if it has no manifest.
 
     StatusError if it is being removed.
     """

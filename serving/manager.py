@@ -42,7 +42,7 @@ _REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto, Inference], None], str]
 def load_warm(
     directory: Path, loading: Loading = DEFAULT_LOADING, how: Inference = DEFAULT_INFERENCE
 ) -> LoadedModel:
-    """Load the SavedModel in `directory` and replay its warm-up requests."""
+    """Load the SavedModel in `directory` and replay its warm-up requests; errors as `load` and `warm_up`."""
     model = load(directory, loading)
     try:
         warm_up(model, directory, how, iterations=loading.warmup_iterations)
@@ -53,10 +53,10 @@ def load_warm(
 
 
 def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *, iterations: int = 1) -> int:
-    """Replay the warm-up requests of the SavedModel in `directory`, in file order; returns their number.
+    """Replay the warm-up requests of the SavedModel in `directory`, in file order; return their number.
 
-    Each is replayed `iterations` times before the next one. StatusError for too many, a damaged file, or one
-    that fails.
+    Each is replayed `iterations` times before the next one. StatusError for too many requests, a damaged
+    file, or a request that fails.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
@@ -101,7 +101,7 @@ class _Served(Struct):
 
 
 class VersionManager:
-    """Loads and unloads the versions of one model as their directories come and go.
+    """A thread that loads and unloads the versions of one model as their directories come and go.
 
     After a failed load it waits until the directory changes before it loads the version again. So a version
     that is still being copied is loaded in the end, and a broken one costs nothing.
@@ -128,10 +128,10 @@ class VersionManager:
         self._statuses: dict[int, VersionStatus] = {}
         self._served: dict[int, _Served] = {}
         self._failures: dict[int, object] = {}
-        self._taken_up = 1
-        """Counts starts of the model: the first, and each `follow` while retired or without a version."""
+        self._starts = 1
+        """The model's starts: the first, and each `follow` while retired or without a version."""
         self._noticed = 0
-        """The `_taken_up` that the thread has acted on. While it is lower, loaded versions may still go."""
+        """The start on which the thread has acted last. While it is lower, loaded versions may still go."""
         self._stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"versions of {name}", daemon=True)
@@ -141,7 +141,7 @@ class VersionManager:
         self._thread.start()
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything; requests and loads in progress get `grace_seconds` before they are cut off."""
+        """Unload everything; requests and loads in progress have `grace_seconds` before they are cut off."""
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._stopping = True
@@ -156,12 +156,12 @@ class VersionManager:
     def follow(self, base_path: Path, policy: VersionPolicy) -> None:
         """Follow another base path, or choose versions by another policy, from now on.
 
-        A loaded version of the same number stays, whichever path it came from, as in TF Serving.
+        A loaded version of the same number stays, from whichever path it was loaded, as in TF Serving.
         """
         with self._changed:
             if (self.base_path, self._policy) == (base_path, policy):
                 return
-            self._taken_up += self.is_retired or not self._available()
+            self._starts += self.is_retired or not self._available()
             self.base_path, self._policy = base_path, policy
             self._wanted = frozenset()  # old failures must not count until the thread has read the new path
         self._wake.set()
@@ -214,26 +214,27 @@ class VersionManager:
             return self._available()
 
     def is_coming(self) -> bool:
-        """True while a first version is being looked for or loaded, and has not failed."""
+        """True while a first version is being searched or loaded, and has not failed."""
         with self._changed:
             if self._policy is None or self._stopping:
                 return False
-            if self._noticed != self._taken_up:
+            if self._noticed != self._starts:
                 return True
             return not self._available() and not self._wanted <= self._failures.keys()
 
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
-        """Wait for an available version and return the newest one; stops when `is_wanted` returns False.
+        """Wait for an available version and return the newest one; the wait ends if `is_wanted` returns
+        False.
 
-        ServerError if it stops so, if the time is over, or if none can come.
+        ServerError if it ends so, if the time is over, or if no version can become available.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while not (available := self._available()) or self._noticed != self._taken_up:
+            while not (available := self._available()) or self._noticed != self._starts:
                 late = time.monotonic() >= deadline or not is_wanted()
                 if late or self._hopeless():
                     raise self._not_available(timeout_seconds if late else None)
-                # In steps: Python runs the handler of a signal of another thread only between them.
+                # In steps: between them Python can run a signal's handler.
                 self._changed.wait(min(1.0, deadline - time.monotonic()))
             return max(available)
 
@@ -288,28 +289,28 @@ class VersionManager:
 
     def _follow(self) -> None:
         while not self._stopping:
-            self._wake.clear()  # before reading the policy: a change that comes meanwhile sets it again
+            self._wake.clear()  # before reading the policy, so that a change meanwhile sets it again
             with self._changed:
-                policy, base_path, taken_up = self._policy, self.base_path, self._taken_up
+                policy, base_path, starts = self._policy, self.base_path, self._starts
             if policy is None:
-                self._settle(frozenset(), {}, taken_up)
+                self._settle(frozenset(), {}, starts)
             else:
                 try:
                     directories = versions_among(path.name for path in base_path.iterdir())
                     paths = {version: base_path / name for version, name in directories.items()}
-                    self._settle(policy.choose(directories), paths, taken_up)
+                    self._settle(policy.choose(directories), paths, starts)
                 except OSError:  # a base path that is missing for a moment changes nothing
-                    self._notice(taken_up)
+                    self._notice(starts)
             # Without a policy, or with 0 s, only `follow`, `retire` and `stop` wake the thread.
             self._wake.wait(None if policy is None else self._poll_seconds or None)
 
-    def _notice(self, taken_up: int) -> None:
+    def _notice(self, starts: int) -> None:
         with self._changed:
-            self._noticed = taken_up
+            self._noticed = starts
             self._changed.notify_all()
 
-    def _settle(self, wanted: frozenset[int], directories: dict[int, Path], taken_up: int) -> None:
-        """Load and unload until exactly `wanted` is served."""
+    def _settle(self, wanted: frozenset[int], directories: dict[int, Path], starts: int) -> None:
+        """Load and unload until exactly `wanted` is served, or until `stop`."""
         failures = {
             version: fingerprint
             for version, fingerprint in self._failures.items()
@@ -319,7 +320,7 @@ class VersionManager:
             if self._stopping:
                 return
             self._wanted, self._failures = wanted, failures
-            self._notice(taken_up)
+            self._notice(starts)
         self._end_unfinished(wanted)
         for version in sorted(wanted - self._statuses.keys()):
             self._announce(VersionStatus(version, VersionState.START))
@@ -330,7 +331,7 @@ class VersionManager:
                 self._begin_unload(action.version)
 
     def _end_unfinished(self, wanted: frozenset[int]) -> None:
-        """Announce END for versions that were never loaded and are no longer wanted."""
+        """Announce END for versions that never got loaded and are not wanted any more."""
         for status in self.statuses():
             is_waiting = status.state in (VersionState.START, VersionState.LOADING)
             if is_waiting and status.version not in wanted:
@@ -383,7 +384,7 @@ class VersionManager:
 
 
 def _fingerprint(directory: Path) -> object:
-    """Paths, sizes and times of all files: a value that changes with the directory."""
+    """The paths, sizes and times of all files, which change with the directory."""
     found = []
     for path in directory.rglob("*"):
         with suppress(OSError):

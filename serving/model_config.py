@@ -1,6 +1,6 @@
-"""The models and versions that a server has to serve: `ModelServerConfig`, version policies, the next step.
+"""The models and versions that a server should serve: `ModelServerConfig`, version policies, the next step.
 
-Directory names give the versions that exist, a policy chooses those to serve, and `next_action` gives the
+Directory names give the existing versions, a policy chooses the ones to serve, and `next_action` gives the
 next load or unload, such that the model stays available. Rules, error codes and messages follow
 tensorflow_serving/model_servers/server_core.cc and core/availability_preserving_policy.cc.
 """
@@ -81,10 +81,10 @@ def versions_among(names: Iterable[str]) -> dict[int, str]:
 
 
 def next_action(wanted: frozenset[int], states: Mapping[int, VersionState]) -> Load | Unload | None:
-    """The next step towards serving exactly `wanted`, or None when that state is reached.
+    """The next step towards serving exactly `wanted`; None when that state is reached.
 
-    A version that is no longer wanted stays until a wanted one is available, so a new version that cannot be
-    loaded never removes the working one. If `wanted` is empty, all versions are unloaded.
+    A version that is no longer wanted stays until a wanted one is available, so that a new version that
+    cannot be loaded never replaces the working one. If `wanted` is empty, all versions are unloaded.
 
     Args:
         wanted: the versions to serve.
@@ -118,7 +118,7 @@ def read_config_file(path: Path) -> Proto:
 
 
 def read_servers_config(option: str, file: Path, models: Iterable[str]) -> Proto:
-    """Read the configuration that every target of an agent runs with.
+    """Read the configuration with which every target of an agent runs.
 
     Raises:
         UsageError: it cannot be read, has other content, or lacks a model of the agent.
@@ -157,7 +157,7 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
 
 
 def require_platform(wanted: Iterable[ModelConfig], served: Container[str]) -> None:
-    """Refuse models of other platforms; `served` holds the names of the models that are served now."""
+    """Raise StatusError for models of other platforms; `served` has the names of the models served now."""
     for model in wanted:
         if model.platform != PLATFORM and model.name in served:
             raise invalid(
@@ -192,11 +192,11 @@ def _platform(entry: Proto) -> str:
 
 
 def check_to_send(config: Proto) -> None:
-    """Refuse entries that would block a stock server: it refuses and keeps them, and then answers every later
-    configuration with the same error until it is restarted.
+    """Raise UsageError for entries that would block a stock server.
 
-    `ServerCore::ReloadConfig` stores a configuration before it finds the routes of its platforms, and
-    compares each later one with the stored one (server_core.cc).
+    It would refuse and keep such an entry, and answer every later configuration with the same error until a
+    restart: `ServerCore::ReloadConfig` stores a configuration before it finds the routes of its platforms,
+    and compares each later one with the stored one (server_core.cc).
     """
     names: set[str] = set()
     for entry in config.model_config_list.config:
@@ -215,7 +215,8 @@ def check_to_send(config: Proto) -> None:
 
 
 def absent(entry: Proto) -> str:
-    """Why a server would wait for a new model's files; empty if it would not, or this machine cannot tell.
+    """The reason why a server would wait for a new model's files; empty if it would not, or that is not
+    known.
 
     This machine can judge a path if the parent directory exists here and is not the root.
     """

@@ -1,4 +1,4 @@
-"""The models of a server by name: requests reach a version; new configurations apply, also from a file."""
+"""The models of a server by name: requests get a version; new configurations apply, also from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class ServedModels:
     """Models by name; `create` makes the manager of a new one.
 
-    A model that a new configuration leaves out is unloaded; its versions' last statuses stay known.
+    A model that a new configuration omits is unloaded; the last statuses of its versions stay known.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ServedModels:
         self._managers: dict[str, VersionManager] = {}
         self._labels: Mapping[str, Mapping[str, int]] = {}
         self._awaited: Counter[str] = Counter()
-        """How many calls of `serve` wait for each model."""
+        """The number of calls of `serve` that wait for each model."""
         self._configuring = threading.Lock()
         self._is_stopping = False
 
@@ -58,11 +58,13 @@ class ServedModels:
         return name in served and served[name].is_available()
 
     def labels(self, name: str) -> Mapping[str, int]:
-        """The versions of a model by label."""
+        """The versions of a model by label; empty for an unknown model."""
         return self._labels.get(name, {})
 
     def versions(self, name: str) -> list[VersionStatus]:
-        """Every version of a model that the server has ever seen, the newest first."""
+        """Every version of a model that the server has ever seen, the newest first; empty for an unknown
+        model.
+        """
         manager = self._managers.get(name)
         return manager.statuses() if manager else []
 
@@ -70,7 +72,7 @@ class ServedModels:
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
         """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block.
 
-        StatusError if there is no such model, version or label.
+        StatusError if the model, version or label does not exist.
         """
         if not spec.name:
             raise invalid("ModelSpec has no name specified.")
@@ -89,7 +91,7 @@ class ServedModels:
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:
-        """The versions of a model, the newest first, or the one that the `ModelSpec` names.
+        """The versions of a model, the newest first, or only the one that the `ModelSpec` names.
 
         StatusError if there are none.
         """
@@ -105,7 +107,7 @@ class ServedModels:
         raise StatusError(Code.NOT_FOUND, f"Could not find version {version} of model {spec.name}")
 
     def configure(self, wanted: Sequence[ModelConfig]) -> None:
-        """Start to serve exactly these models. A refused configuration changes nothing."""
+        """Start to serve exactly these models. A refused configuration (StatusError) changes nothing."""
         with self._configuring:
             self._configure(wanted)
 
@@ -117,13 +119,16 @@ class ServedModels:
     ) -> None:
         """Start to serve exactly these models, and wait until each new one has an available version.
 
-        A model also counts as new while another call still waits for it, or while its first version loads.
-        A model that never became available, and that no call waits for, does not: so a caller can send the
+        A model also counts as new while another call still waits for it, or while its first version loads. A
+        model that never became available, and for which no call waits, does not: so a caller can send the
         same configuration again without waiting for it again.
+
+        StatusError if the configuration is refused (then nothing changes), or a model does not become
+        available.
 
         Args:
             wanted: the models.
-            timeout_seconds: how long to wait; the configuration stays in effect afterwards.
+            timeout_seconds: the longest wait; the configuration stays in effect afterwards.
             is_wanted: called about once a second; the wait ends when it returns False.
         """
         deadline = time.monotonic() + timeout_seconds
@@ -164,9 +169,10 @@ class ServedModels:
             manager.start()
 
     def _check_labels(self, wanted: Sequence[ModelConfig]) -> None:
-        """Raise StatusError if a label moves to a version that is not available: its requests would fail.
+        """Raise StatusError if a label would move to a version that is not available: its requests would
+        fail.
 
-        Unless labels of such versions are allowed, a new one may not name one either.
+        A new label may not name such a version either, unless that is allowed.
         """
         for model in wanted:
             current = self.labels(model.name)
@@ -219,7 +225,9 @@ class ConfigFile:
         self._problem = ""
 
     def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
-        """The models that the file lists; UsageError if it cannot be used, or is empty and may not be."""
+        """The models that the file lists; UsageError if it cannot be used, or is empty and `may_be_empty` is
+        False.
+        """
         try:
             config = read_config_file(self.path)
             if not may_be_empty and config.WhichOneof("config") is None:
@@ -231,7 +239,7 @@ class ConfigFile:
             ) from error
 
     def follow(self, models: ServedModels) -> None:
-        """Apply the file's content each time it is read, until `stop`, as TF Serving does.
+        """Apply the file's content each time it is read, until `stop`, as in TF Serving.
 
         A configuration that cannot be applied changes nothing, and is logged once.
         """

@@ -9,7 +9,7 @@ from exporter.errors import UsageError, to_install
 
 
 def require_libraries(extra: str, purpose: str, *names: str) -> None:
-    """Import the libraries of an extra, before anything runs that would have to be ended without them.
+    """Import the libraries of an extra, before anything starts that would have to be stopped without them.
 
     Raises:
         UsageError: one of them is not installed, or cannot be imported.

@@ -48,8 +48,8 @@ class Reloaded(Struct, frozen=True):
 def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
     """The configuration to send before `wanted`; None if every label of `wanted` can be set at once.
 
-    A label whose new version is not available yet keeps its current version, which a policy of specific
-    versions then also lists so that it stays loaded. A new label for such a version is left out.
+    A label whose new version is not available yet keeps its current version; a policy of specific versions
+    then also lists that version, so that it stays loaded. A new label for such a version is left out.
     """
     first = message_class("serving.ModelServerConfig")()
     first.CopyFrom(wanted)
@@ -69,7 +69,7 @@ def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
 
 
 def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
-    """Why the server does not serve a model as its entry requires yet; None if it does."""
+    """The reason why the server does not yet serve a model as its entry requires; None if it does."""
     states = {status.version: status for status in statuses}
     for version in sorted(needed_versions(model)):
         status = states.get(version)
@@ -93,12 +93,12 @@ def has_failed(model: Proto, statuses: Sequence[VersionStatus]) -> bool:
 
 
 def needed_versions(model: Proto) -> set[int]:
-    """The versions that an entry of a configuration names."""
+    """The versions named in an entry of a configuration."""
     return {*model.model_version_policy.specific.versions, *model.version_labels.values()}
 
 
 def require_there(new: Iterable[Proto]) -> None:
-    """Raise ModelPathNotFound if files of new models do not exist, before a server receives the models."""
+    """Raise ModelPathNotFound if files of new models do not exist, before the models are sent to a server."""
     for entry in new:
         if problem := absent(entry):
             raise ModelPathNotFound(
@@ -110,7 +110,7 @@ def require_there(new: Iterable[Proto]) -> None:
 
 
 class Reloader:
-    """Sends one configuration to one server, and polls its models until a deadline."""
+    """A tool that sends one configuration to one server, and polls its models until a deadline."""
 
     def __init__(
         self,
@@ -135,10 +135,10 @@ class Reloader:
         self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
-        """Send the configuration, and wait until it is served; returns what is served of each model.
+        """Send the configuration, and wait until it is served; return each model's versions and labels.
 
         ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever; CallFailed if
-        it refuses, ServerError if a model is not served in time.
+        it does not respond or refuses, ServerError if a model is not served in time.
         """
         check_to_send(self._wanted)
         with ExitStack() as stack:
@@ -161,7 +161,7 @@ class Reloader:
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
-        """Wait until a model is served as its entry requires; returns its available versions.
+        """Wait until a model is served as its entry requires; return its available versions.
 
         ServerError if it cannot be loaded, or the time is over.
         """
@@ -184,7 +184,10 @@ class Reloader:
 
 
 def statuses(client: ModelClient) -> list[VersionStatus]:
-    """The versions of a model on a server; none if the server does not know the model."""
+    """The versions of a model on a server; none if the server does not know the model.
+
+    CallFailed if the server does not respond, or refuses for another reason.
+    """
     try:
         return client.status()
     except CallFailed as error:

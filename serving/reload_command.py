@@ -25,7 +25,7 @@ _ANY_PLACE = re.compile(r"/|[a-zA-Z][a-zA-Z0-9.+-]*://")
 
 
 class WholeFlags(Struct, frozen=True):
-    """The file of the whole configuration, and what is done with it."""
+    """Options for the file of the whole configuration."""
 
     model_config_file: Annotated[
         Path | None,
@@ -50,7 +50,7 @@ class WholeFlags(Struct, frozen=True):
     def config(self, entry: EntryFlags) -> Any:
         """The configuration to send: the file's, or an empty one, with the entry of --model.
 
-        UsageError if it lists no model, or options for a model name none.
+        UsageError if it lists no model, or options for a model lack its name.
         """
         config = self._given(has_model=entry.model is not None)
         if entry.model is not None:
@@ -62,9 +62,9 @@ class WholeFlags(Struct, frozen=True):
         return config
 
     def _given(self, *, has_model: bool) -> Any:
-        """The file's configuration, or an empty one.
+        """The file's configuration, or an empty one with --only.
 
-        UsageError if options exclude each other, or say neither.
+        UsageError if options exclude each other, or neither a file nor --only is given.
         """
         from exporter.wire.protos import message_class
         from serving.model_config import read_config_file
@@ -86,7 +86,7 @@ class WholeFlags(Struct, frozen=True):
 
 
 class EntryFlags(Struct, frozen=True):
-    """The entry of one model in the configuration."""
+    """Options for the entry of one model in the configuration."""
 
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in requests.")] = None
     model_base_path: Annotated[
@@ -110,9 +110,9 @@ class EntryFlags(Struct, frozen=True):
     ] = []
 
     def put_into(self, config: Any, name: str) -> None:
-        """Change the model's entry as the options say, or add one; other fields of the entry stay.
+        """Change the model's entry according to the options, or add one; other fields of the entry stay.
 
-        UsageError if a new one has no base path, or a label no version.
+        UsageError if a new entry lacks a base path, or a label a version.
         """
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]
@@ -152,7 +152,10 @@ class EntryFlags(Struct, frozen=True):
 
 
 def _version_at(named: str, base_path: str) -> int:
-    """The version that can be at a position, by a name as `export-model rollback --to` takes it."""
+    """The version for a position, which is named as for `export-model rollback --to`: see `version_named`.
+
+    UsageError if the base path has no versions.
+    """
     from exporter.publish.tags import version_named
     from exporter.transfer.opened import opened
 

@@ -22,11 +22,15 @@ Json = Any
 
 _SHORT_FLOATS = {DType.FLOAT, DType.HALF, DType.BFLOAT16}
 _BLOCK = 1 << 16
-"""How many elements are Python objects at the same time."""
+"""The number of elements that are Python objects at a time."""
 
 
 def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
-    """The JSON of `rows` or `columns` in parts, so that only a part of a long response is Python objects."""
+    """Yield the JSON of `rows` or `columns` in parts, so that only a part of a long response is Python
+    objects.
+
+    ValueError for types without JSON, and for outputs without rows.
+    """
     _require_types(outputs)
     size = sum(map(_items, outputs.values()))
     if size <= _BLOCK:
@@ -58,7 +62,7 @@ def _require_types(outputs: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _items(array: NDArray[Any]) -> int:
-    """About how many Python objects an array becomes; empty lists count, too."""
+    """The approximate number of Python objects that an array becomes; empty lists count, too."""
     return math.prod(max(size, 1) for size in array.shape)
 
 
@@ -79,8 +83,9 @@ def _text_of(document: Json) -> bytes:
 
 
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Row format: `predictions` has an item for each row; items map output names to values unless there is
-    one.
+    """Row format: `predictions` has an item per row; items map output names to values if there are several.
+
+    ValueError if outputs have no rows, or different numbers, or JSON lacks a type.
     """
     _require_rows(outputs)
     columns = {name: to_json(array, name) for name, array in outputs.items()}
@@ -100,23 +105,26 @@ def _require_rows(outputs: Mapping[str, NDArray[Any]]) -> None:
 
 
 def columns(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Columnar format: `outputs` has each output by name, or the output itself if there is only one."""
+    """Columnar format: `outputs` has each output by name, or the output itself if there is only one.
+
+    ValueError if JSON lacks a type.
+    """
     values = {name: to_json(array, name) for name, array in outputs.items()}
     return {"outputs": next(iter(values.values())) if len(values) == 1 else values}
 
 
 def classifications(examples: Sequence[Sequence[tuple[str, float]]]) -> dict[str, Json]:
-    """`results` has a list of [label, score] for each example."""
+    """The document whose `results` has a list of [label, score] for each example."""
     return {"results": [[[label, shortest(score)] for label, score in row] for row in examples]}
 
 
 def regressions(values: Sequence[float]) -> dict[str, Json]:
-    """`results` has a number for each example."""
+    """The document whose `results` has a number for each example."""
     return {"results": [shortest(value) for value in values]}
 
 
 def to_json(array: NDArray[Any], name: str) -> Json:
-    """A tensor as nested lists; strings are text, or `{"b64": ...}` where the name ends in `_bytes`.
+    """A tensor as nested lists; strings are texts, or `{"b64": ...}` if the name ends in `_bytes`.
 
     ValueError if JSON has no form for it.
     """
@@ -134,7 +142,7 @@ def to_json(array: NDArray[Any], name: str) -> Json:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that denotes the same float32: 0.1 instead of 0.10000000149011612."""
+    """The shortest decimal with the same float32: 0.1 instead of 0.10000000149011612."""
     import numpy as np
 
     return float(str(np.float32(value)))

@@ -154,14 +154,14 @@ def _announce(sink: Output, server: ModelServer) -> None:
 
 
 def _tables(version: Path) -> str | None:
-    """The state of a loaded version's mapped tables, in words; None if it was not made to map them.
+    """The state of a loaded version's mapped tables, in words; None if it was not made to map any.
 
-    None, too, if its manifest cannot be read: another program's version has none.
+    None, too, if its manifest cannot be read, as for a version of another program.
     """
     from exporter.publish.mapped_state import tables_state
     from exporter.publish.versions import read_manifest
 
-    with suppress(ManifestError):  # a version of another program has none
+    with suppress(ManifestError):  # another program's version has no manifest
         record = read_manifest(version).mapped
         return None if record is None else tables_state(record, version)
     return None
@@ -172,7 +172,7 @@ def _the_model(
 ) -> tuple[Path | None, str | None]:
     """The path and name of the one model to serve; None for both if a file lists the models.
 
-    The name is None, too, if the path alone is given without an option. UsageError without a path, or for
+    The name is also None if the path was given as an argument, without a name. UsageError for no path, or
     two.
     """
     if config_file is not None:
@@ -197,7 +197,7 @@ def _the_model(
 
 
 def _require_no_neighbour(sink: Output, path: Path) -> None:
-    """Refuse at once a path beside the model that was meant; one without a version yet is waited for."""
+    """Refuse a path beside the model that was probably meant; a directory without versions is accepted."""
     from exporter.publish.versions import likely_model
 
     if path.is_file():
@@ -219,14 +219,14 @@ def _require_no_neighbour(sink: Output, path: Path) -> None:
 
 
 class _StatusPrinter:
-    """Prints failures of versions; after `begin` also versions that become available."""
+    """A printer of failures of versions; after `begin` also of versions that become available."""
 
     def __init__(self, sink: Output) -> None:
         self._sink = sink
         self._server: ModelServer | None = None
 
     def begin(self, server: ModelServer) -> None:
-        """From now on, print versions of the server that become available, too."""
+        """From now on, also print versions of this server that become available."""
         self._server = server
 
     def __call__(self, model: str, status: VersionStatus) -> None:

@@ -1,7 +1,7 @@
-"""The names of a server's models, in the answer to a client that named another.
+"""The names of a server's models, in the answer to a client that asked for another.
 
-TensorFlow Serving's interface lists no models. `serve-model run` tells the names in the trailing metadata of
-its NOT_FOUND, which other clients do not look at.
+TensorFlow Serving's interface does not list models. `serve-model run` sends their names in the trailing
+metadata of its NOT_FOUND, which other clients ignore.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import msgspec
 
 _KEY = "export-model-served-bin"  # -bin: any bytes
 _MOST_BYTES = 4096
-"""gRPC takes 8 KiB of metadata with an answer."""
+"""The most bytes of names; gRPC accepts 8 KiB of metadata with an answer."""
 
 
 def as_metadata(names: Iterable[str]) -> tuple[tuple[str, bytes], ...]:
-    """The metadata with these names, sorted; none if they are too many."""
+    """The metadata with these names, sorted; () if they are too long."""
     content = msgspec.json.encode(sorted(names))
     return ((_KEY, content),) if len(content) <= _MOST_BYTES else ()
 
 
 def names_in(metadata: Iterable[Any] | None) -> tuple[str, ...]:
-    """The names in an answer's metadata; empty if the server does not tell them, or something else."""
+    """The names in an answer's metadata; empty if the server does not send them, or sends something else."""
     found = next((value for key, value in metadata or () if key == _KEY), b"")
     try:
         names = msgspec.json.decode(found[:_MOST_BYTES], type=list[str])

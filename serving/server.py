@@ -4,7 +4,7 @@
         server.wait_available(timeout_seconds=60)
         print(server.address)
 
-Client stubs, requests, statuses and errors are those of `tensorflow_model_server`.
+Client stubs, requests, statuses and errors are `tensorflow_model_server`'s.
 
 It also has gRPC's health service (grpc.health.v1), for `grpc_health_probe`, Kubernetes and load balancers.
 The service `""` and TF Serving's own services are SERVING when every model has an available version; a
@@ -50,7 +50,7 @@ MAX_MESSAGE_BYTES = (1 << 31) - 1
 _REQUEST_S = 60.0
 """A REST client that takes longer to send a request is disconnected, unless the request is long."""
 _CONFIGURE_SECONDS = 600.0
-"""How long a call without a deadline waits for new models; TF Serving waits for ever."""
+"""Seconds for which a call without a deadline waits for new models; TF Serving waits for ever."""
 _FOREVER_SECONDS = 1e9
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _SERVICE = "grpc.health.v1.Health"
@@ -81,10 +81,14 @@ class ModelServer:
             name: the model's name in requests; the last part of `base_path` by default.
             options: how to listen, find and load versions, and compute.
             listener: called with a model's name and a version's new status, from the thread that changed it.
+
+        Raises:
+            UsageError: the options, or a file that they name, cannot be used.
+            ServerError: it cannot listen.
         """
         from serving.optional_libraries import require_libraries
 
-        if options.network.rest_api_port is not None:  # before anything runs that would have to be ended
+        if options.network.rest_api_port is not None:  # before anything runs that would have to be stopped
             require_libraries("server", "--rest-api-port", "h11", "prometheus_client")
         self.host = options.host
         self._options = options
@@ -123,7 +127,10 @@ class ModelServer:
         return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; returns that of the first model, 0 without any."""
+        """Wait until every model has an available version; return the first model's, 0 without any model.
+
+        ServerError if the time is over, or a model cannot become available.
+        """
         deadline = time.monotonic() + timeout_seconds
         served = self.models.served().values()
         versions = [model.wait_available(max(0.0, deadline - time.monotonic())) for model in served]
@@ -134,12 +141,12 @@ class ModelServer:
         return self.models.versions(self.name)
 
     def stop(self, grace_seconds: float | None = None) -> None:
-        """Fail health checks, drain, refuse new calls, let calls in progress end, unload. May be called
+        """Fail health checks, drain, refuse new calls, let calls in progress end, unload; may be called
         repeatedly.
 
         Args:
-            grace_seconds: how long calls in progress may take, without a drain before; by default the options
-                give both times.
+            grace_seconds: the time for calls in progress, without a drain before; by default the options give
+                both times.
         """
         if self._stopped:
             return
@@ -174,9 +181,9 @@ class ModelServer:
         own: dict[str, int | str] = {
             "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
-            "grpc.so_reuseport": 0,  # else a second server could share the port, and get half of the calls
+            "grpc.so_reuseport": 0,  # otherwise a second server could share the port, and half of the calls
         }
-        # Merged by name: of a repeated argument gRPC takes the first.
+        # Merged by name, because gRPC uses the first of repeated arguments.
         arguments = own | dict(options.channel_arguments())
         require_free(self.host, options.port)
         server = grpc.server(self._executor, options=list(arguments.items()))
@@ -296,12 +303,12 @@ _IN_USE = (
 
 
 def require_free(host: str, port: int) -> None:
-    """Refuse a port at which another program listens, before gRPC prints a line of its own about it.
+    """Refuse a port on which another program listens, before gRPC prints its own line about it.
 
     Raises:
         ServerError: one listens there.
     """
-    with suppress(socket.gaierror):  # which gRPC resolves in its own way
+    with suppress(socket.gaierror):  # gRPC resolves names in its own way
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
@@ -311,7 +318,7 @@ def require_free(host: str, port: int) -> None:
                     probe.bind(address)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    continue  # another of the name's addresses may do, or be of a family that is there
+                    continue  # another address of the name may do
                 cause, hint = _IN_USE
                 where = f"cannot listen on {_host_and_port(host, port)}"
                 raise ServerError(where, cause=cause, hint=hint) from error
@@ -335,7 +342,7 @@ def _listen(server: Any, address: str, credentials: Any, cause: str, hint: str) 
 
 
 class Health:
-    """`is_ending` makes health checks fail before the server stops, whatever the models' states are."""
+    """A flag that makes health checks fail before the server stops, whatever the models' states are."""
 
     is_ending = False
 
@@ -464,10 +471,7 @@ class ModelService:
 
 
 def _timeout_ms(context: Context) -> int | None:
-    """The rest of the caller's deadline, after which the session stops the step, as TF Serving's does.
-
-    None if the caller waits for ever.
-    """
+    """The milliseconds until the caller's deadline, when the session stops the step; None without one."""
     seconds = _seconds_left(context)
     return None if seconds is None else int(seconds * 1000)
 
@@ -479,9 +483,9 @@ def _seconds_left(context: Context) -> float | None:
 
 @contextmanager
 def _status_to(context: Context, models: ServedModels | None = None) -> Iterator[None]:
-    """End the call with the canonical status of any exception, with the message cut as TF Serving cuts it.
+    """End the call with the canonical status of any exception, its message shortened as in TF Serving.
 
-    With what is not found goes which `models` there are, for the clients that ask without knowing a name.
+    NOT_FOUND carries the names of `models`, for clients that do not know a name.
     """
     try:
         yield

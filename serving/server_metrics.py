@@ -1,7 +1,7 @@
 """A model server's metrics for Prometheus, under TF Serving's names where it has them.
 
 Requests are counted when they end. States of versions, and positions of models with deltas, are read for each
-page. Sources: tensorflow_serving/servables/tensorflow/util.cc and util/prometheus_exporter.cc.
+request of the page. Sources: tensorflow_serving/servables/tensorflow/util.cc and util/prometheus_exporter.cc.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ServerMetrics:
                 self._sums_us[key] += took_us  # type: ignore[assignment] # a Counter adds numbers of any kind
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
@@ -70,11 +70,11 @@ class ServerMetrics:
         return bytes(generate_latest(registry))
 
     def describe(self) -> list[Any]:
-        """For prometheus_client when it registers this collector: without a list it reserves no names."""
+        """Return nothing when prometheus_client registers this collector: it then reserves no names."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """For prometheus_client, for each page."""
+        """Yield all metrics; prometheus_client calls it for each page."""
         yield from self._request_metrics()
         yield from self._model_metrics()
 
@@ -121,7 +121,7 @@ class ServerMetrics:
         yield from (states, position, step)
 
     def _stands_at(self, name: str, version: int) -> tuple[int, int] | None:
-        """Position and step of a version, if it takes deltas and responds within a second; else None."""
+        """The position and step of a version, if it takes deltas and responds within a second; else None."""
         spec = message_class("serving.ModelSpec")(name=name)
         spec.version.value = version
         with suppress(Exception), self._models.borrow(spec) as (_, model):

@@ -27,7 +27,7 @@ _of_computing = partial(typer.Option, rich_help_panel=_COMPUTING)
 
 
 class NetworkOptions(Struct, frozen=True, kw_only=True):
-    """REST, metrics and TLS, and how the server ends; by default only gRPC. Names are TF Serving's own."""
+    """Options for REST, metrics, TLS and the server's end; by default only gRPC. Names are TF Serving's."""
 
     rest_api_port: Annotated[
         int | None,
@@ -99,7 +99,10 @@ GRPC_ALONE = NetworkOptions()
 
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
-    """How a `ModelServer` finds and loads versions, listens and computes. Names are TF Serving's own."""
+    """Options of a `ModelServer` for finding and loading versions, listening and computing.
+
+    Names are TF Serving's own.
+    """
 
     model_config_file: Annotated[
         Path | None,
@@ -200,14 +203,14 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
-        """Raise UsageError for wrong numbers that come from Python; the command line checks them itself."""
+        """Raise UsageError for wrong numbers from Python; the command line checks them itself."""
         if self.poll_seconds < 0 or self.threads < 1 or not 0 <= self.port <= 65535:
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
         """Arguments of the gRPC server by name; a value in digits becomes a number.
 
-        UsageError for another form.
+        UsageError for another form than NAME=VALUE.
         """
         arguments: list[tuple[str, int | str]] = []
         for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
@@ -218,7 +221,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """The settings for loading versions."""
+        """The settings for loading versions; UsageError if the session's file cannot be used."""
         from serving.loader import Loading
         from serving.text_config import read_text_config
 

@@ -9,10 +9,10 @@ from msgspec import Struct
 from exporter.wire.version_state import VersionState as VersionState
 
 MAX_MESSAGE_CHARACTERS = 1024
-"""TF Serving cuts the message of a failed call to this length."""
+"""TF Serving shortens the message of a failed call to this length."""
 
 MAX_FILLED_BYTES = 64 << 20
-"""By how much a request may grow: one value repeated to fill a shape, a context repeated for each example.
+"""The most bytes by which a request may grow: by a value that fills a shape, or a context for each example.
 TF Serving has no limit, so that a request of 60 bytes can cost gigabytes."""
 
 
@@ -39,12 +39,12 @@ class Code(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Code:
-        """`UNKNOWN` for a code that a later server has."""
+        """`UNKNOWN` for a code of a later server."""
         return cls.UNKNOWN
 
 
 class VersionStatus(Struct, frozen=True):
-    """One version of a model as `GetModelStatus` reports it; `code` and `message` say why loading failed."""
+    """One version of a model in `GetModelStatus`; `code` and `message` say why loading failed."""
 
     version: int
     state: VersionState
@@ -53,7 +53,7 @@ class VersionStatus(Struct, frozen=True):
 
 
 def error_text(status: VersionStatus) -> str:
-    """Why a version failed to load; empty if it did not."""
+    """The reason why a version failed to load; empty if it did not."""
     return f"{status.code.name}: {status.message}" if status.code else ""
 
 
@@ -67,7 +67,7 @@ class StatusError(Exception):
 
 
 def invalid(message: str) -> StatusError:
-    """The error of a request that does not fit the model."""
+    """The error for a request that does not fit the model."""
     return StatusError(Code.INVALID_ARGUMENT, message)
 
 

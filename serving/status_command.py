@@ -1,6 +1,6 @@
 """`serve-model status`: show a model's versions on a server, their positions, and how far behind they are.
 
-The server reports versions and positions. What is published is read from the model base path, so the caller
+The server reports versions and positions. The published model is read at the model base path, so the caller
 needs access to it.
 """
 
@@ -70,7 +70,7 @@ def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
 
 
 def compare(versions: Sequence[ServedVersion], target: Model, now: datetime) -> list[ServedVersion]:
-    """Add to each available version how far it is behind what is published."""
+    """Add the distance from the published model to each available version."""
     return [
         _compare(found, target, now) if found.state == VersionState.AVAILABLE.name else found
         for found in versions
@@ -120,9 +120,9 @@ def _seconds_since(time: datetime | None, now: datetime) -> float | None:
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
-    """Ask the server, compare with what is published, and print.
+    """Ask the server, compare with the published model, and print.
 
-    ServerError, then, if no version is available.
+    ServerError, after that, if no version is available.
     """
     statuses = client.status()
     found, target = ask(client, statuses), None
@@ -155,15 +155,15 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 def client_of(
     connect: Callable[[str], ModelClient], model: str | None, published: Path | None
 ) -> ModelClient:
-    """A client of the model that was named, or else of the one that the server serves (`find_model`)."""
+    """A client of the named model, or else of the only one that the server serves (`find_model`)."""
     return connect(model) if model else find_model(connect, published)
 
 
 def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
-    """A client of the one model that a server serves, which was not named.
+    """A client of the only model on a server, for a command without a model's name.
 
-    `serve-model run` tells its models. TensorFlow Serving's interface does not list them: there the name may
-    be the last part of what is `published`, or TensorFlow Serving's own default.
+    `serve-model run` lists its models. TensorFlow Serving's interface does not: there the name may be the
+    last part of the `published` path, or TensorFlow Serving's own default.
 
     Raises:
         CallFailed: the server did not respond, has none of these, or has several models.
@@ -255,7 +255,7 @@ def _age(seconds: float | None) -> str:
 def _require_available(
     client: ModelClient, found: Sequence[ServedVersion], statuses: Sequence[VersionStatus]
 ) -> None:
-    """Raise ServerError unless a version is available, and still was when it was asked for its position."""
+    """Raise ServerError unless a version is available, and still was when asked for its position."""
     if not any(one.state == VersionState.AVAILABLE.name for one in found):
         first, now = statuses[0], found[0]
         hint = "publish a version that loads, or wait for the version that is loading"

@@ -43,8 +43,9 @@ def check_batching_parameters(path: Path) -> None:
 
 
 def _problems(found: Proto) -> Iterator[str]:
-    """The stock server's checks (source: batching_util.cc, batching_session.cc; TensorFlow's
-    shared_batch_scheduler.h).
+    """Yield the problems that the stock server would report.
+
+    Source: batching_util.cc, batching_session.cc; TensorFlow's shared_batch_scheduler.h.
     """
     for name, least in _AT_LEAST.items():
         if found.HasField(name) and (value := getattr(found, name).value) < least:
@@ -68,7 +69,7 @@ def _problems(found: Proto) -> Iterator[str]:
 
 
 class Treatment(Enum):
-    """How this program handles a flag of TF Serving."""
+    """The way in which this program handles a flag of TF Serving."""
 
     SAME = "same"
     IGNORED = "accepted, no effect"
@@ -86,7 +87,7 @@ class StockFlag(Struct, frozen=True):
     option_if_false: str = ""
     """For a boolean that is true by default: the option that turns it off."""
     why: str = ""
-    """The difference, or why the flag has no effect or is refused."""
+    """The difference, or the reason why the flag has no effect or is refused."""
     harmless: tuple[str, ...] = ()
     """Values that ask for this server's own behaviour; they are accepted without a note."""
 
@@ -175,7 +176,7 @@ _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect.
+    """Replace TF Serving's flags by this program's options; also return notes on flags without effect.
 
     UsageError for a flag that is not supported.
     """

@@ -1,9 +1,8 @@
-"""Read and change the position of a running model, by its signatures `incremental_status` and
-`incremental_update`.
+"""Read and change the position of a running model, by `incremental_status` and `incremental_update`.
 
 An update usually takes one call. The client calls again while another update runs. It also calls again if the
-server batches requests: a batch of several calls stops at the smallest of their targets. The status reports
-it.
+server batches requests: a batch of several calls stops at the smallest of their targets, and its status says
+so.
 """
 
 from __future__ import annotations
@@ -93,9 +92,9 @@ def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
 def read_served(client: ModelClient, status: VersionStatus, before: Collection[Served] = ()) -> Served:
     """A version of a server, with its position if it is available and takes deltas.
 
-    Its state is END, with the reason, if it was unloaded after the server told its status. Of a version that
-    had a position `before` the signatures are read only if it does not tell its position again: who asks
-    hundreds of servers again and again spends most time on them.
+    If it was unloaded after the server reported `status`, its state is END, with the reason. The signatures
+    of a version that had a position `before` are read only if asking for the position fails: reading them
+    takes most of the time of a client that repeatedly asks hundreds of servers.
 
     Raises:
         CallFailed (exporter.errors): the server did not respond, or refused.
@@ -118,9 +117,9 @@ def read_served(client: ModelClient, status: VersionStatus, before: Collection[S
 
 
 class Updated(Struct, frozen=True):
-    """The position after an update, what was applied, and in the model's words why it stopped.
+    """The position after an update, the amounts applied, and the model's report of why it stopped.
 
-    `loading` is a newer version that was not available in time, so it was not updated.
+    `loading` is a newer version that was not available in time, so that it was not updated; or None.
     """
 
     version: int
@@ -155,12 +154,12 @@ class Updated(Struct, frozen=True):
 
 
 def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = None) -> Updated:
-    """Apply published deltas up to a position; -1 means as far as they lead and the hold allows.
+    """Apply published deltas up to a position; -1 means the newest that the hold allows.
 
     Without a version, the newest available one is updated, and then a newer one that is loading, once it is
-    available; else it would lack the deltas published during its warm-up until the next update. The client's
-    deadline limits the wait. Calls are idempotent: after a time-out, call again. Rows and deltas are the sums
-    over all calls, including deltas that a merged call of another client applied.
+    available; otherwise it would lack the deltas published during its warm-up until the next update. The
+    client's deadline limits the wait. Calls are idempotent: after a time-out, call again. Rows and deltas are
+    the sums over all calls, including deltas that a merged call of another client applied.
 
     Raises:
         UsageError: the model has no incremental subgraph.
@@ -183,13 +182,13 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
 def trusted_target(
     client: ModelClient, model: Model, *, up_to: int = NEWEST, version: int | None = None
 ) -> tuple[int, int]:
-    """The version to update, and the position that trusted publications lead it to, or the one asked for.
+    """The version to update, and the position to send it to: the furthest that trusted publications reach.
 
-    `model` was read with trusted keys in force. The server lists the directory itself: it is sent no further
-    than before the first publication that no trusted key has signed.
+    With `up_to` that position is the limit. `model` was read with trusted keys in force. The server lists the
+    directory itself: it is sent no further than before the first publication that no trusted key has signed.
 
     Raises:
-        NotTrusted: no trusted key has signed the version's base, or what leads to `up_to`.
+        NotTrusted: no trusted key has signed the version's base, or the deltas up to `up_to`.
         UsageError, CallFailed: as `update`.
     """
     number = client.metadata(version).version
@@ -240,7 +239,7 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """Update one version that takes deltas; CallFailed if it does not come to `up_to`.
+    """Update one version that takes deltas; CallFailed if it does not get to `up_to`.
 
     While another update runs, it calls again until the client's deadline: see `Updated.found_another`.
     """

@@ -1,10 +1,9 @@
-"""Compare what a replica holds with what was published: checksums of some rows, from the server and the
-files.
+"""Compare a replica's values with the published ones: checksums of some rows, from the server and the files.
 
-A position determines every bit that a server holds, also where deltas were rounded or left rows out, because
+A position determines every bit that a server holds, also where deltas were rounded or omitted rows, because
 base and deltas are exactly what the server applied. Each audit compares a few randomly chosen chunks, so that
 in time it covers all of them, at a cost that does not grow with the model. A chunk that differed is compared
-each time until it is right again.
+in each audit until it is right again.
 
 Deltas carry no digests of the states before and after them. Such a digest would double the cost of making a
 delta (100,000 rows of 64 floats: 220 ms), and multiply the cost of an update by sixteen (225 ms against 14
@@ -30,7 +29,7 @@ SIGNATURE = "incremental_digest"
 
 
 class Audited(Struct, frozen=True):
-    """The result of an audit. `differing` lists the chunks that differ from what was published.
+    """The result of an audit. `differing` lists the chunks that differ from the published ones.
 
     `skipped` says why there is no result, for example because the replica moved during the audit.
     """
@@ -44,7 +43,10 @@ class Audited(Struct, frozen=True):
 def audit(
     client: ModelClient, model: Path, action: Audit, count: int, suspects: Collection[Chunk] = ()
 ) -> Audited:
-    """Compare `count` random chunks of a version at a position, and those that differed before."""
+    """Compare `count` random chunks of a version at a position, and the `suspects`, which differed before.
+
+    CallFailed if the server does not respond. Files that cannot be read give a result that is `skipped`.
+    """
     if SIGNATURE not in client.metadata(action.version).signatures:
         return Audited(
             action.position, skipped="it does not compute digests: publish its base with --with-digest"

@@ -1,4 +1,4 @@
-"""Options of the agent that are typed once for each model: `[NAME=]VALUE`."""
+"""Options of the agent that are given once per model: `[NAME=]VALUE`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from exporter.errors import UsageError
 
 
 def by_model(option: str, texts: Iterable[str], models: Collection[str]) -> dict[str, str]:
-    """The values of an option by model; the only model need not be named.
+    """The values of an option by model; if there is one model, its name may be left out.
 
-    What stands before the first = is a name, unless it has a slash.
+    The text before the first = is a name, unless it has a slash.
 
     Raises:
-        UsageError: a value names no model of these, or two name one.
+        UsageError: a value names none of these models, or two name the same one.
     """
     found: dict[str, str] = {}
     for text in texts:

@@ -1,8 +1,8 @@
-"""What a model's canary does next: a function of the log, the replicas, the current trial and the time.
+"""The next action of a model's canary: a function of the log, the replicas, the current trial and the time.
 
-One replica goes first. The log's hold is the position that the canary has approved: it keeps back the other
+One replica goes first. The log's hold is the position that the canary has approved: it stops the other
 replicas, and every replica that starts. A replica beyond the hold is the canary, so no other state is needed.
-A base that servers load by themselves is also asked the golden requests, but nothing can hold it back.
+Golden requests are also sent to a base that servers load by themselves, but nothing can hold it back.
 
     | the log's hold     | replicas                                | action                            |
     |--------------------|-----------------------------------------|-----------------------------------|
@@ -23,8 +23,8 @@ A base that servers load by themselves is also asked the golden requests, but no
     | the canary's, at G | none can                                | `Idle`: they refuse, or are down  |
 
 A replica that has not passed the hold within its time is replaced by the next; if it refuses the delta,
-hangs, or ended before it was sent there, the next one goes at once. This module reads no clock, file or
-network.
+hangs, or ended before it was sent beyond the hold, the next one goes at once. This module reads no clock,
+file or network.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ rolled back."""
 
 
 class Trial(Struct, frozen=True):
-    """The replica that goes first from the approved position, and since when.
+    """The replica that goes first from the approved position, and the time since when (monotonic seconds).
 
-    The replicas `lost` did not pass it in time; the last of them, `dead`, had then stopped responding.
+    The replicas in `lost` did not pass the hold in time; the last ones of them, in `dead`, had stopped
+    responding.
     """
 
     approved: int
@@ -58,23 +59,21 @@ class Trial(Struct, frozen=True):
 
 
 class Idle(Struct, frozen=True):
-    """Nothing to do until something changes. `is_stuck`: something is published, and no replica goes
-    first.
-    """
+    """Nothing to do until something changes. `is_stuck`: there are deltas, and no replica goes first."""
 
     reason: str
     is_stuck: bool = False
 
 
 class Approve(Struct, frozen=True):
-    """Move the canary's hold, if it is still at `expected`."""
+    """Move the canary's hold to `position`, if it is still at `expected`."""
 
     expected: int | None
     position: int
 
 
 class Learn(Struct, frozen=True):
-    """Record the responses at the approved position, of a new base and before the next deltas."""
+    """Record the responses at the approved position: of a new base, and before the next deltas."""
 
     address: str
     version: int
@@ -82,7 +81,7 @@ class Learn(Struct, frozen=True):
 
 
 class Go(Struct, frozen=True):
-    """Let a replica pass the hold."""
+    """Let a replica pass the hold, up to `target`."""
 
     address: str
     target: int
@@ -117,9 +116,9 @@ def decide(
     knows: bool,
     hangs: bool = False,
 ) -> tuple[Action, Trial | None]:
-    """The next action, and the trial from now on; see the module's table.
+    """Return the next action, and the trial from now on; see the module's table.
 
-    `patience_s` is how long a replica may take to pass the hold; `knows` is True if the responses at the
+    `patience_s` is the time that a replica may take to pass the hold; `knows` is True if the responses at the
     approved position are known, or cannot be learnt; `hangs` is True if the replica on trial accepts calls
     and does not answer them.
     """
@@ -129,7 +128,7 @@ def decide(
     if not log.is_canary:
         where = "cannot be read" if log.limit < 0 else f"is at {log.limit}"
         return Idle(f"an operator decides: the hold {where}"), None
-    if log.held_by is not None and log.held_by.url:  # else it would approve the same again and again
+    if log.held_by is not None and log.held_by.url:  # otherwise it would approve the same repeatedly
         return Idle(f"a canary in {log.held_by.url} decides: the hold is at {log.limit}"), None
     approved, beyond = log.limit, replace(log, limit=log.bound)
     if trial is not None and trial.approved != approved:
@@ -145,7 +144,7 @@ def decide(
         return Learn(*held, approved), trial
     if beyond.newest <= approved:
         return Idle(f"all is approved, up to {approved}"), None
-    if trial is None and not _were_asked(replicas):  # one may be beyond the hold, as the former canary
+    if trial is None and not _were_asked(replicas):  # one may be beyond the hold: the previous canary
         return Idle("some replicas have not been asked yet"), None
     able = [address for address, observed in replicas.items() if _can_pass(beyond, observed, approved, now)]
     return _send(beyond, approved, replicas, able, trial, now, patience_s, hangs=hangs)
@@ -165,10 +164,9 @@ def _were_asked(replicas: Mapping[str, Observed]) -> bool:
 
 
 def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
-    """Set the first hold so that it moves no replica, neither back nor forward.
+    """Choose the position of the first hold such that no replica moves, neither back nor forward.
 
-    If an operator lifted the hold during a trial, the position of the replica on trial is not approved by
-    that.
+    If an operator lifted the hold during a trial, that does not approve the position of the replica on trial.
     """
     if not replicas or not _were_asked(replicas):
         return Idle("some replicas have not been asked yet")
@@ -186,7 +184,7 @@ def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> A
     loads = any(replicas[address].versions for address in _starting(replicas))
     if any(observed.failures for observed in replicas.values()) and not loads:
         return Idle("no replica reports its position", is_stuck=True)
-    return Approve(None, log.base)  # also for who loads it now: it would take all that is there
+    return Approve(None, log.base)  # also for a server that loads it now, which would apply everything
 
 
 def _ahead(
@@ -217,10 +215,10 @@ def _send(
     *,
     hangs: bool,
 ) -> tuple[Action, Trial | None]:
-    """Choose the replica that goes first, or continue with the chosen one. `log` is without its hold."""
+    """Choose the replica that goes first, or keep the chosen one. `log` is without the canary's hold."""
     if trial is None:
         trial = Trial(approved, "", now)
-    if _never_took(trial.address, replicas, approved):  # the delta is not to blame, and it is not `lost`
+    if _never_took(trial.address, replicas, approved):  # not the delta's fault, so it is not `lost`
         trial = replace(trial, address="", began=now)
     elif trial.address and (hangs or now - trial.began >= patience_s):
         trial = _lose(trial, now, is_dead=hangs or _is_silent(trial.address, replicas))
@@ -233,7 +231,7 @@ def _send(
     fresh = [address for address in able if address not in trial.lost]
     if trial.address not in able and _is_silent(trial.address, replicas):
         return Idle(f"waiting for {trial.address}, which goes first", is_stuck=True), trial
-    if able and not fresh:  # every replica had its time: start with the first again
+    if able and not fresh:  # every replica had its turn: start with the first again
         trial, fresh = replace(trial, lost=()), able
     if not fresh:
         if starting := _starting(replicas):
@@ -247,7 +245,7 @@ def _send(
 
 
 def _lose(trial: Trial, now: float, *, is_dead: bool) -> Trial:
-    """The trial after the first replica's time is over; `_send` then chooses the next one."""
+    """The trial after the first replica's time has ended; `_send` then chooses the next one."""
     dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
     return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
 
@@ -257,7 +255,7 @@ def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
 
 
 def _starting(replicas: Mapping[str, Observed]) -> list[str]:
-    """The replicas that load a version, or have not served any yet since the agent began."""
+    """The replicas that are loading a version, or have served none since the agent began."""
     loading = (VersionState.START, VersionState.LOADING)
     return [
         address
@@ -276,7 +274,7 @@ def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -
 
 
 def _can_pass(log: Log, observed: Observed, approved: int, now: float) -> bool:
-    """True if deltas that the replica has not refused lately lead it beyond the approved position."""
+    """True if deltas that the replica has not recently refused bring it beyond the approved position."""
     version = observed.standing(log.lineage)
     if version is None or version.position is None:
         return False

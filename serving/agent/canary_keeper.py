@@ -1,8 +1,8 @@
-"""Carry out what `canary` decides: one thread for each model sends golden requests, approves and rolls back.
+"""Carry out the decisions of `canary`: a thread per model sends golden requests, approves and rolls back.
 
-If several agents have a canary for a model, the agent that holds a lock in the model's directory decides; the
-lock ends with its process. The other agents keep their replicas behind the hold. A rollback runs
-`export-model rollback` in a process and session of its own, so that it completes even if the agent is killed.
+If several agents have a canary for a model, the agent with a lock in the model's directory decides; the lock
+ends with its process. The other agents keep their replicas behind the hold. A rollback runs `export-model
+rollback` in a process and session of its own, so that it completes even if the agent is killed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _REFUSALS = frozenset(
 _BUSY_S, _IDLE_S = 0.1, 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _SILENT_S = 60.0
-"""The same event is not repeated within this time."""
+"""The time within which the same event is not reported again."""
 
 _HANGS_S = 5.0
 """A replica that goes first and answers no question of its state for so long is replaced by the next."""
@@ -71,11 +71,14 @@ _LONGEST_REASON = 500
 _NEWS = frozenset(
     {EventKind.APPLIED, EventKind.REFUSED, EventKind.RESTARTED, EventKind.VERSION, EventKind.FAILED}
 )
-"""Events after which a canary looks again at once."""
+"""Events after which a canary decides again at once."""
 
 
 def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
-    """Send golden requests to a version; returns its answer to each."""
+    """Send golden requests to a version; return its answer to each, which may be a refusal.
+
+    CallFailed if the server or the network fails.
+    """
     signatures = client.metadata(version).signatures
     answers = []
     for request in requests:
@@ -97,7 +100,7 @@ def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: 
 
 
 class CanaryRules(Struct, frozen=True):
-    """The gates of a model's canary, and how long a replica may take to go first (`patience_s`)."""
+    """The gates of a model's canary, and the time that a replica may take to go first (`patience_s`)."""
 
     gates: Gates
     patience_s: float = 30.0
@@ -107,7 +110,8 @@ class CanaryRules(Struct, frozen=True):
 
 class Canary:
     """The canary of one model. `current` is its current log and action; None while another agent decides.
-    `failing` lists the gates that the answers at the approved position fail; empty if none, or if unknown.
+
+    `failing` lists the gates that the answers at the approved position fail; empty if none do, or if unknown.
     """
 
     def __init__(
@@ -136,7 +140,9 @@ class Canary:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """How the mean of each golden output moved between the last two positions whose answers are known."""
+        """For each golden output, a sentence with its mean at the last two positions with known answers; or
+        ().
+        """
         known = list(self._answers.items())
         if len(known) < 2:
             return ()
@@ -149,7 +155,7 @@ class Canary:
         )
 
     def allowed(self, address: str, published: Model) -> Model:
-        """The part of the published logs that a replica may take."""
+        """The published logs, limited to what a replica may apply."""
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
             return published
@@ -163,11 +169,11 @@ class Canary:
                     return replace(log, limit=target)
                 case Judge(chosen, _, position) if chosen == address:
                     return replace(log, limit=max(position, log.limit))
-        # Before the first hold no replica moves: the hold is set to what replicas serve by then.
+        # Before the first hold no replica moves: the hold is set to the position that replicas serve by then.
         return replace(log, limit=-1) if log.limit is None else log
 
     def follow(self, stop: threading.Event) -> None:
-        """Decide for the model while no other agent does, until `stop`."""
+        """Decide for the model whenever no other agent does, until `stop`."""
         self._stop = stop
         while not stop.is_set():
             try:
@@ -184,8 +190,8 @@ class Canary:
             client.close()
 
     def _lead(self) -> None:
-        """Decide until `stop`, until the directory is gone, or until no replica of this agent can go
-        first.
+        """Decide until `stop`, until the directory is gone, or until no replica could go first for
+        `patience_s`.
         """
         stuck_since: float | None = None
         while not self._stop.is_set() and not self.publications.current.problem:
@@ -200,7 +206,9 @@ class Canary:
                 self._seen = self.publications.wait(self._seen, pause)
 
     def _step(self) -> float:
-        """Decide and act; returns the seconds to sleep afterwards, unless something changes; 0 to go on."""
+        """Decide and act; return the seconds to sleep afterwards unless something changes, 0 to go on at
+        once.
+        """
         log = self.publications.current.newest_log
         if log is None:
             self.current = None
@@ -293,7 +301,7 @@ class Canary:
         return True
 
     def _of_log_before(self, log: Log) -> tuple[Answer, ...] | None:
-        """The last answers of another log; None once answers of this log are known."""
+        """The last answers of another log; None once answers of this log are known, or without any."""
         if any(lineage == log.lineage for lineage, _ in self._answers):
             return None
         return next(reversed(self._answers.values()), None)
@@ -323,10 +331,11 @@ class Canary:
         return self._approve(log, action.approved, action.position, why)
 
     def _ask(self, log: Log, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
-        """A replica's answers at a position; None if it is gone or has moved, which its own thread will find.
+        """A replica's answers at a position; None if it is gone or has moved, which its own thread will
+        notice.
 
-        None, too, while a replica that reports its position does not answer: it is asked again until
-        `patience_s` is over, and counts as refusing all requests then.
+        None, too, while a replica reports its position but does not answer: it is asked again until
+        `patience_s` is over; then it counts as refusing all requests.
         """
         client = self._client(address)
         answers: tuple[Answer, ...] = ()
@@ -384,7 +393,7 @@ class Canary:
         return self._pause()
 
     def _pause(self) -> float:
-        """Wait after a failure, longer each time, whatever changes meanwhile."""
+        """Sleep after a failure, longer each time, whatever changes meanwhile; return 0."""
         self._stop.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._troubles))
         self._troubles = min(self._troubles + 1, 10)
         return 0.0
@@ -397,7 +406,7 @@ class Canary:
         return now - self._waiting_since[key] >= self._rules.patience_s
 
     def _keep(self, log: Log, position: int, answers: tuple[Answer, ...]) -> None:
-        """Keep these answers, and those of the position before."""
+        """Keep these answers, and the answers at the previous position."""
         kept = list(self._answers.items())[-1:]
         self._answers = {**dict(kept), (log.lineage, position): answers}
 
@@ -438,7 +447,9 @@ class Canaries:
         self.of: dict[str, Canary] = {}
 
     def allowed(self, model: str, address: str, published: Model) -> Model:
-        """The part that a replica may take: all without a canary, none before the canary has started."""
+        """The published logs, limited to what a replica may apply: all without a canary, none before it has
+        started.
+        """
         if model not in self._rules:
             return published
         canary = self.of.get(model)
@@ -448,7 +459,7 @@ class Canaries:
     def running(
         self, publications: Sequence[Publications], replicas: Callable[[str], Mapping[str, Observed]]
     ) -> Iterator[None]:
-        """Decide inside the block; at its end a step in progress gets a second to end."""
+        """Let the canaries decide inside the block; at its end a step in progress has a second to end."""
         stop = threading.Event()
         for one in publications:
             name = one.model.name
@@ -470,13 +481,13 @@ class Canaries:
                 thread.join(1.0)
 
     def _hear(self, event: AgentEvent) -> None:
-        """Wake a canary that may wait for this event."""
+        """Wake a canary that may be waiting for this event."""
         if event.what in _NEWS and event.model in self.of:
             self.of[event.model].publications.wake()
 
 
 def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProcess[str]:
-    """Run this installation's own command, whatever the agent's working directory is."""
+    """Run the rollback command of this installation, whatever the agent's working directory is."""
     import exporter
 
     packages = Path(exporter.__file__).parent.parent
@@ -503,7 +514,7 @@ def canary_rules(
     deadline_s: float,
     access: ServerAccess,
 ) -> dict[str, CanaryRules]:
-    """The rules by model; `options` are `[NAME=]FILE`, and may leave out the name if there is one model.
+    """The rules by model; `options` are `[NAME=]FILE`, where NAME may be left out if there is one model.
 
     Raises:
         UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its
@@ -518,9 +529,9 @@ def canary_rules(
 
 
 def _check_published(name: str, model: Path, requests: Sequence[GoldenRequest]) -> None:
-    """Refuse, by a UsageError, a model that cannot be written, or one that the requests do not fit.
+    """Raise UsageError if a model cannot be written, or the requests do not fit its newest version.
 
-    They are compared with its newest version. A model that is not there yet, or cannot be read, passes.
+    A model that does not exist yet, or cannot be read, passes.
     """
     if not model.is_dir():
         return

@@ -1,8 +1,8 @@
-"""Events of what became true of a model: it is held, a base is wanted, its publisher is silent, ...
+"""Events for changes of a model's state: it is held, a base is wanted, its publisher is silent, ...
 
-Findings say how everything stands now; an event says once that it began. A finding counts when two looks in
-a row have it, so that what passes by itself wakes nobody. An agent that starts tells what it finds, too:
-whoever was to be told may have missed it.
+Findings describe the present state; an event reports once that it began. A finding counts when two looks in a
+row have it, so that a passing state does not wake anybody. An agent that starts reports existing findings,
+too: their first events may have been missed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _KINDS = {
 
 
 _HEARD_S = 60.0
-"""For how long an event of somebody else counts as that of a finding, which is seen a moment later."""
+"""Seconds for which another thread's event counts as the report of a finding that appears a moment later."""
 
 
 class _Key(Struct, frozen=True):
-    """What makes two findings of a kind the same one."""
+    """The identity of a finding: two with equal keys are the same."""
 
     model: str
     what: EventKind
@@ -41,28 +41,28 @@ class _Key(Struct, frozen=True):
 
 
 class Changes:
-    """Compares the findings of each look with those of the look before, and writes events of new ones."""
+    """A comparison of each look's findings with the previous look's, which writes events of new ones."""
 
     def __init__(self, journal: Journal, fresh_within_s: float) -> None:
         self._journal = journal
         self._fresh_within_s = fresh_within_s
         self._before: frozenset[_Key] = frozenset()
-        self._told: frozenset[_Key] = frozenset()
+        self._reported: frozenset[_Key] = frozenset()
         self._heard: dict[_Key, float] = {}
         journal.read_by(self._hear)
 
     def look(self, view: FleetView) -> None:
-        """Write an event of each finding that was there at the last look, too, and is not told yet."""
+        """Write an event of each finding that the last look also had, and that has not been reported."""
         models = {model.name: model for model in view.models}
         found = {
             _Key(each.model, kind, _about(kind, models[each.model], each)): each
             for each in assess(view, self._fresh_within_s).findings
             if (kind := _KINDS.get(each.code)) is not None
         }
-        self._told &= found.keys()
+        self._reported &= found.keys()
         for key, finding in found.items():
-            if key in self._before and key not in self._told:
-                self._told |= {key}
+            if key in self._before and key not in self._reported:
+                self._reported |= {key}
                 if time.monotonic() - self._heard.get(key, -math.inf) < _HEARD_S:
                     continue
                 position = key.about if isinstance(key.about, int) else None
@@ -79,7 +79,7 @@ class Changes:
         self._before = frozenset(found)
 
     def _hear(self, event: AgentEvent) -> None:
-        """A canary's rollback is told by the canary, which knows of it first."""
+        """Remember a canary's rollback, which the canary itself reports first."""
         if event.what is EventKind.ROLLED_BACK:
             self._heard[_Key(event.model, event.what, event.position)] = time.monotonic()
 

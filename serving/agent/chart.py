@@ -1,7 +1,7 @@
 """The last hour of a model as lines and bars: paths for SVGs of the status page, drawn without a script.
 
-Published positions, rows and bytes come from what is published, so that an agent that has just started has
-them; what was served, and how far behind, from samples that it took.
+Published positions, rows and bytes come from the published model, so that an agent that has just started has
+them; served positions and their delay come from the agent's own samples.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from exporter.publish.model import Published
 
 SPAN_S = 3600.0
 _LEAST_SPAN_S = 60.0
-"""What is shown at least, of an agent that has just started."""
+"""The shortest span that is shown, when an agent has just started."""
 WIDTH, HEIGHT = 720, 56
 _EDGE = 3
 _LEAST_BAR = 1.5
 
 
 class Hour(Struct, frozen=True):
-    """What was served at one time: the lowest and the highest position, and for how long a publication had
-    been lacking. None where that was not known.
+    """The served positions at one time, the lowest and the highest, and the age of the oldest missing
+    publication.
+
+    None where a value was unknown.
     """
 
     at: datetime
@@ -33,7 +35,7 @@ class Hour(Struct, frozen=True):
 
 
 class Mark(Struct, frozen=True):
-    """Something that happened at one time: `kind` is `rollback` or `swap`."""
+    """An event at one time: `kind` is `rollback` or `swap`."""
 
     kind: str
     x: float
@@ -50,7 +52,7 @@ class Panel(Struct, frozen=True):
 
 
 class Chart(Struct, frozen=True):
-    """The panels, one below the other, what is marked in all of them, and the time that they span."""
+    """The panels from top to bottom, the marks in all of them, and the time that they span."""
 
     panels: tuple[Panel, ...]
     marks: tuple[Mark, ...]
@@ -67,15 +69,15 @@ def chart(
     seconds: Callable[[float], str],
     size: Callable[[float], str],
 ) -> Chart | None:
-    """The chart of the hour before `now`, or of what is known of it; None if nothing is.
+    """The chart of the hour before `now`, or of the known part of it; None if nothing is known.
 
     Args:
         now: the time at its right edge.
         published: all publications, by time.
-        samples: what was served, by time.
-        swaps: when a replica began to serve another version, and what to say of it.
-        seconds: writes a duration.
-        size: writes a number of bytes.
+        samples: the served positions, by time.
+        swaps: the times at which a replica began to serve another version, each with a text.
+        seconds: formats a duration.
+        size: formats a number of bytes.
     """
     began = now - timedelta(seconds=SPAN_S)
     recent = [one for one in published if one.created >= began]
@@ -141,9 +143,9 @@ def line(
     height: int = HEIGHT,
     is_step: bool = False,
 ) -> str:
-    """The path of a line of (x, value); None leaves a gap.
+    """The SVG path of a line through (x, value); None makes a gap.
 
-    Points inside level lines are left out: they are most points, and a page has hundreds of lines.
+    Points inside level lines are left out: most points are, and a page has hundreds of lines.
     """
 
     def y(value: float) -> float:
@@ -167,7 +169,7 @@ def line(
 
 
 def _bars(points: Sequence[tuple[float, float]], top: float) -> str:
-    """The path of a bar for each value, from the lower edge; one of a small value can still be seen."""
+    """The SVG path of a bar for each value, from the lower edge; a bar of a small value is still visible."""
     full = HEIGHT - _EDGE
     heights = (
         (at, max(_LEAST_BAR, (full - _EDGE) * value / top) if top else _LEAST_BAR) for at, value in points

@@ -1,10 +1,10 @@
 """`--on-event`: run a person's command for events that somebody should know of.
 
-The agent never waits for it: events stand in a queue of which a thread takes one at a time. A command that
-takes too long is ended with all that it has started. It inherits only what a program needs to be found and to
-speak (`PATH`, `HOME`, the locale), so that no credential of the agent reaches it; what it needs itself, it
-reads from a file. Some of what is known of an event was written by others: it is passed as variables and on
-stdin, never as part of a command line.
+The agent never waits for it: events are queued, and a thread handles one at a time. A command that takes too
+long is ended with all processes that it has started. It inherits only the variables that a program needs to
+be found and to speak (`PATH`, `HOME`, the locale), so that it gets no credential of the agent; it reads its
+own from a file. Some of an event's text was written by others: it is passed as variables and on stdin, never
+as part of a command line.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _INHERITED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDI
 _WAITING = 64
 _LONGEST_VALUE = 4096
 _LOOK_S, _GRACE_S = 0.05, 2.0
-"""How often a command is looked at, and its time to end after SIGTERM, before SIGKILL."""
+"""Seconds between two looks at a running command, and from SIGTERM to SIGKILL."""
 
 
 def parse_command(text: str) -> tuple[str, ...]:
-    """The words of `--on-event`, the first of them a program that is there.
+    """The words of `--on-event`, the first of them an existing program.
 
-    UsageError for a text that is no command line, or names no program.
+    UsageError if the text is not a command line, or names no such program.
     """
     try:
         words = shlex.split(text)
@@ -63,9 +63,9 @@ def parse_command(text: str) -> tuple[str, ...]:
 
 
 class EventCommand:
-    """Runs a command for each event of `KINDS`, one at a time; other events pass.
+    """A runner of a command for each event of `KINDS`, one at a time; other events are ignored.
 
-    `fail` is told of a command that failed, was ended, or was not run.
+    `fail` gets a text for each command that failed, was ended, or was not run.
     """
 
     def __init__(self, command: Sequence[str], deadline_s: float, fail: Callable[[str], None]) -> None:
@@ -77,7 +77,7 @@ class EventCommand:
         self._stop = threading.Event()
 
     def __call__(self, event: AgentEvent) -> None:
-        """Put an event into the queue; one that finds it full is dropped, and counted."""
+        """Queue an event; if the queue is full it is dropped, and counted."""
         if event.what in KINDS:
             try:
                 self._waiting.put_nowait(event)
@@ -86,14 +86,14 @@ class EventCommand:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run commands inside the block; at its end the one in progress is ended, and no other begins."""
+        """Run commands inside the block; at its end the running one is ended, and no other begins."""
         thread = threading.Thread(target=self._follow, name="on-event", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self._stop.set()
-            with suppress(queue.Full):  # a thread that has events to take sees that it is to stop
+            with suppress(queue.Full):  # then the thread has an event to handle, and sees `_stop` after it
                 self._waiting.put_nowait(None)
             thread.join(2 * _GRACE_S)
 
@@ -106,7 +106,7 @@ class EventCommand:
                 self._fail(f"--on-event was not run for {dropped} events: {_WAITING} waited already")
 
     def _run(self, event: AgentEvent) -> str:
-        """Run the command for an event; why that failed, empty if it did not."""
+        """Run the command for an event; return why that failed, empty if it did not."""
         try:
             process = subprocess.Popen(
                 self._command,
@@ -129,14 +129,14 @@ class EventCommand:
 
 
 def environment(event: AgentEvent) -> dict[str, str]:
-    """The variables of a command: few of the agent's own, and `EVENT_WHAT`, `EVENT_MODEL`, ..."""
+    """The variables of a command: a few of the agent's own, and `EVENT_WHAT`, `EVENT_MODEL`, ..."""
     values = {name: value for name, value in to_builtins(event).items() if value not in (None, "")}
-    told = {f"EVENT_{name.upper()}": _variable(str(value)) for name, value in values.items()}
-    return {name: os.environ[name] for name in _INHERITED if name in os.environ} | told
+    of_event = {f"EVENT_{name.upper()}": _variable(str(value)) for name, value in values.items()}
+    return {name: os.environ[name] for name in _INHERITED if name in os.environ} | of_event
 
 
 def _variable(text: str) -> str:
-    """A text as a variable can hold it."""
+    """A text in the form that an environment variable can hold: without NUL, encodable, and shortened."""
     return text.replace("\0", "").encode(errors="replace").decode()[:_LONGEST_VALUE]
 
 
@@ -148,7 +148,7 @@ def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command, and all that it has started and not put into a session of its own."""
+    """End a command and all that it has started, except processes in sessions of their own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

@@ -38,7 +38,7 @@ class Targets:
     """The values of --target. A name that does not resolve keeps its last addresses."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        """Raise UsageError if there are no targets, or one is none."""
+        """Raise UsageError if there are no targets, or one is not an address."""
         if not targets:
             raise UsageError("there is no server to keep fresh", hint="name each: --target HOST:PORT")
         for target in targets:
@@ -50,7 +50,7 @@ class Targets:
         self._known: dict[str, tuple[str, ...]] = {}
 
     def resolve(self) -> Resolved:
-        """Resolve all names now."""
+        """Resolve all names now; a failure is a problem in the result."""
         addresses: dict[str, None] = {}
         problems = []
         for target in self._targets:
@@ -66,7 +66,7 @@ class Targets:
 
 
 def _all_addresses(target: str) -> tuple[str, ...]:
-    """IPv4 addresses if the name has any, else IPv6: a replica that has both must not count twice."""
+    """The IPv4 addresses of a name, or else the IPv6 ones: a replica with both must not count twice."""
     host, port = _host_and_port(target)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, form in ((socket.AF_INET, "{}:{}"), (socket.AF_INET6, "[{}]:{}")):
@@ -155,7 +155,7 @@ class Fleet:
                 thread.join(1.0)
 
     def resolve(self) -> None:
-        """Resolve the targets again: start replicas of new servers, end those of servers that are gone."""
+        """Resolve the targets again: start replicas for new servers, end those whose servers are gone."""
         found = self._targets.resolve()
         if found.problems != self._resolved.problems:
             for problem in found.problems:

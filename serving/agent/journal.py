@@ -1,6 +1,6 @@
 """The agent's events, for its output, its metrics and the status page.
 
-The page shows them as lines: one for a delta, however many replicas take it, and the canary's part in it.
+The page shows them as lines: one line per delta, for all replicas that apply it and for the canary's part.
 Other events that are alike on several replicas within a minute are one line, too.
 """
 
@@ -18,11 +18,11 @@ from exporter.newer_python import StrEnum
 from exporter.terminal.progress import count
 
 _KEPT, _KEPT_APPLIED = 100, 2000
-"""How many events of a kind are kept for the status page: each replica has one for each delta."""
+"""The events of a kind kept for the status page; more of `applied`, with one per replica and delta."""
 
 
 class EventKind(StrEnum):
-    """The kinds of events; the values stand in JSON and in metrics."""
+    """The kinds of events; the values appear in JSON and in metrics."""
 
     APPLIED = "applied"
     FAILED = "failed"
@@ -69,10 +69,10 @@ TROUBLE = frozenset(
 
 
 class AgentEvent(Struct, frozen=True):
-    """What `agent` prints for each event."""
+    """An event, as `agent` prints it."""
 
     what: EventKind
-    """Kind of event: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
+    """The kind: `applied`, `failed`, `refused`, `canary`, `approved`, `golden`, `rolled_back`, ..."""
     message: str
     """The event as a sentence."""
     model: str = ""
@@ -94,11 +94,11 @@ class AgentEvent(Struct, frozen=True):
     behind_seconds: float | None = None
     """Seconds from the publication of the delta until the replica served it."""
     event_age_seconds: float | None = None
-    """Seconds from the newest event that the delta was trained on until the replica served it."""
+    """Seconds from the newest event in the delta's training data until the replica served it."""
     why: str = ""
-    """Why, or by whom, if that is known."""
+    """The reason, or who did it, if that is known; otherwise empty."""
     command: str = ""
-    """The command to type next, if there is one."""
+    """The command to type next; empty if there is none."""
     at: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     """When it happened."""
 
@@ -109,7 +109,7 @@ class AgentEvent(Struct, frozen=True):
 
 
 class Journal:
-    """Passes events to its readers, and keeps the last ones. Safe to share between threads."""
+    """The last events, which are also passed to readers. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -120,13 +120,11 @@ class Journal:
         self._readers: list[Callable[[AgentEvent], None]] = []
 
     def read_by(self, reader: Callable[[AgentEvent], None]) -> None:
-        """Call `reader` with each event from now on, one at a time."""
+        """Call `reader` with each later event, one at a time."""
         self._readers.append(reader)
 
     def write(self, event: AgentEvent) -> None:
-        """Add an event. A reader that fails (a full disk, for example) misses it; the other readers get
-        it.
-        """
+        """Add an event and pass it to all readers; a reader that fails (on a full disk, say) misses it."""
         with self._lock:
             self._events[event.what].append(event)
             for reader in self._readers:
@@ -142,11 +140,11 @@ class Journal:
 
 _TOGETHER = timedelta(minutes=1)
 _STAYS = frozenset({EventKind.ROLLED_BACK, EventKind.GOLDEN, EventKind.DIFFERS})
-"""Kinds of which the newest line stays, however many lines are newer."""
+"""Kinds whose newest line stays, however many lines are newer."""
 
 
 class Line(Struct, frozen=True):
-    """One line. `where` is the replica, or how many there are; `aside` may be empty."""
+    """One line. `where` is the replica, or the number of replicas; `aside` may be empty."""
 
     at: datetime
     model: str
@@ -160,7 +158,7 @@ class Line(Struct, frozen=True):
 def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
     """The newest `most` lines, plus older pinned ones; `events` begin with the newest.
 
-    `seconds` writes a duration.
+    `seconds` formats a duration.
     """
     groups: dict[tuple[object, ...], list[AgentEvent]] = {}
     found: list[list[AgentEvent]] = []
@@ -179,7 +177,7 @@ def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], st
 
 
 def _is_of_delta(event: AgentEvent) -> bool:
-    """True for what is said of one delta: it goes first somewhere, it is approved, it is applied."""
+    """True for an event about one delta: it goes first somewhere, is approved, or is applied."""
     kinds = (EventKind.APPLIED, EventKind.APPROVED, EventKind.CANARY)
     return event.what in kinds and event.position is not None
 
@@ -205,7 +203,7 @@ def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
     else:
         text = f"position {newest.position}: {_amount(applied)}"
     if applied and approved:
-        text += f"; {approved[-1].partition(': ')[2]}"  # which says who went first
+        text += f"; {approved[-1].partition(': ')[2]}"  # names the replica that went first
     elif applied and first:
         text += f"; {first[-1]} went first"
     waits = [event.behind_seconds for event in applied if event.behind_seconds is not None]
@@ -218,6 +216,6 @@ def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
 
 
 def _amount(applied: Sequence[AgentEvent]) -> str:
-    """The rows and deltas applied by the replica that had least to catch up, in words."""
+    """The rows and deltas applied by the replica that had the least to catch up, as a phrase."""
     least = min(applied, key=lambda event: (event.deltas or 0, event.rows or 0))
     return f"{count(least.deltas or 0, 'delta')}, {count(least.rows or 0, 'row')}"

@@ -1,16 +1,16 @@
 """Labels of servers that follow tags: `agent --label LABEL=TAG`.
 
-A label names a version, so it gets the one that stands at the tag's position, or that deltas lead there. The
-server is asked at each look where its labels are, and a configuration is sent only if one is to move: an
-agent remembers nothing, and a server that restarted gets its labels again.
+A label names a version: it gets the version at the tag's position, or the one that deltas bring there. At
+each look the server is asked for its labels, and a configuration is sent only if one has to move: an agent
+keeps no state, and a server that restarted gets its labels again.
 
-A configuration replaces the whole one before it, and no call of a stock server lists its models. So the file
-that the servers run with is needed. It is read anew before each change, because `reload --save` writes it,
-and is not sent while the server does not serve all that it lists: it adds no model, and waits for none.
+A configuration replaces the previous one completely, and no call of a stock server lists its models. So the
+servers' configuration file is needed. It is read anew before each change, because `reload --save` writes it,
+and is not sent unless the server serves everything that it lists: it adds no model, and waits for none.
 
 A stock server refuses the labels of all models if one names a version that is not available
 (`ServerCore::UpdateModelVersionLabelMap`, tensorflow_serving/model_servers/server_core.cc). No such label is
-sent: one whose tag names such a version, or none, stays where it is.
+sent: a label whose tag names such a version, or none, stays where it is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from serving.reload import COMING, Reloader, problem_of, statuses
 from serving.status import Code, VersionState, VersionStatus
 
 _NO_MODEL = "no/model"
-"""No server has a model of this name, so each says that, and some say which they have."""
+"""A name that no model has: every server answers NOT_FOUND, and some list their models with it."""
 
 
 class LabelRules(Struct, frozen=True):
@@ -42,14 +42,14 @@ class LabelRules(Struct, frozen=True):
 
 
 class Labelled(Struct, frozen=True):
-    """The versions that labels were given now, and why other labels were not moved."""
+    """The versions that labels now name, and the reasons why other labels did not move."""
 
     moved: Mapping[str, int]
     problems: Sequence[str]
 
 
 def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, deadline_s: float) -> Labelled:
-    """Give the labels of the client's model on its server the versions of their tags.
+    """Point the labels of the client's model on its server at the versions of their tags.
 
     Raises:
         ExportError: the file cannot be used, or the server does not answer or refuses.
@@ -74,7 +74,7 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
             if version not in _in(found, VersionState.AVAILABLE):
                 del entry.version_labels[label]
         if problem := problem_of(entry, found):
-            if not _in(found, *COMING):  # else the next look finds more
+            if not _in(found, *COMING):  # otherwise a version is loading, and the next look sees it
                 problems.append(f"labels do not move: {problem}, and {rules.config} lists that model")
             return Labelled({}, problems)
     Reloader(config, connect, deadline_s).run()
@@ -82,7 +82,7 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
 
 
 def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """The available versions that labels are to name on a server, those that they name, and problems."""
+    """The wanted version of each label on a server, the present one, and problems."""
     problems: list[str] = []
     there = statuses(client)
     available = _in(there, VersionState.AVAILABLE)
@@ -106,7 +106,7 @@ def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dic
 
 
 def _served(connect: Callable[[str], ModelClient]) -> frozenset[str]:
-    """The models of a server that tells their names; empty for a stock server, which does not."""
+    """The models of a server that lists their names; empty for a stock server, which does not."""
     with connect(_NO_MODEL) as client:
         try:
             client.status()

@@ -1,4 +1,4 @@
-"""What each finding means, and what to do about it: for the agent's `/findings`, and for the reference.
+"""The meaning of each finding, and what to do: for the agent's `/findings`, and for the reference.
 
 A code of `exporter.publish.judge` without an entry here fails a test.
 """
@@ -13,7 +13,7 @@ from exporter.publish.judge import Code
 
 
 class Meaning(Struct, frozen=True):
-    """What a finding says, and what to do: Markdown, one or two sentences each."""
+    """The explanation of a finding, and the advice: Markdown, one or two sentences each."""
 
     says: str
     do: str

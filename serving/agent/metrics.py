@@ -1,4 +1,6 @@
-"""The agent's metrics for Prometheus: counters of events, and gauges read from the fleet for each page."""
+"""The agent's metrics for Prometheus: counters of events, and gauges that are read from the fleet per
+request.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ _FRESHNESS_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 300
 
 ItemT = TypeVar("ItemT")
 _Gauges: TypeAlias = Mapping[str, tuple[str, Callable[[ItemT], float | None]]]
-"""Help text and value of each gauge by name; the value takes a model, a replica or the like, and may be
-None."""
+"""The help text of each gauge by name, and the function from a model, a replica or the like to its value."""
 
 _OF_MODEL: _Gauges[ModelView] = {
     "published_visible": ("1 if the model base path can be read.", lambda model: not model.problem),
@@ -58,7 +59,7 @@ _OF_MODEL: _Gauges[ModelView] = {
         lambda model: model.silence.is_too_long,
     ),
     "publisher_clock_ahead_seconds": (
-        "By how much, at least, the publisher's clock is ahead of this machine's, negative if it is behind; "
+        "Least seconds by which the publisher's clock is ahead of this machine's, negative if it is behind; "
         "absent until something is published.",
         lambda model: model.skew_s,
     ),
@@ -266,7 +267,7 @@ class Metrics:
             self._event_served.labels(*labels).observe(max(0.0, event.event_age_seconds))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """All metrics in Prometheus' text format; counters of replicas that are gone are removed first."""
         from prometheus_client import generate_latest
 
         there = {(model.name, replica.address) for model in self._view().models for replica in model.replicas}
@@ -287,13 +288,13 @@ class Metrics:
 
 
 class _Standing:
-    """Gauges from a view of the fleet."""
+    """A collector of gauges from a view of the fleet."""
 
     def __init__(self, view: Callable[[], FleetView]) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauges of how everything stands now: prometheus_client asks for each page."""
+        """Yield the gauges of the present state; prometheus_client calls it for each request."""
         models = [((model.name,), model) for model in self._view().models]
         replicas = [((*labels, each.address), each) for labels, model in models for each in model.replicas]
         versions = [((*labels, str(each.number)), each) for labels, at in replicas for each in at.versions]
@@ -328,7 +329,7 @@ class _Standing:
 def _gauges(
     table: _Gauges[ItemT], names: tuple[str, ...], items: Collection[tuple[tuple[str, ...], ItemT]]
 ) -> Iterator[Any]:
-    """The gauges of a table, with a sample for each item that has a value; items are (labels, item)."""
+    """Yield the gauges of a table, with a sample for each item that has a value; items are (labels, item)."""
     from prometheus_client.core import GaugeMetricFamily
 
     for name, (text, value_of) in table.items():

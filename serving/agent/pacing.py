@@ -1,7 +1,7 @@
-"""How fast a replica takes deltas: slower while its predictions suffer, but never later than the limit.
+"""The pace at which a replica applies deltas: slower while predictions suffer, but never beyond a delay.
 
 A prober sends the replica predictions at a steady rate (`serving.agent.probe`). With pacing, deltas are
-applied one by one, the parts instead of a merged delta, with a pause between two calls:
+applied one by one, the parts instead of a merged delta, with a pause between calls:
 
     | p99 of the probes since the pause was chosen                | pause                            |
     |-------------------------------------------------------------|----------------------------------|
@@ -34,7 +34,7 @@ _NOISE_S = 0.001
 
 
 class PacePolicy(Struct, frozen=True):
-    """The limits of pacing: the slowdown of predictions, the wait of a delta, the period of probes."""
+    """The limits of pacing: the slowdown of predictions, a delta's longest wait, the period of probes."""
 
     factor: float
     longest_delay_s: float = 5.0
@@ -59,14 +59,14 @@ class Latencies(Struct, frozen=True):
 
 
 def p99(values: Sequence[float]) -> float | None:
-    """The value that 99 of 100 do not exceed; None for fewer than 50 values."""
+    """The smallest value that 99 % of the values do not exceed; None for fewer than 50 values."""
     if len(values) < LEAST_PROBES:
         return None
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
 def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
-    """The pause between two deltas from now on, in seconds, 0 for none; see the module's table."""
+    """The next pause between two deltas, in seconds, 0 for none; see the module's table."""
     idle, applying = found.idle_p99_s, found.applying_p99_s
     if idle is None or applying is None:
         return pause_s
@@ -77,13 +77,13 @@ def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
 
 
 class Waiting:
-    """Measures how long deltas have waited for a version; deltas beyond the hold do not wait yet."""
+    """The times for which deltas have been pending for a version; deltas beyond the hold are not pending."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], float] = {}
 
     def longest_s(self, pairs: Iterable[tuple[Served, Log]], now: float) -> float:
-        """Seconds that the longest waiting delta of any version has waited; 0 if none waits."""
+        """Seconds since the oldest pending delta of any version was first seen; 0 if none is pending."""
         ends = {
             (version.number, span.end)
             for version, log in pairs

@@ -1,4 +1,4 @@
-"""Probes: predictions at a steady rate, to measure what applying deltas costs a replica's clients.
+"""Probes: predictions at a steady rate that measure the cost of applying deltas for a replica's clients.
 
 A probe is the first prediction in the version's own warm-up file: the exporter got it with `--warmup` or
 generated it from the signature, and each server has already computed it once. It changes nothing. A version
@@ -28,7 +28,7 @@ from serving.client import ModelClient
 
 _KEPT = 512
 _IDLE_SHARE = 10
-"""Once enough probes of the idle replica are known, the period is so many times longer."""
+"""The factor by which the period grows once there are enough probes of the idle replica."""
 _AFTER_S = 1.0
 """Time after a call that applied deltas which still counts as applying: the next call usually follows at
 once."""
@@ -38,7 +38,7 @@ _OWN_SIGNATURES = "incremental_"
 
 
 def probe_request(version: Path) -> Proto | None:
-    """The recorded request for probes of a version; None if its warm-up file has none."""
+    """The recorded request for probes of a version; None if its warm-up file has none, or cannot be read."""
     try:
         with regular_file(version / WARMUP_FILE) as file:
             for record in read_records(file):
@@ -55,7 +55,7 @@ def probe_request(version: Path) -> Proto | None:
 
 
 class Prober:
-    """Probes one model of one server; `version` returns the version to probe now."""
+    """A prober of one model of one server; `version` returns the version to probe now."""
 
     def __init__(
         self, address: str, model: str, path: Path, probe_s: float, version: Callable[[], int | None]
@@ -79,18 +79,18 @@ class Prober:
             return Latencies(tuple(self._idle), tuple(self._applying))
 
     def restart(self) -> None:
-        """Forget the probes while applying, because a new pause was chosen."""
+        """Forget the probes taken while deltas were applied, because a new pause was chosen."""
         with self._lock:
             self._applying.clear()
 
     @property
     def is_measuring(self) -> bool:
-        """True while the replica responds to probes, but too few were sent while it was idle."""
+        """True while the replica responds to probes, but too few were taken while it was idle."""
         return self._is_answered and len(self._idle) < LEAST_PROBES
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """Count the block as a time in which deltas are applied; its end is noted, too."""
+        """Count the block, and a moment after it, as time in which deltas are applied."""
         self._calls += 1
         try:
             yield
@@ -110,7 +110,7 @@ class Prober:
                 stop.wait(_UNPROBED_S)
 
     def _probe(self, client: ModelClient) -> float:
-        """Send one probe; returns how long to wait before the next one."""
+        """Send one probe; return the seconds to wait before the next one."""
         version = self._version()
         request = None if version is None else self._request(version)
         self._is_answered = request is not None

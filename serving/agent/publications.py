@@ -1,4 +1,4 @@
-"""What is published of a model, kept current by a thread that lists its directory after each change."""
+"""A model's publications, kept current by a thread that lists its directory after each change."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from exporter.verify.log import delta_damage
 from serving.agent.journal import AgentEvent, EventKind, Journal
 
 _MOST_RECENT = 2000
-"""How many publications the chart of an hour may have."""
+"""The most publications in the chart of an hour."""
 _EVER = datetime.min.replace(tzinfo=timezone.utc)
 
 
 class FollowedModel(Struct, frozen=True):
-    """A model's name on the servers, and its base path as the agent sees it; `is_copy`: it is fetched."""
+    """A model's name on the servers, and its base path for the agent; `is_copy`: `--pull` fetches it."""
 
     name: str
     path: Path
@@ -60,15 +60,15 @@ class Publications:
         self._tell_untrusted()
 
     def wait(self, seen: int, timeout_s: float) -> int:
-        """Sleep until a change after number `seen`, or for `timeout_s`; returns the number of the last
-        change.
-        """
+        """Sleep until a change after number `seen`, or for `timeout_s`; return the last change's number."""
         with self._changed:
             self._changed.wait_for(lambda: self._count != seen, timeout_s)
             return self._count
 
     def overwritten(self) -> str:
-        """A warning that a trainer wrote into files of the newest version; "" by their times it did not."""
+        """A warning that a trainer wrote into files of the newest version; "" if their times do not show
+        that.
+        """
         newest = self.current.newest_version
         if newest is None or self.model.is_copy:
             return ""
@@ -78,7 +78,7 @@ class Publications:
         return ""
 
     def wake(self) -> None:
-        """Wake all threads that wait."""
+        """Wake all threads in `wait`."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
@@ -87,7 +87,7 @@ class Publications:
         """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
         arrivals = Arrivals(kind=CHANGED)
         while not stop.is_set():
-            # Before it is listed: what appears in between is reported.
+            # Before listing, so that nothing is missed in between.
             if why := arrivals.watch(self.current.places()):
                 self._report_once(
                     f"changes under {self.model.path} cannot be watched, so the agent polls: {why}"
@@ -96,7 +96,7 @@ class Publications:
             arrivals.wait(self._poll_s, stop)
 
     def look(self) -> None:
-        """List the directory now."""
+        """List the directory now, report changes, and wake all threads in `wait`."""
         with self._looking:
             before = self.current
             found = self.current = self._listed(before)
@@ -112,14 +112,14 @@ class Publications:
             threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
 
     def _learn(self, found: Model) -> None:
-        """Note when and what was published, which takes a while with thousands of deltas."""
+        """Update the publisher's habit and recent publications, which is slow with thousands of deltas."""
         self.habit, self.recent = Habit.of(found), tuple(found.published[-_MOST_RECENT:])
 
     def damage(self, lineage: str, delta: Span) -> str:
-        """What is wrong with a listed delta's files; empty if nothing is.
+        """The damage of a listed delta's files; empty if there is none.
 
-        Servers do not say which file it is, and some say only that a function failed. All is read once, and
-        again when a file changes.
+        Servers do not name the damaged file, and some only say that a function failed. All files are read
+        once, and again when one changes.
         """
         log = self.current.logs.get(lineage)
         if log is None or delta not in log.deltas:
@@ -135,7 +135,9 @@ class Publications:
             return self._damage[path]
 
     def _listed(self, before: Model | None) -> Model:
-        """The model now; what is new appeared since the last look, or if it was fetched, at any time."""
+        """List the model; new publications count as published since the last look, or, in a copy, at any
+        time.
+        """
         since, now = self._looked, datetime.now(timezone.utc)
         found = Model.look(self.model.path, before, since=since)
         if not (self.model.is_copy or found.problem):
@@ -143,7 +145,7 @@ class Publications:
         return found
 
     def _tell_untrusted(self) -> None:
-        """Report once why replicas are led no further: what nobody trusted has signed."""
+        """Report once why replicas get no further: a publication that no trusted key has signed."""
         message = next((error.message for error in self.current.untrusted), "")
         if message != self._untrusted:
             self._untrusted = message
@@ -151,9 +153,9 @@ class Publications:
                 self._report(EventKind.FAILED, f"not followed: {message}")
 
     def _read_ahead(self, number: int) -> None:
-        """Let the kernel read the mapped tables of a new version, until there is a newer one."""
+        """Have the kernel read the mapped tables of a new version, until there is a newer one."""
         version = self.model.path / str(number)
-        with suppress(OSError, ManifestError):  # it is tried for speed alone
+        with suppress(OSError, ManifestError):  # only an optimization
             record = read_manifest(version).mapped
             if record is not None:
                 read_ahead(version, record, lambda: self.current.newest_version == number)

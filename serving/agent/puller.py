@@ -38,17 +38,18 @@ if TYPE_CHECKING:
     from exporter.publish.signing import Trust
 
 _END_SECONDS = 5.0
-"""How long the agent waits at its end for a publication that is being written."""
+"""Seconds for which the agent, at its end, waits for a publication that is being written."""
 
 
 _SILENT_SECONDS = 15.0
-"""A call to a store that is not answered for so long is said, whatever becomes of it: it may take minutes."""
+"""A call to a store without an answer for this long is reported before it ends, which may take minutes."""
 
 
 class Trouble(Struct, frozen=True):
-    """Why a look into a store failed, or waits: `text` says what, `why` the call and its answer.
+    """The reason why a look into a store failed, or is pending: `text` is the problem, `why` the call and its
+    answer.
 
-    `code` is that of the finding; `since` is when looks began to fail.
+    `code` is the finding's; `since` is when looks began to fail.
     """
 
     code: Code
@@ -62,10 +63,10 @@ class Fetched(Struct, frozen=True):
     """The state of a model's directory compared with its store.
 
     `complete` is the start of the last look into the store after which nothing was left to fetch (monotonic
-    seconds), or the agent's start before the first one. `trouble` says why the last look failed, None if it
-    succeeded; `newest` is the newest publication in the store, its position and time, None before one was
-    seen. `waiting` lists publications that do not fit after a canary's rollback, `untrusted` says why others
-    are left where they are.
+    seconds), or the agent's start before the first one. `trouble` says why the last look failed; None if it
+    succeeded. `newest` is the position and time of the newest publication in the store; None before one was
+    seen. `waiting` lists publications that do not fit after a canary's rollback, `untrusted` the reasons why
+    others are not fetched.
     """
 
     url: str
@@ -77,7 +78,9 @@ class Fetched(Struct, frozen=True):
 
 
 class Puller:
-    """Brings a model's directory up to date with a store, periodically; reports a failure once."""
+    """A thread's task: bring a model's directory up to date with a store, periodically; report a failure
+    once.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,9 @@ class Puller:
 
     @property
     def fetched(self) -> Fetched:
-        """The state after the last look; a look whose call is not answered for long is trouble already."""
+        """The state after the last look; a look with a call that stays unanswered is already reported as
+        trouble.
+        """
         found, call = self._fetched, self._calls.oldest()
         if call is None or call[1] < _SILENT_SECONDS or found.trouble is not None:
             return found
@@ -160,7 +165,7 @@ class Puller:
 
 
 def _trouble(error: ExportError, at: datetime) -> Trouble:
-    """What an error of a look means for the copy."""
+    """The trouble that an error of a look means."""
     text, why = error.message, error.cause
     match error:
         case PublicationDamaged():
@@ -185,12 +190,12 @@ def pullers_of(
     trusting: Trusting,
     canaries: Container[str] = (),
 ) -> dict[str, Puller]:
-    """The pullers by model; `options` are `[NAME=]URL`, and may leave out the name if there is one model.
+    """The pullers by model; `options` are `[NAME=]URL`, where NAME may be left out if there is one model.
 
-    Of models in `canaries` each new log is held at its base from its first moment on.
+    Each new log of a model in `canaries` is held at its base from its first moment.
 
     Raises:
-        UsageError: an option names an unknown model, or a model twice, or its URL is not that of a model; two
+        UsageError: an option names an unknown model, or a model twice, or its URL is not a model's; two
             models share a directory; the library for object stores is not installed.
     """
     if options:

@@ -1,4 +1,4 @@
-"""Whether a server may get requests: it serves a version, and has caught up once since it started.
+"""Decide whether a server may get requests: it serves a version, and has caught up once since it started.
 
     | the newest available version of the server       | the server is                                    |
     |--------------------------------------------------|--------------------------------------------------|
@@ -9,9 +9,9 @@
     | was ready, and is not at an earlier position     | ready, whatever is published                     |
     | was ready at a later position                    | one that restarted: as if it never was ready     |
 
-Replicas share what is published. A damaged delta, a directory that cannot be read or a hold stops all of
-them at once, while each answers as well as before: none of that makes a ready server unready, or keeps one
-that starts unready. This module reads no clock, file or network.
+All replicas share the published model. A damaged delta, a directory that cannot be read or a hold stops all
+of them at once, while each answers as well as before: none of that makes a ready server unready, or keeps a
+starting one unready. This module reads no clock, file or network.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from serving.agent.rollout import Observed
 
 
 class Readiness(Struct, frozen=True):
-    """The state of one server; as it is made, of one that does not respond, and may restart meanwhile.
+    """The state of one server; the default is the state of one that does not respond, and may be restarting.
 
-    `version` is the newest available one, as it was seen last. `goal` is the position at which a server that
-    is not ready becomes so. `was_sent` is True if a call that was to bring the version further has failed.
+    `version` is the newest available one, as last seen. `goal` is the position at which a server that is not
+    ready becomes ready. `was_sent` is True if a call to bring the version further has failed.
     """
 
     is_ready: bool = False
@@ -37,12 +37,14 @@ class Readiness(Struct, frozen=True):
     was_sent: bool = False
 
     def sent_in_vain(self, version: int) -> Readiness:
-        """After a call for this version that neither applied a delta nor was told why."""
+        """The readiness after a call to this version that neither applied a delta nor got a reason."""
         is_it = self.version is not None and self.version.number == version
         return replace(self, was_sent=True) if is_it else self
 
     def seen(self, observed: Observed, published: Model) -> Readiness:
-        """The readiness after the server reported its positions; `published` is what it may take."""
+        """The readiness after the server reported its positions; `published` are the logs, limited to what it
+        may apply.
+        """
         before, now = self.version, observed.served
         if now is None:
             return Readiness()
@@ -62,14 +64,14 @@ def _place(version: Served) -> tuple[int, int | None]:
 
 
 def _went_back(before: Served | None, now: Served) -> bool:
-    """True if only a server that restarted can be there."""
+    """True if the position is only possible after a restart."""
     if before is None or now.number != before.number:
         return before is not None and now.number < before.number
     return now.position is not None and before.position is not None and now.position < before.position
 
 
 def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
-    """The positions to which all visible deltas lead a version, and to which those not refused do."""
+    """The positions that a version reaches by all visible deltas, and by the ones that it has not refused."""
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:
         return at, at

@@ -1,10 +1,9 @@
-"""Rebuild a replica whose values differ from what was published: remove its model from the server, and add it
-again.
+"""Rebuild a replica with wrong values: remove its model from the server, and add it again.
 
 A stock server loads a version again from its base only after its model was out of the configuration, and each
-configuration replaces the whole one before it. So a rebuild needs the file that the servers run with
+configuration replaces the previous one completely. So a rebuild needs the servers' configuration file
 (`--rebuild-config`), and every target has to run with exactly that; each rebuild reads it anew. Deltas cannot
-repair a replica: they lead only forward, and hold only the rows that they changed.
+repair a replica: they only go forward, and hold only the rows that changed.
 
 - The published files are read and checked first, so that a damaged version does not replace a loaded one.
 - A replica is rebuilt only while another one serves the model that passed its last audit, and only one
@@ -40,11 +39,10 @@ _POLL_S = 0.1
 
 
 class Rebuilder:
-    """Removes a model from a server, and adds it again.
+    """A tool that removes a model from a server, and adds it again.
 
-    `read` returns the servers' configuration as it is now, and raises UsageError if it cannot be used.
-    `is_served_elsewhere` takes an address and a model, and is True if another server serves the model
-    correctly.
+    `read` returns the servers' present configuration, or raises UsageError. `is_served_elsewhere` takes an
+    address and a model, and is True if another server serves the model correctly.
     """
 
     def __init__(
@@ -61,7 +59,11 @@ class Rebuilder:
         self._locks: dict[str, Lock] = {}
 
     def rebuild(self, address: str, model: str, path: Path) -> str:
-        """Load a model again from `path`; returns why it was not done, empty if it was."""
+        """Have a server load a model again from `path`; return the reason if that was not done, empty if it
+        was.
+
+        ServerError if the server does not answer, refuses, does not unload the model or cannot load it again.
+        """
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"
         lock = self._locks.setdefault(model, Lock())
@@ -87,8 +89,8 @@ class Rebuilder:
     def restore(self, address: str, model: str) -> None:
         """Send a server the whole configuration, and wait until the server serves it.
 
-        ServerError if the file cannot be used, or the server would wait for a model, and nothing is sent
-        then; or if it does not answer, refuses, or cannot load a model.
+        ServerError if the file cannot be used, or the server would have to wait for a model (then nothing is
+        sent); or if it does not answer, refuses, or cannot load a model.
         """
         try:
             config = self._read()
@@ -104,7 +106,7 @@ class Rebuilder:
         Reloader(config, connect, _LOADS_S, checks_paths=False).run()
 
     def _would_wait(self, config: Proto, address: str, model: str) -> str:
-        """Why a server would accept no further configuration after this one; empty if it would.
+        """The reason why a server would accept no further configuration after this one; empty if it would.
 
         That happens if the file lists another model that the server has never had, and whose path is missing.
         """
@@ -141,7 +143,7 @@ def _without(config: Proto, name: str) -> Proto:
 
 
 def _problem_of(model: Path) -> str:
-    """Why the newest published version could not be loaded; empty if it could."""
+    """The reason why the newest published version could not be loaded; empty if it could."""
     try:
         log = read_log(model)
         log.state().check(variable.name for variable in log.schema.variables)

@@ -1,6 +1,6 @@
 """One model of one server: a thread observes it, applies deltas and audits it, as `rollout` decides.
 
-With pacing, a second thread probes its predictions, and their latencies give the pause between deltas.
+With pacing, a second thread probes its predictions; their latencies determine the pause between deltas.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from serving.client import ModelClient
 from serving.updates import Updated, call_until_there, read_served
 
 BYTES_A_SECOND = 20e6
-"""A catch-up gets the time that its deltas take at this rate, in addition to the deadline of any call."""
+"""Bytes of deltas per second by which a catch-up's deadline is extended."""
 _AFTER_A_SURPRISE_S = 1.0
 RESTARTS_S = 600.0
 _MOST_RESTARTS = 1000
@@ -55,16 +55,16 @@ _REFUSED = "INVALID_ARGUMENT"
 _MAY_BE_DAMAGE = frozenset(
     {"UNKNOWN", "INTERNAL", "DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "FAILED_PRECONDITION"}
 )
-"""Codes of a call that the server ran, and that failed in it."""
+"""Codes of a call that the server ran, and that failed there."""
 _NOT_CONNECTED = "failed to connect to all addresses"
-"""gRPC's words for a call that it has not sent."""
+"""gRPC's text for a call that it has not sent."""
 
 Allowed = Callable[[str, str, Model], Model]
-"""The part of the published logs that a replica may take, by model, address and all published logs."""
+"""A function from a model's name, an address and the published logs to what that replica may apply."""
 
 
 class Pacer:
-    """Probes one replica and chooses its pause; `version` returns the version that clients get by default."""
+    """A prober of one replica, and its pause; `version` returns the version that clients get by default."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Pacer:
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
     def paced(self, versions: Sequence[Served], published: Model, now: float) -> Paced:
-        """The pause, how long a delta has waited that one of the versions may take, and if the replica is
+        """The pause, the time that the oldest applicable delta has been pending, and whether the replica is
         measured.
         """
         logs = published.logs
@@ -93,7 +93,7 @@ class Pacer:
         return Paced(self.pause_s, self._waiting.longest_s(pairs, now), not self._prober.is_measuring)
 
     def applying(self) -> AbstractContextManager[None]:
-        """Deltas are applied inside the block."""
+        """A block in which deltas are applied."""
         return self._prober.applying()
 
     @property
@@ -102,7 +102,7 @@ class Pacer:
         return self._prober.latencies()
 
     def adapt(self) -> str:
-        """Choose the pause before the next delta; returns an event's text if pauses begin or end, else ""."""
+        """Choose the next pause between deltas; return an event's text if pauses begin or end, else ""."""
         before, found = self.pause_s, self.latencies
         self.pause_s = next_pause(before, found, self._policy)
         if found.applying_p99_s is None or found.idle_p99_s is None:
@@ -119,11 +119,11 @@ class Settings(Struct, frozen=True):
     """The settings of a fleet; times in seconds.
 
     `poll_s`: the longest time between two listings of a directory. `reads_ahead`: whether tables that servers
-    map are read before. `resolve_s`: the time between two look-ups of names. `deadline_s`: the deadline of a
-    call, to which the time of a catch-up is added. `audit_chunks`: how many chunks an audit compares. `pace`:
-    the limits of pacing (None: no pacing). `rebuild` reads the servers' configuration as it is now (None: no
-    rebuilds). `labels`: the tags that labels follow (None: labels are left alone). `access`: files for TLS, a
-    certificate and a token.
+    map are read in advance. `resolve_s`: the time between two look-ups of names. `deadline_s`: the deadline
+    of a call, to which the time of a catch-up is added. `audit_chunks`: the number of chunks that an audit
+    compares. `pace`: the limits of pacing (None: no pacing). `rebuild` reads the servers' present
+    configuration (None: no rebuilds). `labels`: the tags that labels follow (None: labels are left alone).
+    `access`: files for TLS, a certificate and a token.
     """
 
     policy: RolloutPolicy = field(default_factory=RolloutPolicy)
@@ -184,23 +184,23 @@ class Replica:
             self.pacer.start(self._stop)
 
     def end(self) -> None:
-        """Make no more calls after the one in progress."""
+        """Make no more calls after the present one; does not wait for it."""
         self._stop.set()
         self.publications.wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the call in progress; True if it has ended."""
+        """Wait up to `timeout_s` for the present call; True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def published(self) -> Model:
-        """The part of the published logs that this replica may take."""
+        """The published logs, limited to what this replica may apply."""
         return self._allowed(self.model, self.address, self.publications.current)
 
     @property
     def served_version(self) -> int | None:
-        """The version that requests without a version get; None if none is served."""
+        """The version that answers requests without a version; None if none is served."""
         served = self.observed.served
         return None if served is None else served.number
 
@@ -212,7 +212,9 @@ class Replica:
 
     @property
     def restarts(self) -> int:
-        """How often it answered again, in the last ten minutes, after nothing had listened at its address."""
+        """The number of times, in the last ten minutes, that it answered again after nothing had listened
+        there.
+        """
         since = time.monotonic() - RESTARTS_S
         return sum(at >= since for at in tuple(self._restarted))
 
@@ -299,7 +301,7 @@ class Replica:
                 self.readiness = self.readiness.sent_in_vain(action.version)
                 self._failed(error)
             return
-        if done.found_another:  # that update may lead as far: ask for the position again
+        if done.found_another:  # that update may have got as far: ask for the position again
             self.readiness = self.readiness.sent_in_vain(action.version)
             self._observe(client)
             return
@@ -345,18 +347,18 @@ class Replica:
         )
 
     def _is_damaged(self, action: Apply) -> bool:
-        """True if a delta on the way is: bases of earlier releases fail at one without naming it."""
+        """True if a delta on the way is damaged: bases of earlier releases fail at one without naming it."""
         return any(self.publications.damage(action.lineage, delta) for delta in action.chain)
 
     def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
-        """Record which delta was refused: the first one after the current position, because those before it
-        on the way were applied.
+        """Record the refused delta: the first after the present position, as earlier ones on the way were
+        applied.
         """
         self._observe(client)
         at = next((v.position for v in self.observed.versions if v.number == action.version), None)
         log = self.publications.current.logs.get(action.lineage)
         way = () if at is None or log is None else log.up_to(action.up_to).reach(at)
-        if not way:  # it is there by now, or gone, or its position is unknown
+        if not way:  # it has got there, or is gone, or its position is unknown
             return
         damage = self.publications.damage(action.lineage, way[0])
         reason = damage or reason
@@ -374,7 +376,7 @@ class Replica:
             self._failed(error)
             return
         before, self.audited = self.audited, found
-        if found.skipped and suspects:  # without a result the old one stands
+        if found.skipped and suspects:  # without a result, keep the old one
             self.audited = replace(found, differing=suspects)
         elif found.differing:
             chunk = found.differing[0]
@@ -390,7 +392,7 @@ class Replica:
             self._report(EventKind.AUDIT, f"no audit of version {action.version}: {found.skipped}")
 
     def _rebuild(self, client: ModelClient) -> None:
-        """Load the model again if the rebuilder may, and forget what was known of it."""
+        """Have the model loaded again if there is a rebuilder, and forget the observations of it."""
         if self._rebuilder is None:
             return
         before = self._why_not_rebuilt
@@ -412,7 +414,7 @@ class Replica:
     def _restore(self) -> None:
         """Add a model again that a killed agent had removed from the server.
 
-        A failure is noted as of a call.
+        A failure is recorded like a failed call.
         """
         if self._rebuilder is None or not self.observed.was_left_out:
             return
@@ -425,7 +427,7 @@ class Replica:
             )
 
     def _label(self, client: ModelClient) -> None:
-        """Move the server's labels to where their tags are. Why one does not move is reported once."""
+        """Move the server's labels to the versions of their tags; report once why one does not move."""
         settings = self._settings
         if settings.labels is None:
             return

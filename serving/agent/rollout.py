@@ -1,4 +1,4 @@
-"""The next action for one replica: a function of what is published, what was observed, and the time.
+"""The next action for one replica: a function of the published model, the last observation, and the time.
 
     | observed                                          | action                                        |
     |---------------------------------------------------|-----------------------------------------------|
@@ -8,7 +8,7 @@
     | the same, but this replica refused the delta      | `Apply` to the end of another, smaller one    |
     | the same, and pacing asks for a pause             | `Wait` for its end, then `Apply` one delta    |
     | the same, and there is no other delta             | `Wait` for the refused delta's retry          |
-    | current, and the last audit is too long ago       | `Audit` what it holds                         |
+    | current, and the last audit is too long ago       | `Audit` its values                            |
     | a version is loading, or is due                   | `Wait` for a short time, then `Observe`       |
     | anything else                                     | `Wait` for the next observation               |
 
@@ -31,21 +31,22 @@ from serving.status import VersionState
 
 FIRST_BACK_OFF_S = 0.1
 LONGEST_BACK_OFF_S = 5.0
-"""The agent finds a server that comes back, or gets the model, within this time."""
+"""Seconds within which the agent notices a server that comes back, or gets the model."""
 FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 """The time until a refused delta is tried again; it doubles after each refusal, up to the second value."""
 _LOADING_S = 0.05
-"""How often a server that loads a version is observed. Once the version is AVAILABLE it gets requests, and it
-stays at the position of its warm-up until the agent has observed it."""
+"""Seconds between observations of a server that loads a version. Once the version is AVAILABLE it gets
+requests, and it stays at the position of its warm-up until the agent has observed it."""
 _NOTICED_S = 10.0
-"""How long a published version is due: by default, servers list their directory each second."""
+"""Seconds for which a new version is expected: by default, servers list their directory each second."""
 _MEASURING_S = 0.1
-"""How often the agent checks whether the idle replica is measured."""
+"""Seconds between checks whether the idle replica is measured."""
 
 
 class Refusal(Struct, frozen=True):
-    """A delta that a replica refused, `count` times in a row, last at `at`. `reason` is the replica's own, or
-    with `is_damaged` what is wrong with the delta's files.
+    """A delta that a replica refused, `count` times in a row, the last time at `at` (monotonic seconds).
+
+    `reason` is the replica's own, or, with `is_damaged`, the damage of the delta's files.
     """
 
     lineage: str
@@ -57,7 +58,9 @@ class Refusal(Struct, frozen=True):
 
     @property
     def retry_at(self) -> float:
-        """When to try it again: a network file system may show a file late, and an operator may repair it."""
+        """The time of the next try: a network file system may show a file late, and an operator may repair
+        it.
+        """
         return self.at + min(_LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 30))
 
 
@@ -89,19 +92,19 @@ class Observed(Struct, frozen=True):
 
     @property
     def served(self) -> Served | None:
-        """The version that requests without a version got when it responded last: the newest available one;
-        None if there was none.
+        """The newest available version at the last response, which answers requests without a version; or
+        None.
         """
         return newest_available(self.versions)
 
     def standing(self, lineage: str) -> Served | None:
-        """The newest version that it serves of a log; None if it does not respond, or serves none."""
+        """The newest available version of a log; None if it does not respond, or serves none."""
         if self.failures:
             return None
         return newest_available(version for version in self.versions if version.lineage == lineage)
 
     def answered(self, versions: Sequence[Served], now: float) -> Observed:
-        """The observation after the replica reported `versions`; forgets failures and refusals passed by."""
+        """The observation after the replica reported `versions`; failures and old refusals are forgotten."""
         newest_first = sorted(versions, key=lambda version: -version.number)
         answered = replace(
             self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error=""
@@ -109,7 +112,7 @@ class Observed(Struct, frozen=True):
         return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
-        """The observation after `version` confirmed `position`; forgets failures and refusals passed by."""
+        """The observation after `version` confirmed `position`; failures and old refusals are forgotten."""
         moved = (
             replace(known, position=position, step=step) if known.number == version else known
             for known in self.versions
@@ -117,7 +120,8 @@ class Observed(Struct, frozen=True):
         return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")._forget_passed()
 
     def failed(self, error: str, now: float, jitter: float, *, was_sent: bool = True) -> Observed:
-        """The observation after a call failed: one failure more, a later retry, and nothing seen for certain.
+        """The observation after a call failed: one failure more, a later retry, and positions to be seen
+        again.
 
         `jitter` is in 0..1, and spreads the retries of replicas that failed together over half of the
         back-off. `was_sent` is False if the call cannot have reached the server.
@@ -131,14 +135,16 @@ class Observed(Struct, frozen=True):
         )
 
     def refused(self, refusal: Refusal) -> Observed:
-        """The observation after the replica refused a delta: counts it; positions have to be seen again."""
+        """The observation after the replica refused a delta: the refusal is counted; positions are to be seen
+        again.
+        """
         others = tuple(r for r in self.refusals if (r.lineage, r.delta) != (refusal.lineage, refusal.delta))
         before = sum(r.count for r in self.refusals if r not in others)
         again = replace(refusal, count=before + 1)
         return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
     def refusals_of(self, lineage: str, now: float) -> tuple[Span, ...]:
-        """The refused deltas of a log whose retry is not due yet."""
+        """The refused deltas of a log that are not to be tried again yet."""
         return tuple(
             refusal.delta
             for refusal in self.refusals
@@ -146,7 +152,9 @@ class Observed(Struct, frozen=True):
         )
 
     def _forget_passed(self) -> Observed:
-        """Forget the refusals of deltas that no version still needs: they were applied later, or bypassed."""
+        """The observation without refusals of deltas that no version still needs: they were applied or
+        bypassed.
+        """
         standing = [(v.lineage, v.position) for v in self.versions if v.position is not None]
         kept = (
             refusal
@@ -158,7 +166,7 @@ class Observed(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """Nothing to do before a time, unless something changes."""
+    """Do nothing before a time, unless something changes."""
 
     until: float
 
@@ -168,7 +176,7 @@ class Observe(Struct, frozen=True):
 
 
 class Apply(Struct, frozen=True):
-    """Update exactly this version to a position; `chain` is the expected way."""
+    """Update exactly this version to a position; `chain` are the deltas expected on the way."""
 
     version: int
     lineage: str
@@ -177,7 +185,7 @@ class Apply(Struct, frozen=True):
 
 
 class Audit(Struct, frozen=True):
-    """Compare what this version holds with what was published at its position."""
+    """Compare this version's values with the published ones at its position."""
 
     version: int
     lineage: str
@@ -190,9 +198,9 @@ Action = Wait | Observe | Apply | Audit
 class RolloutPolicy(Struct, frozen=True):
     """The pace of observing, auditing and updating a replica; times in seconds.
 
-    `refresh_s`: between two observations without changes. `step_s`: at least between two deltas (None: all at
-    once). `audit_s`: between two audits (None: never). `longest_delay_s`: how long a paced delta may wait
-    (None: no pacing, see `pacing`).
+    `refresh_s`: between two observations without changes. `step_s`: the least time between two deltas (None:
+    all at once). `audit_s`: between two audits (None: never). `longest_delay_s`: the longest delay of a paced
+    delta (None: no pacing, see `pacing`).
     """
 
     refresh_s: float = 5.0
@@ -202,7 +210,8 @@ class RolloutPolicy(Struct, frozen=True):
 
 
 class Paced(Struct, frozen=True):
-    """The state of pacing for a replica: the pause between two deltas, and how long one has waited so far.
+    """The state of pacing for a replica: the pause between two deltas, and the time that one has been
+    pending.
 
     `is_measured` is False until enough probes of the idle replica are known.
     """
@@ -226,8 +235,9 @@ def next_action(
     new_version_at: float = -math.inf,
     paced: Paced = _UNPACED,
 ) -> Action:
-    """The next action for a replica; see the module's table. `new_version_at`: when the newest version was
-    seen.
+    """The next action for a replica; see the module's table.
+
+    `new_version_at`: when the newest version was first seen.
     """
     if observed.failures and now < observed.retry_at:
         return Wait(observed.retry_at)
@@ -267,7 +277,7 @@ def _is_due(observed: Observed, newest: int | None) -> bool:
 
 
 def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: float) -> float:
-    """When the next delta may be applied."""
+    """The time at which the next delta may be applied."""
     until = last_applied + (policy.step_s or 0.0)
     if policy.longest_delay_s is None:
         return until
@@ -302,12 +312,14 @@ def _advance(
 
 
 def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
-    """The delta that leads least far beyond a position; a call to its end makes the graph take it."""
+    """The delta with the smallest end that applies at a position; a call to its end selects it."""
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
 
 class Quarantined(Struct, frozen=True):
-    """A delta that every replica refuses, and the last reason; `is_damaged`: the agent found its files so."""
+    """A delta that every replica refuses, and the last reason; `is_damaged`: the agent found damage in its
+    files.
+    """
 
     lineage: str
     delta: Span
@@ -318,8 +330,8 @@ class Quarantined(Struct, frozen=True):
 def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarantined, ...]:
     """The deltas that every responding replica before them has refused.
 
-    Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta leads
-    past it, a new base has to be published.
+    Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta spans
+    it, a new base has to be published.
     """
     answering = [replica for replica in replicas if replica.versions]
     found: dict[tuple[str, Span], Quarantined] = {}
@@ -342,7 +354,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
 
 
 def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
-    """True if a quarantined delta stops a replica, and no other delta leads past it."""
+    """True if a quarantined delta stops a replica, and no other delta gets past it."""
     replicas = tuple(replicas)
     stopping = quarantined(replicas, published)
     for found in stopping:

@@ -1,7 +1,7 @@
-"""What to say of a fleet first: the state of each replica and of each model, the worst first.
+"""The state of each replica and of each model of a fleet, and its findings, the worst first.
 
-A model is fresh only if every replica answers from its newest publication. A hold keeps replicas at what it
-allows, so that they lack nothing that they may take; they are not fresh all the same.
+A model is fresh only if every replica answers from its newest publication. Replicas at a hold lack nothing
+that they may apply; but they are not fresh.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from serving.documents import FleetFinding
 from serving.status import VersionState
 
 _LONG_WAIT_S = 60.0
-"""Publications that a canary keeps back for longer than this are trouble; until then it is at work."""
+"""Seconds after which publications that a canary has not approved are trouble."""
 _NAMED = 3
 _MANY_RESTARTS = 3
-"""A server that came back so often in ten minutes does not run."""
+"""The number of restarts in ten minutes from which a server counts as failing."""
 SKEW_S = 60.0
-"""Clocks of machines differ; by less than this it is no matter."""
+"""Seconds by which the clocks of two machines may differ without a finding."""
 _NEARLY_FULL_PERCENT = 80
 
 
@@ -53,18 +53,18 @@ _OF_REPLICAS = {
     Code.UNASKED: ("was not asked yet", "were not asked yet"),
     Code.UPDATING: ("takes the newest publication now", "take the newest publication now"),
 }
-"""What is said of one replica in a state, and of several; the other states are findings of their model."""
+"""The words for one replica in a state, and for several; the other states are findings of their model."""
 
 
 class Standing(Struct, frozen=True):
-    """The state of a replica; `why` has more words, empty if the state says it all."""
+    """The state of a replica; `why` adds the reason, empty if the state says it all."""
 
     code: Code
     why: str = ""
 
 
 def document(finding: Finding) -> FleetFinding:
-    """A finding as `/status.json` has it."""
+    """A finding in the form of `/status.json`."""
     code, level = finding.code, finding.level.on_page
     return FleetFinding(
         finding.model, level, code.word, finding.text, finding.why, finding.command, code.value
@@ -79,7 +79,7 @@ class Row(Struct, frozen=True):
 
 
 class ModelStanding(Struct, frozen=True):
-    """A model, its replicas with the worst first, and what there is to say, the worst first."""
+    """A model, its replicas and its findings, each with the worst first."""
 
     model: ModelView
     rows: tuple[Row, ...]
@@ -92,14 +92,14 @@ class ModelStanding(Struct, frozen=True):
 
 
 class FleetStanding(Struct, frozen=True):
-    """All models; `findings` are those of all of them, the worst first, empty if every replica is fresh."""
+    """All models; `findings` are those of all models, the worst first, empty if every replica is fresh."""
 
     models: tuple[ModelStanding, ...]
     findings: tuple[Finding, ...]
 
     @property
     def level(self) -> Level:
-        """That of the worst finding."""
+        """The level of the worst finding; GOOD without any."""
         return self.findings[0].level if self.findings else Level.GOOD
 
     @property
@@ -108,16 +108,14 @@ class FleetStanding(Struct, frozen=True):
         return self.sentence(self.findings[0]) if self.findings else "Every replica is fresh"
 
     def sentence(self, finding: Finding) -> str:
-        """A finding as a sentence, which names the model if there are several."""
+        """A finding as a sentence, with the model's name if there are several models."""
         if len(self.models) > 1:
             return f"{finding.model}: {finding.text}"
         return finding.text[:1].upper() + finding.text[1:]
 
 
 def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
-    """The states of all models; a replica that lacks a publication for longer than `fresh_within_s` is
-    late.
-    """
+    """The states of all models; a replica that lacks a publication for more than `fresh_within_s` is late."""
     models = [_assess(model, fresh_within_s) for model in view.models]
     findings = [finding for model in models for finding in model.findings]
     return FleetStanding(
@@ -126,7 +124,7 @@ def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
 
 
 def _worst(model: ModelStanding) -> int:
-    """The rank of a model's worst finding: those in trouble come first, the others as they were given."""
+    """The rank of a model's worst finding, for sorting; the highest rank without one."""
     return min((finding.code.rank for finding in model.findings), default=len(Code))
 
 
@@ -150,7 +148,7 @@ def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> S
 
 
 def _is_beyond(model: ModelView, replica: ReplicaView, served: VersionView) -> bool:
-    """True if a replica serves what the hold keeps from servers, and is not the one that a canary judges."""
+    """True if a replica serves a position beyond the hold, and is not the one that a canary judges."""
     if served.position is None or served.behind_deltas is None or served.superseded_s:
         return False
     if model.position is None or served.position <= model.position or (model.hold or 0) < 0:
@@ -178,7 +176,7 @@ def _assess(model: ModelView, fresh_within_s: float) -> ModelStanding:
 
 
 def natural(address: str) -> list[tuple[str, int]]:
-    """A key for sorting: r2 before r10."""
+    """A key for sorting addresses: r2 before r10."""
     return [
         (text, int(number or 0))
         for text, number in re.findall(r"([^0-9]*)([0-9]{1,18})?", address)
@@ -209,7 +207,7 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _ask(code: Code, model: ModelView, row: Row) -> str:
-    """The command about a replica in this state; empty if nobody has to do anything."""
+    """The command for a replica in this state; empty if nobody has to do anything."""
     address, name = row.replica.address, model.name
     if code.level is Level.BUSY:
         return ""
@@ -225,24 +223,24 @@ def _doctor(model: ModelView) -> str:
 
 
 def _where_held(model: ModelView) -> str:
-    """The place where the hold was set: the model's directory, or the store of which it is a copy."""
+    """The directory or store in which the hold was set."""
     return model.path if model.held_by is None else str(model.held_by.place(Path(model.path)))
 
 
 def _lifting(model: ModelView) -> list[str]:
-    """The words of the command that lifts the hold, where it was set."""
+    """The words of the command that lifts the hold, in the place where it was set."""
     by, path = model.held_by, Path(model.path)
     return ["export-model", "resume", model.path] if by is None else by.lifting(path)
 
 
 def _past(model: ModelView) -> str:
-    """The command that ends a rollback: what a canary took back would not pass again, and is left behind."""
+    """The command that ends a rollback; after a canary's, the rejected values are not published again."""
     words = ["export-model", "resume", _where_held(model)]
     return command(*words, *(["--lift-only"] if model.rollback and model.rollback.is_canary else []))
 
 
 def _of_publications(model: ModelView) -> Iterator[Finding]:
-    """Findings about the published model, and about replicas that cannot take it."""
+    """Yield findings about the published model, and about replicas that cannot apply it."""
     waits = "nothing waits yet" if not model.waiting else _waits(model)
     by = model.held_by
     if model.rollback is not None:
@@ -311,7 +309,7 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
 
 
 def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
-    """Why what is in the store is not here, since when, and the command that helps or says more."""
+    """The finding that a store's publications are not here: the reason, since when, and a command."""
     since = f"since {trouble.since:%H:%M:%S} UTC"
     text = f"{trouble.text}, {since}"
     doctor = command("export-model", "doctor", store.url)
@@ -328,7 +326,7 @@ def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
 
 
 def _place(model: ModelView) -> str:
-    """Where the model is published: the URL of its store, or its directory."""
+    """The place where the model is published: the URL of its store, or its directory."""
     return model.path if model.store is None else model.store.url
 
 
@@ -352,7 +350,7 @@ def _of_overlays(model: ModelView) -> Iterator[Finding]:
 
 
 def _of_restarts(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Find replicas that come back again and again, whatever their state is at this moment."""
+    """Yield the finding about replicas that restart repeatedly, whatever their present state."""
     found = [row for row in rows if row.replica.restarts >= _MANY_RESTARTS]
     if found:
         found.sort(key=lambda row: -row.replica.restarts)
@@ -393,9 +391,9 @@ def _waiting(model: ModelView) -> str:
 
 
 def ages(model: ModelView, seconds: Callable[[float], str]) -> str:
-    """How old the values are that replicas serve: `1.2 s`, or `1.2 s to 3 min`; `unknown` if none says.
+    """The age of the values that replicas serve: `1.2 s`, or `1.2 s to 3 min`; `unknown` if it is not known.
 
-    `seconds` writes a duration.
+    `seconds` formats a duration.
     """
     served = [replica.served for replica in model.replicas if replica.served and replica.is_answering]
     found = [version.served_age_s for version in served if version.served_age_s is not None]

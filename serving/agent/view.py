@@ -1,6 +1,6 @@
 """The state of the fleet at one time: values for metrics, readiness, the status page and JSON.
 
-A `Recorder` keeps how far behind each replica was during the last ten minutes, for the page's plots.
+A `Recorder` keeps each replica's delay during the last ten minutes, for the page's plots.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class VersionView(Struct, frozen=True):
     """A version on a replica.
 
     Times are seconds. `served_age_s`: since the publication of the values that it serves. `event_age_s`:
-    since the newest event that they were trained on, None if the trainer does not record it. `stale_s`: since
+    since the newest event in their training data; None if the trainer does not record it. `stale_s`: since
     the publication of the oldest delta that it has not applied, 0 if there is none. `superseded_s`: since the
     start of a newer log, so that only another version can become fresh; 0 if the version belongs to the
-    newest log. `unsettled`: its responses since loading that may mix positions. `tables`: those that were to
-    be mapped. A field is None if the version takes no deltas, or if it is unknown.
+    newest log. `unsettled`: its responses since loading that may mix positions. `tables`: the tables made for
+    mapping. A field is None if the version takes no deltas, or if it is unknown.
     """
 
     number: int
@@ -66,10 +66,12 @@ class PaceView(Struct, frozen=True):
 
 
 class ReplicaView(Struct, frozen=True):
-    """One model of one server. `is_answering` is False after a call without a response; `audited` is the
-    result of the last audit; `pace` is None without pacing. `is_ready`: it serves a version, and has caught
-    up once since it started (see `readiness`). `restarts` counts how often it came back in the last ten
-    minutes after nothing had listened.
+    """One model of one server.
+
+    `is_answering` is False after a call without a response; `audited` is the result of the last audit; `pace`
+    is None without pacing. `is_ready`: it serves a version, and has caught up once since it started (see
+    `readiness`). `restarts` is the number of times that it came back in the last ten minutes after nothing
+    had listened.
     """
 
     model: str
@@ -84,7 +86,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def others(self) -> tuple[VersionView, ...]:
-        """What there is beside the version that it serves; one that has ended well is gone."""
+        """All versions except the served one, and except those that ended without an error."""
         ended = VersionState.END.name
         return tuple(
             version
@@ -94,7 +96,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def trouble(self) -> str:
-        """Why its state is unknown; empty if it responds."""
+        """The reason why its state is unknown; empty if it responds."""
         if self.is_answering:
             return ""
         what = "does not serve this model" if self.error.startswith("NOT_FOUND") else "does not answer"
@@ -102,16 +104,18 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def served(self) -> VersionView | None:
-        """The version that requests without a version get: the newest available one; None if none is."""
+        """The newest available version, which answers requests without a version; None without one."""
         available = [version for version in self.versions if version.state == VersionState.AVAILABLE.name]
         return max(available, key=lambda version: version.number, default=None)
 
 
 class CanaryView(Struct, frozen=True):
-    """The state of a model's canary: `approved` is the limit of the other replicas, `waiting_s` is how long
-    the oldest unapproved delta has waited, 0 if there is none. `doing` describes its current action;
-    `failing` lists the gates that the answers at the approved position fail, empty if none or unknown;
-    `scores` says how the golden requests' means moved from the position before.
+    """The state of a model's canary.
+
+    `approved` is the limit of the other replicas; `waiting_s` is the age of the oldest delta that is not
+    approved, 0 if there is none. `doing` describes its current action; `failing` lists the gates that the
+    answers at the approved position fail, empty if none or unknown; `scores` has the golden outputs' means at
+    the last two positions.
     """
 
     approved: int | None
@@ -123,10 +127,12 @@ class CanaryView(Struct, frozen=True):
 
 
 class StoreView(Struct, frozen=True):
-    """The store of a model's directory. `age_s`: seconds since the directory last held everything in the
-    store; the agent does not know what was published since then. `trouble` says why the last look into the
-    store failed, or waits, and since when, None if it succeeded; `newest` is the newest position that was
-    seen in the store; `waiting` lists publications that do not fit after a canary's rollback.
+    """The store of a model's directory.
+
+    `age_s`: seconds since the directory last held everything in the store; the agent does not know later
+    publications. `trouble` says why the last look into the store failed, or is pending, and since when; None
+    if it succeeded. `newest` is the newest position that was seen in the store; `waiting` lists publications
+    that do not fit after a canary's rollback.
     """
 
     url: str
@@ -137,7 +143,7 @@ class StoreView(Struct, frozen=True):
 
     @property
     def problem(self) -> str:
-        """Why the store's publications are not here, in words; empty if they are."""
+        """The reason why the store's publications are not here; empty if they are."""
         if self.trouble is None:
             return ""
         said = [f"{self.url} cannot be fetched", self.trouble.text, self.trouble.why]
@@ -145,16 +151,16 @@ class StoreView(Struct, frozen=True):
 
 
 class ModelView(Struct, frozen=True):
-    """A model: what is published, and its replicas.
+    """A published model, and its replicas.
 
-    `published` is the newest published position, whatever keeps replicas from it; `position` is the newest
-    one that the hold allows, and `waiting` counts the publications between them. `hold` is the position of
-    the hold, `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the
-    rollback at which the model is held. `store` is None without `--pull`. `silence` is the publisher's, whose
-    longest is learned from its habit, or was given. `recent` are the last publications, by time.
-    `skew_s`: by how much, at least, the publisher's clock is ahead, negative if it is behind.
-    `untrusted` says why publications are left, the newest first. `publishers` are the machines that publish
-    it in turn, empty if one does. `overwritten` says which of a version's files a trainer wrote into.
+    `published` is the newest published position, whatever the hold; `position` is the newest one that the
+    hold allows, and `waiting` is the number of publications between them. `hold` is the position of the hold,
+    `is_held` is True unless only a canary set it, `held_by` says who did. `rollback` is the rollback at which
+    the model is held. `store` is None without `--pull`. `silence` is the publisher's; its limit is learned
+    from the publisher's habit, or was given. `recent` are the last publications, by time. `skew_s` is the
+    least number of seconds by which the publisher's clock is ahead, negative if it is behind. `untrusted` has
+    the reasons why publications are not used, the newest first. `publishers` are the users that publish it in
+    turn, empty if only one does. `overwritten` warns if a trainer wrote into files of a version.
     """
 
     name: str
@@ -183,17 +189,17 @@ class ModelView(Struct, frozen=True):
 
     @property
     def stale_s(self) -> float | None:
-        """The largest value of its replicas; None if unknown for all."""
+        """The largest value of all replicas; None if unknown for all."""
         return self._worst(lambda served: served.stale_s)
 
     @property
     def served_age_s(self) -> float | None:
-        """The largest value of its replicas; None if unknown for all."""
+        """The largest value of all replicas; None if unknown for all."""
         return self._worst(lambda served: served.served_age_s)
 
     @property
     def event_age_s(self) -> float | None:
-        """The largest value of its replicas; None if unknown for all."""
+        """The largest value of all replicas; None if unknown for all."""
         return self._worst(lambda served: served.event_age_s)
 
     def _worst(self, seconds: Callable[[VersionView], float | None]) -> float | None:
@@ -208,9 +214,9 @@ class FleetView(Struct, frozen=True):
     models: tuple[ModelView, ...]
 
     def why_not_ready(self) -> tuple[str, ...]:
-        """The reasons why replicas of this agent should get no requests; empty if all may.
+        """The reasons why replicas of this agent should not get requests; empty if all may.
 
-        What is published, and whether it can be seen, is no reason: all replicas share it.
+        The published model, and whether it can be read, is not a reason: all replicas share it.
         """
         return (
             *self.wrong(),
@@ -222,8 +228,8 @@ class FleetView(Struct, frozen=True):
         """The reasons why this agent's replicas are not fresh; empty if they are.
 
         A fresh replica responds, serves a version, and has not lacked a published delta for longer than
-        `fresh_within_s`. A store from which nothing could be fetched for that long is a reason: nobody knows
-        what was published since.
+        `fresh_within_s`. A directory that cannot be read is a reason, and so is a store from which nothing
+        could be fetched for that long: later publications are unknown.
         """
         return (
             *self.wrong(),
@@ -233,7 +239,7 @@ class FleetView(Struct, frozen=True):
         )
 
     def _replicas(self) -> Iterator[tuple[str, ReplicaView]]:
-        """Each replica, and the words for it."""
+        """Yield each replica with a phrase that names it."""
         for model in self.models:
             for replica in model.replicas:
                 yield f"{model.name} on {replica.address}", replica
@@ -244,7 +250,7 @@ class FleetView(Struct, frozen=True):
                 yield f"no replica of {model.name} is known"
 
     def wrong(self) -> tuple[str, ...]:
-        """A sentence for each replica that does not hold what was published, which only a restart repairs."""
+        """A sentence for each replica with wrong values, which only a restart repairs."""
         return tuple(
             f"{name} does not hold what was published"
             for name, replica in self._replicas()
@@ -270,7 +276,7 @@ class FleetView(Struct, frozen=True):
 
 
 def _unseen(model: ModelView, fresh_within_s: float) -> Iterator[str]:
-    """Yield the reasons why it is unknown what is published; nothing if it is known."""
+    """Yield the reasons why the published model is unknown; nothing if it is known."""
     if model.problem:
         yield model.problem
     store = model.store
@@ -300,7 +306,10 @@ def _why_unserved(name: str, replica: ReplicaView) -> str:
 def view(
     fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller], expected_s: float | None = None
 ) -> FleetView:
-    """The fleet's state now; `pullers` by model. One is expected every `expected_s`, or as usual."""
+    """The fleet's present state; `pullers` by model.
+
+    A publication is expected every `expected_s`, or by the publisher's habit if that is None.
+    """
     now = datetime.now(timezone.utc)
     models = [
         replace(
@@ -316,7 +325,7 @@ def view(
 
 
 def _silence(found: Publications, puller: Puller | None, now: datetime, expected_s: float | None) -> Silence:
-    """The publisher's silence: of a copy, that of its store, which is unknown while that cannot be seen."""
+    """The publisher's silence; for a copy by its store, unknown while the store cannot be read."""
     if puller is None:
         return found.habit.silence(now, expected_s)
     fetched = puller.fetched
@@ -382,7 +391,7 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:
-    """The replica that goes first now, None if none does, and a description of the action."""
+    """The replica that goes first now (None if none does), and a description of the action."""
     match action:
         case Go(address, target):
             return address, f"goes first, to {target}"
@@ -464,30 +473,30 @@ def _hour(at: datetime, model: ModelView) -> Hour:
 
 
 class Sample(Struct, frozen=True):
-    """Seconds behind what is published at one time, by (model, address); None if unknown."""
+    """Each replica's delay at one time, in seconds, by (model, address); None if unknown."""
 
     at: datetime
     stale_s: dict[tuple[str, str], float | None]
 
 
 class Recorder(Struct):
-    """Samples the fleet every second, and keeps the last ten minutes; of each tenth second, the last hour."""
+    """A recorder of the fleet: every second for the last ten minutes, every ten seconds for the last hour."""
 
     view: Callable[[], FleetView]
     tell: Callable[[FleetView], None] = lambda view: None
-    """Gets each view that is sampled."""
+    """A function that gets each recorded view."""
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=_KEPT))
     hours: deque[tuple[datetime, dict[str, Hour]]] = field(
         default_factory=lambda: deque(maxlen=int(SPAN_S / _COARSE_S) + 1)
     )
 
     def follow(self, stop: threading.Event) -> None:
-        """Sample until `stop`."""
+        """Record until `stop`."""
         while not stop.wait(PERIOD_S):
             self.look()
 
     def look(self) -> None:
-        """Take one sample."""
+        """Record one sample."""
         view = self.view()
         self.tell(view)
         stale = {
@@ -502,9 +511,9 @@ class Recorder(Struct):
             self.hours.append((view.at, {model.name: _hour(view.at, model) for model in view.models}))
 
     def hour(self, model: str) -> list[Hour]:
-        """What was served of a model in the last hour, the oldest first."""
+        """The served positions and delays of a model in the last hour, the oldest first."""
         return [found[model] for _, found in tuple(self.hours) if model in found]
 
     def series(self, model: str, address: str) -> list[float | None]:
-        """The samples of one replica, the oldest first."""
+        """The delays of one replica, the oldest first."""
         return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]
