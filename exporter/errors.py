@@ -263,7 +263,7 @@ class CodeRefused(GraphError):
     """A model's archive asks for code that the user did not allow."""
 
     exit_code = Exit.USAGE
-    default_hint = "if you trust it: --allow-code; otherwise name a builder: --model pkg.mod:fn"
+    default_hint = "if you trust it: --allow code; otherwise name a builder: --model pkg.mod:fn"
 
 
 class AccessRefused(GraphError):
@@ -323,7 +323,7 @@ class TrainingModeServed(MappingError):
 
     default_hint = (
         "build the graph with training=False, or write its .meta from an inference graph; "
-        "if you want these answers: --allow-batch-statistics"
+        "if you want these answers: --allow batch-statistics"
     )
 
 

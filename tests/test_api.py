@@ -504,7 +504,7 @@ def dropping(v1: Any) -> None:
 def test_notes_are_warnings_in_the_callers_line(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     train(tmp_path / "train", dropping)
-    options: dict[str, Any] = {"inputs": {"x": "x"}, "outputs": {"y": "y"}, "allow_dropout": True}
+    options: dict[str, Any] = {"inputs": {"x": "x"}, "outputs": {"y": "y"}, "allow": ["dropout"]}
     request = ExportRequest(tmp_path / "train", tmp_path / "watched", **options)
     exports: dict[str, Callable[[], Any]] = {
         "export": lambda: export(tmp_path / "train", tmp_path / "exported", **options),

@@ -81,7 +81,7 @@ def _require_listed(path: Path, place: str, entry: Entry) -> None:
     elif _is_of_keras(entry):
         raise CodeRefused(
             f"{path} asks for {_full_name(entry)} at {place}, which is not known to be harmless",
-            hint=f"{_DEFINE_IT}; or trust it: --allow-code",
+            hint=f"{_DEFINE_IT}; or trust it: --allow code",
         )
     else:
         raise CodeRefused(

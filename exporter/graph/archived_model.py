@@ -3,7 +3,7 @@
 *Code.* A config is data, but it may name code. Keras' own classes are code that the user installed. A
 Lambda's byte code, a class of another module, or a model in another file are not, and are refused before
 Keras sees them, unless the user allows them: `--custom-objects pkg.mod` (or `file.py`) imports a module whose
-classes the config may name, `--allow-code` trusts the archive.
+classes the config may name, `--allow code` trusts the archive.
 
 *Places* (`keras_places`). Keras' own walk over the model runs with a store that only records where each
 variable is put. So layers that arrange their values in their own way are handled as Keras handles them.

@@ -141,7 +141,10 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")
     with importable(), recording():
         make = archive_builder(
-            path, allow_code=request.allow_code, custom_objects=request.custom_objects, trust=request.trust
+            path,
+            allow_code=request.allows("code"),
+            custom_objects=request.custom_objects,
+            trust=request.trust,
         )
         return load_builder(replace(request, model=make), label=str(path))
 

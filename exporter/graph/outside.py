@@ -203,7 +203,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
             f"a served graph may not reach out of its version: {_listed(found)}",
             cause="a server would do that for any client that sends a request, or when it loads the version",
             hint="make the file an asset (a constant path in the graph), or choose other outputs; "
-            "if you trust the graph: --allow-file-ops",
+            "if you trust the graph: --allow file-ops",
         )
 
 
@@ -217,7 +217,7 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
     if found and not is_allowed:
         raise AccessRefused(
             f"{what} would run what reaches out of this process: {_listed(found)}",
-            hint=f"if you trust the graph: --allow-code; else leave {what} out",
+            hint=f"if you trust the graph: --allow code; else leave {what} out",
         )
 
 

@@ -94,22 +94,22 @@ def _what_to_do(ops: Collection[str], libraries: Collection[str]) -> str:
         return _REBUILD if any(is_fused(op) for op in ops) else ""
     if libraries and {*libraries} <= _IN_STOCK_IMAGE:
         return (
-            "TensorFlow Serving's own image has these operations: --allow-foreign-ops serves them with what "
+            "TensorFlow Serving's own image has these operations: --allow foreign-ops serves them with what "
             "they need (serve-model run lacks them)"
         )
     if {*libraries} == {_RECOMMENDERS}:
         return (
             "name a builder, --model FILE.py:FUNCTION, which looks rows up in exporter.tables.DynamicTable("
             "NAME, DIM), in Keras in dynamic_embedding(NAME, DIM); if your server knows these operations: "
-            "--allow-foreign-ops"
+            "--allow foreign-ops"
         )
     if not libraries:
         return (
-            f"if your server knows them: --allow-foreign-ops; if TensorFlow newer than {_installed()} does, "
+            f"if your server knows them: --allow foreign-ops; if TensorFlow newer than {_installed()} does, "
             "install that"
         )
     return (
-        "if your server knows them: --allow-foreign-ops, which takes along what they need; else choose "
+        "if your server knows them: --allow foreign-ops, which takes along what they need; else choose "
         "outputs without them"
     )
 

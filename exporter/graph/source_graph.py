@@ -44,7 +44,7 @@ class Trust(Struct, frozen=True):
         raise AccessRefused(
             f"the graph beside the checkpoint asks for a file in another directory: {str(path)!r}",
             cause=f"the request does not name the graph, so it may only read files below {directory}",
-            hint=f"if it may have them: --allow-files {quoted(path.parent)}; or name the graph: --model",
+            hint=f"if it may have them: --allow {quoted(f'files={path.parent}')}; or name the graph: --model",
         )
 
 
@@ -78,10 +78,10 @@ class GraphRequest(GraphOptions, frozen=True):
     def trust(self) -> Trust:
         """The permissions that the options give to the graph."""
         return Trust(
-            foreign_ops=self.allow_foreign_ops,
-            file_ops=self.allow_file_ops,
-            code=self.allow_code,
-            files=self.allow_files,
+            foreign_ops=self.allows("foreign-ops"),
+            file_ops=self.allows("file-ops"),
+            code=self.allows("code"),
+            files=self.allowed_directories,
             is_found=self.is_found,
         )
 

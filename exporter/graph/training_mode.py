@@ -110,7 +110,7 @@ def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
         f"the graph computes as in training: {found[0]}{more}",
         cause="two requests with the same inputs would get two answers",
         hint=f"{off or 'build the graph with training=False, or fix the rate: --feed NAME=VALUE'}; "
-        "if this is meant: --allow-dropout",
+        "if this is meant: --allow dropout",
     )
 
 

@@ -51,6 +51,8 @@ class Option(Struct, frozen=True):
     letter: str = ""
     """`-n`, a short name."""
     metavar: str | None = None
+    words: Mapping[str, str] = {}
+    """What may be typed, with its meaning, which `--help` and completion list: `code`, or `files=DIR`."""
     least: float | None = None
     """The smallest number that is accepted."""
     default: str = ""
@@ -73,6 +75,26 @@ class Option(Struct, frozen=True):
 
     def __repr__(self) -> str:
         return "Option(...)"  # signatures show it in each annotation; the docstring has the texts
+
+    @property
+    def told(self) -> str:
+        """The help text with the meaning of each word."""
+        words = "; ".join(f"{word} ({meaning})" for word, meaning in self.words.items())
+        return f"{self.help} {words}." if words else self.help
+
+    def require_word(self, name: str, text: str) -> None:
+        """Refuse what is not one of the option's words.
+
+        Raises:
+            UsageError: it is not; the hint has the nearest word, or all.
+        """
+        heads = {word.partition("=")[0]: word for word in self.words}
+        head, equals, value = text.partition("=")
+        if head in heads and bool(value) == ("=" in heads[head]) and bool(equals) == bool(value):
+            return
+        close = heads.get(given.nearest_name(head, heads))
+        hint = f"{name} {close}" if close else f"one of {', '.join(self.words)}"
+        raise UsageError(f"{name} {text!r} is not one of its words", hint=hint)
 
 
 class DeclaredOption(Struct, frozen=True):
@@ -207,6 +229,9 @@ def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
             value = one.value(values)
             if value is not None and not value >= one.option.least:
                 raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
+        if one.option.words and len(one.path) == 1:
+            for text in one.value(values):
+                one.option.require_word(one.name, text)
 
 
 class _Limited(Given, frozen=True):
@@ -548,6 +573,16 @@ Model: TypeAlias = Annotated[
 """A name, a builder itself, or a Keras model; None: what lies beside the checkpoint."""
 
 
+_ALLOWED = {
+    "code": "trust the model: run its archive's code, and here any operation of its graph",
+    "files=DIR": "a graph found beside the checkpoint reads this directory, too",
+    "file-ops": "operations that use files, call other processes, or are unknown",
+    "foreign-ops": "operations that stock TensorFlow lacks, with all that they need",
+    "dropout": "dropout and noise that are on, so that equal requests get different answers",
+    "batch-statistics": "each request's own batch normalises it, although moving statistics exist",
+}
+
+
 class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """How to serve a model: the options about its graph."""
 
@@ -578,21 +613,10 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         _served("Value of keys that a table lacks. Repeatable.", name="--absent-key", metavar="TABLE=NUMBER"),
     ] = field(default_factory=dict)
     """Numbers by regular expressions for tables' names."""
-    allow_code: Annotated[
-        bool, _served("Trust the model: run its archive's code, and here any operation of its graph.")
-    ] = False
-    allow_files: Annotated[
-        tuple[Path, ...],
-        _served(
-            "Let a graph found beside the checkpoint read this directory, too. Repeatable.", metavar="DIR"
-        ),
+    allow: Annotated[
+        tuple[str, ...],
+        _served("Serve what is refused otherwise. Repeatable.", metavar="WORD", words=_ALLOWED),
     ] = ()
-    allow_file_ops: Annotated[
-        bool, _served("Serve operations that use files, call other processes, or are unknown.")
-    ] = False
-    allow_foreign_ops: Annotated[
-        bool, _served("Serve operations that stock TensorFlow lacks, with all that they need.")
-    ] = False
     custom_objects: Annotated[
         tuple[str, ...],
         _served("Module with classes that a Keras archive may use. Repeatable.", metavar="PKG.MOD|FILE.PY"),
@@ -600,13 +624,16 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     train_tag: Annotated[
         str | None, _served("Also keep the SavedModel's training graph of this tag.", metavar="TAG")
     ] = None
-    allow_batch_statistics: Annotated[
-        bool,
-        _served("Serve batch normalisation by each request's own batch, although moving statistics exist."),
-    ] = False
-    allow_dropout: Annotated[
-        bool, _served("Serve dropout and noise that are on, so that equal requests get different answers.")
-    ] = False
+
+    def allows(self, what: str) -> bool:
+        """True if `--allow` has this word."""
+        return what in self.allow
+
+    @property
+    def allowed_directories(self) -> tuple[Path, ...]:
+        """The directories that a graph found beside the checkpoint may read besides its own."""
+        texts = (text.partition("=") for text in self.allow)
+        return tuple(local_path("--allow files", path) for word, _, path in texts if word == "files")
 
 
 class ExportOptions(GraphOptions, frozen=True, kw_only=True):
@@ -942,13 +969,13 @@ _OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")
 
 def meanings(kind: type[Struct]) -> dict[str, str]:
     """What each option of a struct does, by the field's name, in Python's words: `verify="outputs"`."""
-    told = {one.path[0]: _in_python(one.option.help) for one in declared(kind) if len(one.path) == 1}
+    told = {one.path[0]: _in_python(one.option.told) for one in declared(kind) if len(one.path) == 1}
     told |= _IN_PYTHON
     return {name: told[name] for name in kind.__struct_fields__ if name in told}
 
 
 def _in_python(text: str) -> str:
-    text = text.removesuffix(" Repeatable.").replace("With --incr: ", "For deltas: ")
+    text = text.replace(" Repeatable.", "").replace("With --incr: ", "For deltas: ")
     return _OPTION_IN_TEXT.sub(lambda found: _argument(*found.groups()), text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -32,6 +33,7 @@ from msgspec.structs import force_setattr, replace
 
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import StrEnum
+from exporter.options.old_names import OLD_ARGUMENTS, renew_named
 from exporter.storage.local_paths import local_path, without_secrets
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Checked(StructMeta):
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
         """A struct, once its values are taken."""
+        named = _renewed(named, lambda: cls.__struct_fields__)
         try:
             made = super().__call__(*values, **named)
         except TypeError:
@@ -206,6 +209,7 @@ def named_misfit(function: CallT) -> CallT:
 
     @wraps(function)
     def call(*values: Any, **named: Any) -> Any:
+        named = _renewed(named, lambda: _parameters(function))
         try:
             return function(*values, **named)
         except ExportError as failed:
@@ -220,6 +224,22 @@ def named_misfit(function: CallT) -> CallT:
     return cast(CallT, call)
 
 
+def _renewed(named: dict[str, Any], known: Callable[[], Iterable[str]]) -> dict[str, Any]:
+    """Arguments by name, those of old options by their new names; each of them is a DeprecationWarning."""
+    if OLD_ARGUMENTS.isdisjoint(named):
+        return named
+    found, notes = renew_named(named, {f"--{name.replace('_', '-')}" for name in known()})
+    for note in notes:
+        warnings.warn(note, DeprecationWarning, stacklevel=3)
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    from inspect import signature  # late: it takes longer to import than this module
+
+    return signature(function).parameters
+
+
 _AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+))?")
 
 
@@ -228,9 +248,7 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
 
     Commands stay as they are typed.
     """
-    from inspect import signature  # late: it takes longer to import than this module
-
-    known = {name.rstrip("_") for name in signature(function).parameters}
+    known = {name.rstrip("_") for name in _parameters(function)}
 
     def as_argument(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]

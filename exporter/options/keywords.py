@@ -72,22 +72,17 @@ class ExportKeywords(TypedDict, total=False):
     """Fix a placeholder: keep_prob=1.0."""
     absent_keys: Mapping[str, str | float]
     """Value of keys that a table lacks."""
-    allow_code: bool
-    """Trust the model: run its archive's code, and here any operation of its graph."""
-    allow_files: Sequence[StrPath]
-    """Let a graph found beside the checkpoint read this directory, too."""
-    allow_file_ops: bool
-    """Serve operations that use files, call other processes, or are unknown."""
-    allow_foreign_ops: bool
-    """Serve operations that stock TensorFlow lacks, with all that they need."""
+    allow: Sequence[str]
+    """Serve what is refused otherwise. code (trust the model: run its archive's code, and here any
+    operation of its graph); files=DIR (a graph found beside the checkpoint reads this directory, too);
+    file-ops (operations that use files, call other processes, or are unknown); foreign-ops (operations that
+    stock TensorFlow lacks, with all that they need); dropout (dropout and noise that are on, so that equal
+    requests get different answers); batch-statistics (each request's own batch normalises it, although
+    moving statistics exist)."""
     custom_objects: Sequence[str]
     """Module with classes that a Keras archive may use."""
     train_tag: str | None
     """Also keep the SavedModel's training graph of this tag."""
-    allow_batch_statistics: bool
-    """Serve batch normalisation by each request's own batch, although moving statistics exist."""
-    allow_dropout: bool
-    """Serve dropout and noise that are on, so that equal requests get different answers."""
     format: ExportFormat | Literal["saved_model", "metagraph", "both"]
     """Write a SavedModel, Cloud ML's pair, or both."""
     version: str | int | None

@@ -188,10 +188,10 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
         mapping = map_laid_out(graph, found.catalog, layout, found.rules)
     check_casts(mapping, found.rules.casts)
     check_rules(request, graph, found.catalog, mapping)
-    if not request.allow_batch_statistics:
+    if not request.allows("batch-statistics"):
         switches = mode_switches(graph.meta_graph.graph_def, found.source.feeds)
         check_batch_statistics(graph, found.catalog, mapping.sources, switches)
-    if not request.allow_dropout:
+    if not request.allows("dropout"):
         check_dropout(graph, found.source.feeds)
     in_8_bits = choose_for_8_bits(graph, mapping)
     graph, mapping = in_8_bits.graph, in_8_bits.mapping
@@ -322,7 +322,7 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
         )
     asked = "--verify outputs" if request.verify is Verify.OUTPUTS else "--golden" if request.golden else ""
     if imported := asked or ("--updatable" if request.updates else ""):
-        require_harmless(graph.outside, imported, is_allowed=request.allow_code)
+        require_harmless(graph.outside, imported, is_allowed=request.allows("code"))
     if asked and graph.foreign:
         raise UsageError(
             f"{asked} runs the model here, where TensorFlow lacks {by_library(graph.foreign)}",

@@ -77,13 +77,13 @@ class Proposal(Struct, frozen=True):
             inputs={one.name: one.tensor for one in self.inputs},
             outputs=self.outputs,
             feeds=dict(text.rpartition("=")[::2] for text in given["--feed"]),
-            allow_files=tuple(map(Path, given["--allow-files"])),
+            allow=tuple(given["--allow"]),
         )
 
 
 # Options that a refused plan may add: they change how the graph is read, and neither run nor write anything.
-_OFFERED = ("--feed", "--allow-files")
-_OFFER = re.compile(r"(--feed|--allow-files) ('[^']*'|[^\s;]+)")
+_OFFERED = ("--feed", "--allow")
+_OFFER = re.compile(r"(--feed|--allow(?= '?files=)) ('[^']*'|[^\s;]+)")
 _MOST_TRIES = 8
 
 

@@ -38,7 +38,9 @@ def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
     if request.warmup or request.no_warmup or not request.map_tables:
         return planned.warmup
     try:
-        require_harmless(planned.graph.outside, "warm-up", is_allowed=request.allow_code)  # it is tried here
+        require_harmless(
+            planned.graph.outside, "warm-up", is_allowed=request.allows("code")
+        )  # it is tried here
         return made_up_requests(as_served(planned.graph, planned.mapping)[0])
     except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph works without
         return ()

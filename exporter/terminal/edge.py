@@ -16,10 +16,11 @@ from msgspec import Struct
 from exporter.errors import Exit, ExportError, UsageError, in_lines, unreachable
 from exporter.options import Option
 from exporter.options.given import IN_COMMAND
+from exporter.options.old_names import renew_variables, renew_words
 from exporter.terminal import Leave, interrupt_by_exception
 from exporter.terminal.commands import without_variables
 from exporter.terminal.output import Output, OutputMode, silence
-from exporter.terminal.parameters import ARGUMENTS, COMMAND, MISSPELT, TAKEN, with_names
+from exporter.terminal.parameters import ARGUMENTS, COMMAND, MISSPELT, RENAMED, TAKEN, with_names
 from exporter.terminal.progress import count
 from exporter.terminal.tensorflow_import import needed, on_import_of_tensorflow
 from exporter.version import __version__
@@ -77,6 +78,8 @@ def command(flags: OutputFlags) -> Iterator[Output]:
     SIGTERM is treated like SIGINT: the body is unwound, so that staging is removed.
     """
     sink = Output(flags.mode)
+    for note in RENAMED.get():
+        sink.warn(note)
     if taken := TAKEN.get():
         sink.note("not typed: " + ", ".join(f"{one.option} {one.value} ({one.source})" for one in taken))
     for variable, meant in MISSPELT.get():
@@ -225,6 +228,10 @@ def run(
     if arguments == ["--version"]:  # alone; as an export's option it has a version number
         arguments = ["-V"]
     program = without_variables(typer.main.get_command(app))
+    prefix = name.replace("-", "_").upper()
+    renamed = renew_variables(program, prefix, os.environ)
+    arguments, notes = renew_words(program, arguments)
+    RENAMED.set((*renamed, *notes))
     ARGUMENTS.set(tuple(arguments))
     COMMAND.set(" ".join([name, *(each for each in arguments[:1] if each in program.commands)]))
     try:
@@ -234,7 +241,7 @@ def run(
             prog_name=name,
             standalone_mode=False,
             obj={NOTES: notes},
-            auto_envvar_prefix=name.replace("-", "_").upper(),
+            auto_envvar_prefix=prefix,
         )
     except (UsageError, _ClickUsageError) as error:  # a UsageError: of an option's own parser
         sink = Output(OutputMode.JSON if "--json" in arguments else OutputMode.HUMAN)

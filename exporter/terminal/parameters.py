@@ -37,6 +37,7 @@ from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
 from exporter.options.given import changed
+from exporter.options.old_names import renew_named
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
 OPTIONS_FILE = "--options"
@@ -61,6 +62,8 @@ TAKEN: ContextVar[tuple[Taken, ...]] = ContextVar("TAKEN", default=())
 """The options of the command that come from elsewhere and have an effect."""
 MISSPELT: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("MISSPELT", default=())
 """Environment variables that nothing reads, each with the one that was probably meant."""
+RENAMED: ContextVar[tuple[str, ...]] = ContextVar("RENAMED", default=())
+"""Notes on the old names of options that were given."""
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
@@ -77,7 +80,9 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
     if file is not None and (path := given.get(file.name)) is not None:
         from exporter.terminal.options_file import options_in  # late: few commands have one
 
-        for name, value in options_in(path).items():
+        options, notes = renew_named(options_in(path), by_name)
+        RENAMED.set((*RENAMED.get(), *(f"{path}: {note}" for note in notes)))
+        for name, value in options.items():
             one = by_name.get(option := f"--{name.lstrip('-').replace('_', '-')}")
             if one is None or one is file:
                 close = nearest(option, by_name)
@@ -280,7 +285,8 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
         kind,
         typer.Option(
             *filter(None, (one.name, option.letter)),
-            help=option.help,
+            help=option.told,
+            autocompletion=_completions(option.words) if option.words else None,
             rich_help_panel=option.heading,
             metavar=option.metavar,
             min=option.least,
@@ -291,6 +297,16 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
     return inspect.Parameter(
         _parameter_name(one), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def _completions(words: Mapping[str, str]) -> Callable[[str], list[tuple[str, str]]]:
+    """Offers the words that go on as typed, each with its meaning; `files=` for `files=DIR`."""
+
+    def completions(incomplete: str) -> list[tuple[str, str]]:
+        typed = ((word[: word.find("=") + 1] or word, meaning) for word, meaning in words.items())
+        return [(word, meaning) for word, meaning in typed if word.startswith(incomplete)]
+
+    return completions
 
 
 def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:

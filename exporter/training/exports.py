@@ -489,7 +489,7 @@ class ExportArguments(Struct, frozen=True):
         # Without --model the graph is the one beside the checkpoint, which this process wrote itself: it may
         # read files anywhere.
         is_named = any(text.partition("=")[0] == "--model" for text in self.rest)
-        own = () if is_named else ("--allow-files=/",)
+        own = () if is_named else ("--allow=files=/",)
         return (_CKPT_DIR, str(checkpoint), *own, *self.rest)
 
 

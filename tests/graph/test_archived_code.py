@@ -1,6 +1,6 @@
 """What an archive's config may name: gadgets that run are refused, what real models hold is not.
 
-Each gadget leaves a file behind when it runs; that it does is shown once, with `--allow-code`.
+Each gadget leaves a file behind when it runs; that it does is shown once, with `--allow code`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_no_command_runs_it(tmp_path: Path, options: tuple[str, ...]) -> None:
     path = legacy(tmp_path, copies(mark))
     ran = export_model("--ckpt-dir", path, "--out", tmp_path / "out", *options, "--json")
     assert ran.error["error"] == "CodeRefused", ran.err
-    assert "--allow-code" in ran.error["hint"]
+    assert "--allow code" in ran.error["hint"]
     assert not mark.exists()
     assert not (tmp_path / "out").exists()
 

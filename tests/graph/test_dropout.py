@@ -222,7 +222,7 @@ def test_dropout_that_is_on_is_refused_and_the_hint_turns_it_off(kind: str, tmp_
         plan(request)
 
     typed = shlex.split(found.value.hint.partition(";")[0])
-    assert "--allow-dropout" in found.value.hint
+    assert "--allow dropout" in found.value.hint
     assert {text for text in typed if "=" in text and off} == off
     if off:
         fixed = dict(text.split("=", 1) for text in typed if "=" in text)
@@ -235,7 +235,7 @@ def test_dropout_that_is_on_is_refused_and_the_hint_turns_it_off(kind: str, tmp_
 def test_who_means_it_may_serve_dropout(tmp_path: Path) -> None:
     train(tmp_path, built(ON["always"][0]))
 
-    done = export(ExportRequest(tmp_path, tmp_path / "model", allow_dropout=True, **ENDS))
+    done = export(ExportRequest(tmp_path, tmp_path / "model", allow="dropout", **ENDS))
 
     assert any("drops a random 0.25" in note for note in done.plan.notes)
     answers = answers_in_session(done.published.path, {"x": np.ones([1000, 2], np.float32)})["y"]

@@ -40,7 +40,7 @@ TREES = {"trees-stamp": np.int64(3), "trees-serialized": b"trees"}
 
 
 def request(checkpoint: Path, out: Path, **others: Any) -> ExportRequest:
-    return ExportRequest(checkpoint, out / "model", **{"allow_foreign_ops": True, **others})
+    return ExportRequest(checkpoint, out / "model", **{"allow": "foreign-ops", **others})
 
 
 def served(version: Path) -> Any:
@@ -60,9 +60,9 @@ def test_foreign_operations_are_refused_by_name(
     op, library = LIBRARIES[name]
     model = str(saved[name]) if is_named else None
     with pytest.raises(ForeignOperations, match=op) as caught:
-        export(request(saved[name], tmp_path, model=model, allow_foreign_ops=False))
+        export(request(saved[name], tmp_path, model=model, allow=()))
     assert library in caught.value.message
-    assert "--allow-foreign-ops" in (caught.value.hint or "")
+    assert "--allow foreign-ops" in (caught.value.hint or "")
     assert not (tmp_path / "model").exists()
 
 
@@ -189,7 +189,7 @@ def test_the_option_and_the_note_on_the_command_line(saved: dict[str, Path], tmp
     refused = export_model("--ckpt-dir", saved["text"], "--out", tmp_path / "model")
     assert refused.code == 1 and "TensorFlow Text" in refused.err
     told = export_model(
-        "--ckpt-dir", saved["text"], "--out", tmp_path / "model", "--allow-foreign-ops", "--dry-run"
+        "--ckpt-dir", saved["text"], "--out", tmp_path / "model", "--allow", "foreign-ops", "--dry-run"
     )
     assert told.code == 0 and "the server must know operations" in told.out + told.err
 

@@ -53,7 +53,7 @@ def test_a_builder_may_compile_its_model_and_be_called_often(kind: ModuleType, t
     trained = made()
     trained.save_weights(tmp_path / "m.weights.h5")  # layer names are counted on from here: dense_1, dense_2
     expected = np.asarray(trained(np.ones((1, 2), np.float32)))
-    done = export(tmp_path / "m.weights.h5", tmp_path / "m", made, allow_code=True)
+    done = export(tmp_path / "m.weights.h5", tmp_path / "m", made, allow="code")
     np.testing.assert_allclose(served(done, x=np.ones((1, 2), np.float32)), expected, rtol=1e-6)
 
 

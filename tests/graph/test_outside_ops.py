@@ -224,10 +224,10 @@ def test_a_found_graph_takes_no_file_of_another_directory(way: str, tmp_path: Pa
     request = ExportRequest(directory, tmp_path / "model", **ENDS)
     with pytest.raises(AccessRefused, match="in another directory") as caught:
         export(request)
-    assert "--allow-files" in (caught.value.hint or "")
+    assert "--allow files" in (caught.value.hint or "")
     assert_nothing_published(tmp_path)
 
-    allowed = ExportRequest(directory, tmp_path / "allowed", allow_files=(path.parent,), **ENDS)
+    allowed = ExportRequest(directory, tmp_path / "allowed", allow=f"files={path.parent}", **ENDS)
     meta = str(next(directory.glob("*.meta")))
     for done in (allowed, ExportRequest(directory, tmp_path / "named", meta, **ENDS)):
         version = export(done).published.path
@@ -345,10 +345,10 @@ def test_operations_on_files_are_refused_by_name(
     model = str(next(directory.glob("*.meta"))) if is_named else None
     with pytest.raises(AccessRefused, match=op) as caught:
         export(ExportRequest(directory, tmp_path / "model", model, **ENDS))
-    assert "--allow-file-ops" in (caught.value.hint or "")
+    assert "--allow file-ops" in (caught.value.hint or "")
     assert_nothing_published(tmp_path)
 
-    planned = plan(ExportRequest(directory, tmp_path / "model", model, allow_file_ops=True, **ENDS))
+    planned = plan(ExportRequest(directory, tmp_path / "model", model, allow="file-ops", **ENDS))
     assert any(op in note for note in planned.notes)
 
 
@@ -356,7 +356,7 @@ def test_what_is_allowed_stands_in_the_plan(tmp_path: Path) -> None:
     directory = trained_in(tmp_path, read_constant(secret(tmp_path)))
     ends = ("--input", "x=x", "--output", "y=y")
     ran = export_model(
-        "--ckpt-dir", directory, "--out", tmp_path / "m", *ends, "--allow-file-ops", "--dry-run", "--json"
+        "--ckpt-dir", directory, "--out", tmp_path / "m", *ends, "--allow", "file-ops", "--dry-run", "--json"
     )
     assert ran.code == 0 and any("ReadFile" in note for note in ran.document["notes"])
 
@@ -387,7 +387,7 @@ def test_an_init_function_that_writes_is_refused(tmp_path: Path) -> None:
         export(ExportRequest(tmp_path / "source", tmp_path / "model"))
     for verify in (Verify.FILES, Verify.OUTPUTS):
         request = ExportRequest(
-            tmp_path / "source", tmp_path / "model", allow_file_ops=True, verify=verify, plain=True
+            tmp_path / "source", tmp_path / "model", allow="file-ops", verify=verify, plain=True
         )
         if verify is Verify.OUTPUTS:
             with pytest.raises(AccessRefused, match=r"--verify outputs would run .*WriteFile"):
@@ -403,7 +403,7 @@ def test_golden_requests_run_nothing_that_writes(tmp_path: Path) -> None:
     written.unlink()
     golden = tmp_path / "golden.json"
     golden.write_text(json.dumps({"requests": [{"instances": [{"words": "a"}]}]}))
-    request = ExportRequest(tmp_path / "source", tmp_path / "model", allow_file_ops=True, golden=golden)
+    request = ExportRequest(tmp_path / "source", tmp_path / "model", allow="file-ops", golden=golden)
     with pytest.raises(AccessRefused, match="--golden would run"):
         export(request)
     assert not written.exists()
@@ -412,7 +412,7 @@ def test_golden_requests_run_nothing_that_writes(tmp_path: Path) -> None:
 def test_python_in_an_init_function_is_refused_whatever_is_allowed(tmp_path: Path) -> None:
     Initialised(lambda: tf.py_function(lambda: 1, [], tf.int64)).save(tmp_path / "source")
     with pytest.raises(NotServable, match="calls Python"):
-        export(ExportRequest(tmp_path / "source", tmp_path / "model", allow_file_ops=True, allow_code=True))
+        export(ExportRequest(tmp_path / "source", tmp_path / "model", allow=["file-ops", "code"]))
 
 
 def test_outputs_that_write_are_not_compared(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_outputs_that_write_are_not_compared(tmp_path: Path) -> None:
     assert_nothing_published(tmp_path)
     export(ExportRequest(directory, tmp_path / "model", **ENDS))
     (tmp_path / "again").mkdir()
-    export(ExportRequest(directory, tmp_path / "trusted", verify=Verify.OUTPUTS, allow_code=True, **ENDS))
+    export(ExportRequest(directory, tmp_path / "trusted", verify=Verify.OUTPUTS, allow="code", **ENDS))
     assert written.exists(), "it was allowed"
 
 

@@ -86,12 +86,12 @@ def test_a_graph_in_a_text_is_not_run(options: tuple[str, ...], tmp_path: Path) 
     written.unlink(missing_ok=True)
     error = refused(directory, tmp_path / "model", *options)
     assert error["error"] == "AccessRefused" and "DatasetFromGraph" in error["message"]
-    assert "--allow-file-ops" in error["hint"]
+    assert "--allow file-ops" in error["hint"]
     assert not written.exists()
 
-    allowed = ("--allow-file-ops", "--verify", "outputs")
+    allowed = ("--allow", "file-ops", "--verify", "outputs")
     error = refused(directory, tmp_path / "model", *allowed)
-    assert "DatasetFromGraph" in error["message"] and "--allow-code" in error["hint"]
+    assert "DatasetFromGraph" in error["message"] and "--allow code" in error["hint"]
     assert not written.exists()
 
 
@@ -100,7 +100,16 @@ def test_what_may_be_served_is_not_tried_here(tmp_path: Path) -> None:
     written = tmp_path / "written"
     directory = found_in(tmp_path, counted(written))
     written.unlink(missing_ok=True)
-    typed = ("--ckpt-dir", directory, "--out", tmp_path / "model", *TYPED, "--allow-file-ops", "--map-tables")
+    typed = (
+        "--ckpt-dir",
+        directory,
+        "--out",
+        tmp_path / "model",
+        *TYPED,
+        "--allow",
+        "file-ops",
+        "--map-tables",
+    )
     ran = export_model(*typed)
     assert ran.code == 0, ran.err
     assert not written.exists()

@@ -79,8 +79,8 @@ def assert_is_softmax(found: Any, products: Any) -> None:
 def test_a_program_that_calls_other_functions_is_served_if_asked_for(models: Path, tmp_path: Path) -> None:
     with pytest.raises(AccessRefused, match="XlaCallModule") as caught:
         export(ExportRequest(models / "factors", tmp_path / "model"))
-    assert "--allow-file-ops" in (caught.value.hint or "")
-    export(ExportRequest(models / "factors", tmp_path / "model", allow_file_ops=True))
+    assert "--allow file-ops" in (caught.value.hint or "")
+    export(ExportRequest(models / "factors", tmp_path / "model", allow="file-ops"))
 
 
 def test_every_custom_call_counts(models: Path) -> None:

@@ -119,7 +119,7 @@ def test_batch_statistics_are_refused_where_moving_ones_are_in_the_checkpoint(
 def test_who_means_it_may_normalise_by_the_batch(tmp_path: Path) -> None:
     trained = train(tmp_path, normalising("fused", always))
 
-    done = export(ExportRequest(tmp_path, tmp_path / "model", allow_batch_statistics=True, **ENDS))
+    done = export(ExportRequest(tmp_path, tmp_path / "model", allow="batch-statistics", **ENDS))
 
     assert any("request's own batch" in note for note in done.plan.notes)
     found = answers_in_session(done.published.path, {"x": X})["y"]

@@ -212,7 +212,7 @@ def test_links_are_refused_where_bytes_must_move(trained: Path, tmp_path: Path) 
 def test_a_lambda_is_refused_and_may_be_allowed(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CodeRefused, match="Lambda"):
         plan(ask(trained / "keras3/lambda.keras", tmp_path))
-    assert export(ask(trained / "keras3/lambda.keras", tmp_path, allow_code=True)).published.path.exists()
+    assert export(ask(trained / "keras3/lambda.keras", tmp_path, allow="code")).published.path.exists()
 
 
 def test_custom_objects(trained: Path, tmp_path: Path, server: FamilyServer) -> None:

@@ -177,7 +177,7 @@ def test_a_vocabulary_that_lies_elsewhere_is_proposed_with_its_directory(
     Path("data/words.txt").write_text("a\nb\nc\nd\n")
     saved_graph(tmp_path / "train", vocabulary=tmp_path / "data/words.txt")
     proposed = export_model("init", "train", "--json").document
-    assert "--allow-files" in proposed["command"]
+    assert "--allow files" in proposed["command"]
     ran = typed(proposed["command"])
     assert ran.code == 0, ran.err
     assert "option" in export_model("init", "train").out

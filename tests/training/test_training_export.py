@@ -68,12 +68,7 @@ FULL = ExportRequest(
     updates=Updates(Isolation.ROW, 5, stamp=True, digest=True, finite=True),
     format=ExportFormat.BOTH,
     for_server="2.4",
-    allow_code=True,
-    allow_foreign_ops=True,
-    allow_files=(Path("/data"), Path("words")),
-    allow_file_ops=True,
-    allow_batch_statistics=True,
-    allow_dropout=True,
+    allow=("code", "foreign-ops", "files=/data", "files=words", "file-ops", "batch-statistics", "dropout"),
     despite_hold=True,
     again=True,
     custom_objects=("pkg.mod", "other"),
@@ -126,7 +121,7 @@ def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch:
     checkpoint = Path("train/model.ckpt-7")
     expected = replace(request_, ckpt_dir=checkpoint)
     if request_.model is None:  # the trainer's own graph
-        expected = replace(expected, allow_files=(Path("/"),))
+        expected = replace(expected, allow=("files=/",))
     assert as_parsed(arguments.at(checkpoint), monkeypatch) == expected
 
 
@@ -156,7 +151,7 @@ def test_every_option_of_a_request_is_covered() -> None:
 def test_arguments_of_the_command_are_taken_apart(text: list[str]) -> None:
     arguments = ExportArguments.of(text)
     assert arguments.ckpt_dir == Path("d")
-    own_graph = "--allow-files=/"  # which this process has written beside the checkpoint
+    own_graph = "--allow=files=/"  # which this process has written beside the checkpoint
     assert arguments.at(Path("d/ckpt-1")) == ("--ckpt-dir", "d/ckpt-1", own_graph, "--out", "m")
 
 

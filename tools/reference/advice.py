@@ -111,15 +111,15 @@ ADVICE: dict[type[ExportError], Advice] = {
         "A Keras archive holds a `Lambda` or a class that is not Keras' own. Loading it would run code "
         "from the archive.",
         "Name the module that defines the class with `--custom-objects`, or trust the archive with "
-        "`--allow-code`.",
+        "`--allow code`.",
     ),
     errors.AccessRefused: Advice(
         "A graph asks for something outside of the model: a file of another directory, which nobody named "
         "for it (a vocabulary of the `.meta` beside a checkpoint), or an operation that reads or writes "
         "files, calls other processes or runs code, on the server or where outputs are compared here. An "
         "operation of TensorFlow that nobody has judged yet counts as one that may do anything.",
-        "If the graph is yours, name it with `--model`, or allow what it asks for: `--allow-files DIR` for "
-        "files, `--allow-file-ops` for operations that are served, `--allow-code` for what runs here.",
+        "If the graph is yours, name it with `--model`, or allow what it asks for: `--allow files=DIR` for "
+        "files, `--allow file-ops` for operations that are served, `--allow code` for what runs here.",
     ),
     errors.NotServable: Advice(
         "What the output depends on does not exist while serving: an input pipeline, a queue, a "
@@ -165,7 +165,7 @@ ADVICE: dict[type[ExportError], Advice] = {
         "own batch, although the checkpoint holds moving averages for inference: answers would depend on "
         "what else is in the batch. Or dropout or noise is on, or may be: answers would be random.",
         "Build the graph with `training=False`, freeze the placeholder with `--feed is_training=false` or "
-        "`--feed keep_prob=1.0`, or say `--allow-batch-statistics` or `--allow-dropout` if it is meant.",
+        "`--feed keep_prob=1.0`, or say `--allow batch-statistics` or `--allow dropout` if it is meant.",
     ),
     errors.AmbiguousRename: Advice(
         "Two `--rename` rules give one variable different names, or two variables claim one tensor.",

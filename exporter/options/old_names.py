@@ -1,0 +1,130 @@
+"""The old names of options and what is written instead: one table for all places where options are given.
+
+A command line, an environment variable, a file of options and an argument in Python may have an old name. It
+is taken, with a note, by two releases after the one that renamed it; then its line in the table goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+NEW_NAMES = {
+    "--allow-code": "--allow code",
+    "--allow-files": "--allow files={}",
+    "--allow-file-ops": "--allow file-ops",
+    "--allow-foreign-ops": "--allow foreign-ops",
+    "--allow-dropout": "--allow dropout",
+    "--allow-batch-statistics": "--allow batch-statistics",
+}
+"""The option that is written now for each old one, with its value; `{}` is the value of the old option.
+
+A name counts where a command, or a function, has the new option and does not have the old one itself.
+"""
+OLD_ARGUMENTS = frozenset(old.lstrip("-").replace("-", "_") for old in NEW_NAMES)
+"""The old names as arguments in Python."""
+_FALSE = ("", "0", "false", "no", "off", "f", "n")
+"""What a variable says of a flag that is not set."""
+
+
+def takes_value(old: str) -> bool:
+    """True if an old option had a value, and was not a flag."""
+    return "{}" in NEW_NAMES[old]
+
+
+def renewed(old: str, value: Any) -> tuple[str, list[str]]:
+    """The new option for an old one, and its texts for the old value: several for a list, none for False."""
+    new, _, text = NEW_NAMES[old].partition(" ")
+    if isinstance(value, Mapping):
+        value = [f"{name}={each}" for name, each in value.items()]
+    values = value if isinstance(value, list | tuple) else [value]
+    texts = [
+        text.replace("{}", str(each)) for each in values if each is not None and (each or takes_value(old))
+    ]
+    return new, texts
+
+
+def _is_old(name: str, known: Collection[str]) -> bool:
+    return name in NEW_NAMES and name not in known and NEW_NAMES[name].partition(" ")[0] in known
+
+
+def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line of a Click program without old names, and a note on each that it had."""
+    notes, found, left, command = list[str](), list[str](), iter(words), program
+    if not any(word.partition("=")[0] in NEW_NAMES for word in words):
+        return [*words], notes
+    for word in left:
+        options = {name: one for one in command.params for name in one.opts}
+        name, equals, value = word.partition("=")
+        if word == "--":
+            found += [word, *left]
+        elif _is_old(name, options):
+            new, texts = renewed(name, [value] if equals else [*_next(left)] if takes_value(name) else True)
+            written = [f"{new}={text}" for text in texts] or [new]
+            notes.append(f"{name} has a new name: {' '.join(written)}")
+            found += written
+        else:
+            found.append(word)
+            if name in options and not equals and not getattr(options[name], "is_flag", True):
+                found += _next(left)
+            elif not word.startswith("-"):
+                command = getattr(command, "commands", {}).get(word, command)
+    return found, notes
+
+
+def _next(words: Iterator[str]) -> Iterator[str]:
+    for word in words:
+        yield word
+        return
+
+
+def renew_variables(program: Any, prefix: str, environment: MutableMapping[str, str]) -> list[str]:
+    """Set the variables of new options by those of old ones, which go; return a note on each.
+
+    A variable that is set already stays as it is, unless its option is repeatable.
+    """
+    notes = []
+    for old in NEW_NAMES:
+        ending = _variable(old)
+        for variable in [name for name in environment if name.startswith(prefix) and name.endswith(ending)]:
+            of = variable[len(prefix) : -len(ending)].strip("_").lower()
+            command = program.commands.get(of) if of else program
+            options = {name: one for one in getattr(command, "params", ()) for name in one.opts}
+            if not _is_old(old, options):
+                continue
+            value = environment.pop(variable)
+            is_several = options[NEW_NAMES[old].partition(" ")[0]].multiple
+            typed: Any = value.split() if is_several else value
+            new, texts = renewed(old, typed if takes_value(old) else value.lower() not in _FALSE)
+            renamed = f"{variable.removesuffix(ending)}{_variable(new)}"
+            before = environment.get(renamed)
+            if texts and (before is None or is_several):
+                environment[renamed] = " ".join([*filter(None, [before]), *texts])
+            notes.append(f"{variable} has a new name: {renamed}={' '.join(texts)}")
+    return notes
+
+
+def _variable(option: str) -> str:
+    return f"_{option.lstrip('-').replace('-', '_').upper()}"
+
+
+def renew_named(named: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options by name, as a file or a call in Python gives them, without old names; and a note on each.
+
+    `known` are the options that there are, as `--name`.
+    """
+    old = {name for name in named if _is_old(_option(name), known)}
+    found, notes = {name: value for name, value in named.items() if name not in old}, []
+    for name in old:
+        new, texts = renewed(_option(name), named[name])
+        argument = new.lstrip("-").replace("-", "_")
+        before = found.get(argument, [])
+        values = [*(before if isinstance(before, list | tuple) else [before]), *texts]
+        if texts:
+            found[argument] = values[0] if len(values) == 1 else values
+        notes.append(f"{name} has a new name: {argument}={' '.join(texts)}")
+    return found, notes
+
+
+def _option(name: str) -> str:
+    return f"--{name.lstrip('-').replace('_', '-')}"

@@ -1,0 +1,125 @@
+"""Old names of options go on working, wherever options are given, and nothing proposes them any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from exporter import ExportRequest
+from exporter.cli.app import app
+from exporter.options.old_names import NEW_NAMES, renew_named, renew_variables, renew_words
+from serving import cli as serving_cli
+from tests.support.commands import export_model
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS: tuple[Any, ...] = (typer.main.get_command(app), typer.main.get_command(serving_cli.app))
+COMMANDS = [*PROGRAMS, *(one for program in PROGRAMS for one in program.commands.values())]
+NAMES = [{name for one in command.params for name in one.opts} for command in COMMANDS]
+
+
+def test_the_new_name_of_each_is_an_option_without_the_old_one_beside_it() -> None:
+    for old, new in NEW_NAMES.items():
+        option, _, _ = new.partition(" ")
+        assert any(option in names and old not in names for names in NAMES), old
+        assert option not in NEW_NAMES or any(option in names for names in NAMES), old
+
+
+@pytest.mark.parametrize(
+    ("typed", "renewed"),
+    [
+        ("--allow-code --out m", "--allow=code --out m"),
+        ("--allow-files=/a --allow-files /b", "--allow=files=/a --allow=files=/b"),
+        ("--out --allow-code", "--out --allow-code"),
+        ("--out m -- --allow-code", "--out m -- --allow-code"),
+        ("merge m --allow-code", "merge m --allow-code"),
+        ("export --allow-dropout", "export --allow=dropout"),
+        ("--allow-files", "--allow"),
+    ],
+)
+def test_words_of_a_command_line(typed: str, renewed: str) -> None:
+    found, notes = renew_words(PROGRAMS[0], typed.split(" "))
+    assert found == renewed.split(" ")
+    assert len(notes) == (0 if typed == renewed else typed.count("--allow-"))
+
+
+@pytest.mark.parametrize(
+    ("given", "renewed"),
+    [
+        ({"ALLOW_CODE": "1"}, {"ALLOW": "code"}),
+        ({"ALLOW_CODE": "false"}, {}),
+        ({"ALLOW_FILES": "/a /b", "ALLOW": "code"}, {"ALLOW": "code files=/a files=/b"}),
+        ({"EXPORT_ALLOW_CODE": "1"}, {"EXPORT_ALLOW": "code"}),
+        ({"MERGE_ALLOW_CODE": "1"}, {"MERGE_ALLOW_CODE": "1"}),
+        ({"NO_SUCH_ALLOW_CODE": "1"}, {"NO_SUCH_ALLOW_CODE": "1"}),
+    ],
+)
+def test_variables(given: dict[str, str], renewed: dict[str, str]) -> None:
+    environment = {f"EXPORT_MODEL_{name}": value for name, value in given.items()}
+    renew_variables(PROGRAMS[0], "EXPORT_MODEL", environment)
+    assert environment == {f"EXPORT_MODEL_{name}": value for name, value in renewed.items()}
+
+
+def test_files() -> None:
+    found, notes = renew_named({"allow-code": True, "allow_files": ["/a"], "keep": 3}, NAMES[0])
+    assert sorted(found.pop("allow")) == ["code", "files=/a"]
+    assert (found, len(notes)) == ({"keep": 3}, 2)
+
+
+def test_arguments_in_python() -> None:
+    with pytest.warns(DeprecationWarning, match="allow_files has a new name: allow=files=/a") as told:
+        made = ExportRequest("train", "m", allow_code=True, allow_files=[Path("/a")], allow_dropout=False)  # type: ignore[call-arg]  # old names
+    assert sorted(made.allow) == ["code", "files=/a"]
+    assert {Path(each.filename).name for each in told} == {Path(__file__).name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ExportRequest("train", "m", allow="code").allow == ("code",)
+
+
+def test_an_old_name_is_a_note_and_the_hint_has_the_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"allow_dropout": True}))
+    done = subprocess.run(
+        [sys.executable, "-m", "exporter", "--allow-code", "--options", file, "--dry-run", "--ouf=m"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "EXPORT_MODEL_ALLOW_FILE_OPS": "1"},
+    )
+    assert "hint:  export-model --allow=code" in done.stderr
+    ran = export_model("--allow-code", "--options", file, "--ckpt-dir", tmp_path, "--out", tmp_path / "m")
+    assert "warning: --allow-code has a new name: --allow=code\n" in ran.err
+    assert "options.json: allow_dropout has a new name: allow=dropout" in " ".join(ran.err.split())
+
+
+def test_a_word_that_there_is_not() -> None:
+    ran = export_model("--ckpt-dir", "a", "--out", "b", "--allow", "drop-out")
+    assert (ran.code, "hint:  --allow dropout" in ran.err) == (2, True)
+    for wrong in ("files", "files=", "code=1"):
+        assert export_model("--ckpt-dir", "a", "--out", "b", "--allow", wrong).code == 2
+
+
+def test_nothing_proposes_an_old_name() -> None:
+    """Of what people read: hints, help, guides, scripts; a name that another command has still is none."""
+    gone = [name for name in NEW_NAMES if not any(name in names for names in NAMES)]
+    old = re.compile(rf"(?:{'|'.join(gone)})(?![\w-])")
+    files = [
+        ROOT / "README.md",
+        *(path for room in ("docs", "examples", "deploy") for path in (ROOT / room).rglob("*.*")),
+    ]
+    files += [path for room in ("exporter", "serving", "tools") for path in (ROOT / room).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        if path.suffix in (".md", ".py", ".sh", ".yaml", ".yml", ".toml", ".json")
+        and path.name != "old_names.py"
+        for name in old.findall(path.read_text(errors="replace"))
+    ]
+    assert found == []
