@@ -36,7 +36,7 @@ Examples:
   export-model --ckpt-dir train/model.ckpt-900 --input x=Placeholder:0 --output y=Softmax:0 --out models/cnn
   export-model --ckpt-dir train/ --model models/cnn/900 --average ema --verify outputs --out models/cnn
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --dry-run
-  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --watch --stop-idle 2h
+  export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --watch --until idle=2h
   export-model --ckpt-dir train/ --model my_model.py:serving --out models/ranker --incr
   export-model inspect train/
 

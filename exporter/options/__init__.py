@@ -59,8 +59,8 @@ class Option(Struct, frozen=True):
     """What `--help` shows as the default, if that is not its value."""
     typed: Any = None
     """The type of what is typed, if it is not the field's."""
-    parse: Callable[[str, str], Any] | None = None
-    """Makes the field's value of the option's name and what is typed."""
+    parse: Callable[[str, Any], Any] | None = None
+    """Makes the field's value of the option's name and what is typed: a text, or all of a repeated option."""
     text: Callable[[Any], str] = str
     """What is typed for a value: the other way round."""
     goes_with: str = ""
@@ -229,7 +229,7 @@ def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
             value = one.value(values)
             if value is not None and not value >= one.option.least:
                 raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
-        if one.option.words and len(one.path) == 1:
+        if one.option.words and one.option.parse is None and len(one.path) == 1:
             for text in one.value(values):
                 one.option.require_word(one.name, text)
 
@@ -615,7 +615,7 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Numbers by regular expressions for tables' names."""
     allow: Annotated[
         tuple[str, ...],
-        _served("Serve what is refused otherwise. Repeatable.", metavar="WORD", words=_ALLOWED),
+        _served("Serve what is refused otherwise; repeatable:", metavar="WORD", words=_ALLOWED),
     ] = ()
     custom_objects: Annotated[
         tuple[str, ...],
@@ -975,7 +975,11 @@ def meanings(kind: type[Struct]) -> dict[str, str]:
 
 
 def _in_python(text: str) -> str:
-    text = text.replace(" Repeatable.", "").replace("With --incr: ", "For deltas: ")
+    text = (
+        text.replace(" Repeatable.", "")
+        .replace("; repeatable:", ":")
+        .replace("With --incr: ", "For deltas: ")
+    )
     return _OPTION_IN_TEXT.sub(lambda found: _argument(*found.groups()), text)
 
 

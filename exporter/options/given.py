@@ -299,10 +299,7 @@ _SAID_OTHERWISE = {
     "notify": "serve-model agent, or serve-model update, tells servers",
     "rebase": "rebase(model)",
     "interval": "watch(..., watching=Watching(interval_seconds=5))",
-    "stop_after": "watch(..., watching=Watching(stop=StopWhen(after_seconds=3600)))",
-    "stop_count": "watch(..., watching=Watching(stop=StopWhen(count=3)))",
-    "stop_step": "watch(..., watching=Watching(stop=StopWhen(step=1000)))",
-    "stop_idle": "watch(..., watching=Watching(stop=StopWhen(idle_seconds=3600)))",
+    "until": "watch(..., watching=Watching(stop=StopWhen(after_seconds=3600)))",
     "any_role": "is_chief() says whether this node exports: export on any",
 }
 """What options of the command are in Python, if they are not arguments."""

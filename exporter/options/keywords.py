@@ -73,7 +73,7 @@ class ExportKeywords(TypedDict, total=False):
     absent_keys: Mapping[str, str | float]
     """Value of keys that a table lacks."""
     allow: Sequence[str]
-    """Serve what is refused otherwise. code (trust the model: run its archive's code, and here any
+    """Serve what is refused otherwise: code (trust the model: run its archive's code, and here any
     operation of its graph); files=DIR (a graph found beside the checkpoint reads this directory, too);
     file-ops (operations that use files, call other processes, or are unknown); foreign-ops (operations that
     stock TensorFlow lacks, with all that they need); dropout (dropout and noise that are on, so that equal

@@ -10,6 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from typing import Any
 
 NEW_NAMES = {
+    "--stop-after": "--until {}",
+    "--stop-count": "--until count={}",
+    "--stop-step": "--until step={}",
+    "--stop-idle": "--until idle={}",
     "--allow-code": "--allow code",
     "--allow-files": "--allow files={}",
     "--allow-file-ops": "--allow file-ops",

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Generic, TypeVar
 
 from msgspec import Struct
@@ -52,6 +51,14 @@ _FOR_A_PERSON = (
 _LONGEST_PAUSE_SECONDS = 30.0  # however often it failed: whoever mends the cause waits for the next look
 
 
+_ENDS = {
+    "2h": "after this time: 90 (seconds), 15m, 2h, 1d",
+    "step=N": "once this step is published",
+    "count=N": "after N publications",
+    "idle=1h": "after this time without news",
+}
+
+
 class WatchProgress(Struct, frozen=True):
     """Where a watch stands: how many publications it made, the published step, and its seconds so far.
 
@@ -65,9 +72,6 @@ class WatchProgress(Struct, frozen=True):
     idle_seconds: float = 0.0
 
 
-_stops = partial(Option, heading=FOLLOWING, goes_with="--watch")
-
-
 class StopWhen(Given, frozen=True, repr_omit_defaults=True):
     """When a watch ends; whatever comes first, never if nothing is said.
 
@@ -75,34 +79,26 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
     to end; once nothing was left to publish for a while, which is how a training that died looks.
     """
 
-    after_seconds: Annotated[
-        float,
-        _stops(
-            "End --watch after this time: 90 (seconds), 15m, 2h, 1d.",
-            name="--stop-after",
-            metavar="DURATION",
-            parse=parse_duration,
-        ),
-    ] = math.inf
-    count: Annotated[
-        float,
-        _stops("End --watch after N publications.", name="--stop-count", metavar="N", least=1, typed=int),
-    ] = math.inf
-    step: Annotated[
-        float,
-        _stops(
-            "End --watch once this step is published.", name="--stop-step", metavar="STEP", least=0, typed=int
-        ),
-    ] = math.inf
-    idle_seconds: Annotated[
-        float,
-        _stops(
-            "End --watch after this time without news.",
-            name="--stop-idle",
-            metavar="DURATION",
-            parse=parse_duration,
-        ),
-    ] = math.inf
+    after_seconds: float = math.inf
+    count: float = math.inf
+    step: float = math.inf
+    idle_seconds: float = math.inf
+
+    @classmethod
+    def parse(cls, option: str, texts: Sequence[str]) -> StopWhen:
+        """The limits that texts as `2h`, `step=1000`, `count=5` and `idle=1h` name; UsageError for others."""
+        limits: dict[str, float] = {}
+        for text in texts:
+            name, equals, value = text.rpartition("=")
+            if not equals:
+                limits["after_seconds"] = parse_duration(option, text)
+            elif name == "idle":
+                limits["idle_seconds"] = parse_duration(option, value)
+            elif name in ("count", "step") and value.isdecimal() and int(value) >= (name == "count"):
+                limits[name] = int(value)
+            else:
+                raise UsageError(f"{option} {text!r} names no end", hint=f"one of {', '.join(_ENDS)}")
+        return cls(**limits)
 
     def is_met(self, progress: WatchProgress) -> bool:
         """True if the watch ends here."""
@@ -112,12 +108,12 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
     def why(self, progress: WatchProgress) -> str:
         """Return the sentence that says which limit ended a watch."""
         if progress.count >= self.count:
-            return f"{count(progress.count, 'publication')}, as --stop-count says"
+            return f"{count(progress.count, 'publication')}, as --until says"
         if progress.step is not None and progress.step >= self.step:
-            return f"step {progress.step} is published, as --stop-step says"
+            return f"step {progress.step} is published, as --until says"
         if progress.idle_seconds >= self.idle_seconds:
-            return f"nothing new for {self.idle_seconds:g} s, as --stop-idle says"
-        return f"{self.after_seconds:g} s are over, as --stop-after says"
+            return f"nothing new for {self.idle_seconds:g} s, as --until says"
+        return f"{self.after_seconds:g} s are over, as --until says"
 
     def seconds_left(self, progress: WatchProgress) -> float:
         """Return the seconds until the watch ends without another publication; inf without such a limit."""
@@ -138,7 +134,19 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
             goes_with="--watch",
         ),
     ] = 1.0
-    stop: StopWhen = StopWhen()
+    stop: Annotated[
+        StopWhen,
+        Option(
+            "End --watch, whatever comes first; repeatable:",
+            FOLLOWING,
+            name="--until",
+            metavar="2h|step=N",
+            words=_ENDS,
+            goes_with="--watch",
+            typed=tuple[str, ...],
+            parse=StopWhen.parse,
+        ),
+    ] = StopWhen()
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
         """Return the seconds until the next look: more after each failure in a row, never past the end."""

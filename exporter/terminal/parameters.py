@@ -249,8 +249,7 @@ def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhe
         for one in alone:
             del elsewhere[_parameter_name(one)]
             default = one.default
-            is_several = get_origin(one.type) is tuple or _is_mapping(one.type)
-            found[one.name] = one, found[one.name][1], [] if is_several else default
+            found[one.name] = one, found[one.name][1], [] if _is_several(one) else default
 
 
 def _hint_word(parameter: inspect.Parameter) -> str:
@@ -277,8 +276,9 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
     elif Path in get_args(one.type) and get_origin(one.type) is not tuple:
         parser = partial(local_path, one.name)
     shown: Any = option.default or True
-    if get_origin(kind) is tuple or _is_mapping(kind):
-        kind, default = list[str], [*map(str, default)]
+    if _is_several(one):
+        kind, parser = list[str], None
+        default = [*map(str, default)] if isinstance(default, tuple) else []
     elif parser is not None or default in ("", math.inf):
         kind, default = kind | None, None
     annotation = Annotated[
@@ -328,6 +328,12 @@ def _enum(kind: Any) -> type[Enum] | None:
     return next((one for one in members if isinstance(one, type) and issubclass(one, Enum)), None)
 
 
+def _is_several(one: DeclaredOption) -> bool:
+    """True if an option may be repeated."""
+    kind = one.option.typed or one.type
+    return get_origin(kind) is tuple or _is_mapping(kind)
+
+
 def _is_mapping(kind: Any) -> bool:
     return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
 
@@ -362,6 +368,8 @@ def _value(one: DeclaredOption, typed: Any) -> Any:
     """The value of an option's field, from the typed one."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
         return kind(typed)  # from a file; Typer converts typed ones
+    if _is_several(one) and one.option.parse is not None:
+        return one.option.parse(one.name, typed)
     if _is_mapping(one.type):
         return pairs(one.name, typed)
     if get_origin(one.type) is tuple:

@@ -77,7 +77,7 @@ def test_a_failure_means_that_nothing_was_published_and_a_document_that_it_was(
 ) -> None:
     damage.spoil(setting)
     before = names(setting)
-    how = ["--watch", "--stop-after", "0"] if watch else []
+    how = ["--watch", "--until", "0"] if watch else []
     command = ["--ckpt-dir", setting.directory / "train", "--out", setting.model, "--incr", "--json", *how]
     ran = export_model(*command)
     new = names(setting) - before
@@ -99,7 +99,7 @@ def test_a_new_base_that_fails_is_told_beside_the_delta_that_is_published(
 ) -> None:
     damage_tensor(setting.base / "variables/variables", "s/users")
     before = names(setting)
-    how = ["--watch", "--stop-count", "1"] if watch else []
+    how = ["--watch", "--until", "count=1"] if watch else []
     command = ["--ckpt-dir", setting.directory / "train", "--out", setting.model, "--incr", "--json", *how]
     ran = export_model(*command, "--rebase")
     document = json.loads(ran.out)

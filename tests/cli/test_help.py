@@ -150,7 +150,7 @@ def completed(directory: Path, program: str, line: str) -> list[str]:
     ("program", "line", "expected"),
     [
         ("export-model", "export-model ro", ["rollback"]),
-        ("export-model", "export-model --stop-i", ["--stop-idle"]),
+        ("export-model", "export-model --unt", ["--until"]),
         ("export-model", "export-model rollback --t", ["--to", "--trust"]),
         ("export-model", "export-model rollback models/ranker --to 8", ["80", "81", "82", "83"]),
         (

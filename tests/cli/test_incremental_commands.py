@@ -417,7 +417,7 @@ def test_a_hold_is_read_back(setting: Log) -> None:
 def test_a_forgotten_incr_does_not_end_the_log(setting: Log, ranker: Path, ranker_graph: Path) -> None:
     options = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", setting.model)
     before = sorted(map(str, setting.model.rglob("*")))
-    for way in ((), ("--dry-run",), ("--watch", "--stop-after", "0.1")):
+    for way in ((), ("--dry-run",), ("--watch", "--until", "0.1")):
         refused = export_model(*options, *way)
         assert refused.code == 5
         assert f"{setting.model / '10'} takes deltas" in refused.err

@@ -40,7 +40,7 @@ def test_each_export_is_one_line_of_json(ranker: Path, ranker_graph: Path, tmp_p
         "--out",
         tmp_path,
         "--watch",
-        "--stop-after",
+        "--until",
         "0",
     ]
     ran = export_model(*options, "--json")
@@ -52,10 +52,10 @@ def test_each_export_is_one_line_of_json(ranker: Path, ranker_graph: Path, tmp_p
 
 def test_it_says_what_it_waits_for(ranker_graph: Path, tmp_path: Path) -> None:
     options = ["--ckpt-dir", tmp_path / "train", "--model", ranker_graph, "--out", tmp_path / "m"]
-    ran = export_model(*options, "--watch", "--interval", "0.05", "--stop-idle", "0.2s")
+    ran = export_model(*options, "--watch", "--interval", "0.05", "--until", "idle=0.2s")
     assert ran.code == 0
     assert ran.err.count("waiting: ") == 1
-    assert export_model(*options, "--watch", "--stop-after", "0", "--json").err == ""
+    assert export_model(*options, "--watch", "--until", "0", "--json").err == ""
 
 
 def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
     trainer.increment()
     options = ["--ckpt-dir", tmp_path / "train", "--out", model, "--incr", "--watch", "--json"]
     for _ in range(2):
-        ran = export_model(*options, "--stop-step", "20")
+        ran = export_model(*options, "--until", "step=20")
         assert ran.code == 0, ran.err
     assert [delta.end for delta in list_deltas(log_path(model, 10))] == [20]
     damaged = next((tmp_path / "train/increments").glob("0*")) / "delta.index"
@@ -75,20 +75,20 @@ def test_increments_are_followed_until_their_step(tmp_path: Path) -> None:
     trainer.increment()
     index = next(path for path in (tmp_path / "train/increments").glob(f"*{30:020d}*")) / "delta.index"
     index.write_bytes(b"damaged")
-    ran = export_model(*options, "--stop-after", "0")
+    ran = export_model(*options, "--until", "0")
     assert (ran.code, ran.err.count("error")) == (3, 2), "told when it happened, and again as the end"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--stop-after", "1h"], "goes with --watch"),
-        (["--stop-count", "1"], "goes with --watch"),
-        (["--incr", "--stop-step", "1"], "goes with --watch"),
-        (["--stop-idle", "1m"], "goes with --watch"),
-        (["--watch", "--stop-after", "soon"], "--stop-after 'soon' is not a duration"),
-        (["--watch", "--stop-idle", "-1"], "--stop-idle '-1' is not a duration"),
-        (["--watch", "--stop-count", "0"], "is not in the range x>=1"),
+        (["--until", "1h"], "goes with --watch"),
+        (["--until", "count=1"], "goes with --watch"),
+        (["--incr", "--until", "step=1"], "goes with --watch"),
+        (["--until", "idle=1m"], "goes with --watch"),
+        (["--watch", "--until", "soon"], "--until 'soon' is not a duration"),
+        (["--watch", "--until", "idle=-1"], "--until '-1' is not a duration"),
+        (["--watch", "--until", "count=0"], "--until 'count=0' names no end"),
         (["--watch", "--version", "3"], "--version 3 names one version"),
     ],
 )
@@ -158,7 +158,7 @@ def test_an_environment_that_contradicts_itself_is_no_guess(
 def test_a_wrong_model_is_told_at_once(tmp_path: Path, mode: list[str], model: str) -> None:
     """There is no checkpoint yet that it would be needed for."""
     options = ["--ckpt-dir", tmp_path / "train", "--model", model, "--out", tmp_path / "m", *mode]
-    ran = export_model(*options, "--watch", "--stop-after", "1h")
+    ran = export_model(*options, "--watch", "--until", "1h")
     assert (ran.code, "typo" in ran.err) in {(1, True), (2, True)}
     assert "waiting" not in ran.err
 
@@ -166,20 +166,18 @@ def test_a_wrong_model_is_told_at_once(tmp_path: Path, mode: list[str], model: s
 def test_people_read_times_and_why_a_watch_ended(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     out = tmp_path / "my models"
     options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", out, "--watch"]
-    ran = export_model(*options, "--stop-count", "1", "-v")
+    ran = export_model(*options, "--until", "count=1", "-v")
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ\n", ran.out)
     last = ran.err.strip().splitlines()[-1]
-    assert re.match(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ the watch has ended: 1 publication, as --stop-count", last
-    )
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ the watch has ended: 1 publication, as --until", last)
     assert f"serve-model run '{out}'" in ran.out
-    again = export_model(*options, "--stop-idle", "0.1s")
-    assert "as --stop-idle says" in again.err
+    again = export_model(*options, "--until", "idle=0.1s")
+    assert "as --until says" in again.err
 
 
 def test_a_publication_is_one_line(ranker: Path, ranker_graph: Path, tmp_path: Path) -> None:
     options = ["--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--watch"]
-    ran = export_model(*options, "--stop-count", "1")
+    ran = export_model(*options, "--until", "count=1")
     assert re.fullmatch(rf"\S+Z {tmp_path}/m/20: 6 variables, 443.8 KiB, in \d+\.\d\d s\n", ran.out)
 
 

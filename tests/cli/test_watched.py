@@ -212,7 +212,7 @@ def test_a_heartbeat_that_cannot_be_written_is_refused_before_anything_is_publis
     trainer: Trainer, tmp_path: Path
 ) -> None:
     options = ["--ckpt-dir", tmp_path / "train", "--out", tmp_path / "ranker", "--incr", "--watch"]
-    ran = export_model(*options, "--heartbeat", tmp_path / "none/beat", "--stop-after", "0")
+    ran = export_model(*options, "--heartbeat", tmp_path / "none/beat", "--until", "0")
     assert (ran.code, "cannot be written" in ran.err) == (2, True), ran.err
     ran = export_model(*options[:-1], "--heartbeat", tmp_path / "beat")
     assert (ran.code, "--watch" in ran.err) == (2, True), "it is of a watch alone"

@@ -332,7 +332,17 @@ def test_a_watch_follows_under_a_rate(trainer: Trainer, tmp_path: Path) -> None:
     drift(trainer, 0.5, rows=8)
     trainer.increment()
     command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr", "--watch"]
-    limits = ["--delta-budget", "10KB/s", "--max-row-age", 60, "--interval", 0.1, "--stop-idle", 3, "--json"]
+    limits = [
+        "--delta-budget",
+        "10KB/s",
+        "--max-row-age",
+        60,
+        "--interval",
+        0.1,
+        "--until",
+        "idle=3",
+        "--json",
+    ]
     ran = export_model(*command, *limits)
     assert ran.code == 0
     assert read_log(tmp_path / "model").trained.left_out is None

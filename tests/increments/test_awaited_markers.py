@@ -92,7 +92,7 @@ def test_a_watch_that_a_user_starts_does_so(published: Published) -> None:
 
     save(published)
     coming = after(1.0, go_on)
-    done = export_model(*published.arguments(), "--watch", "--stop-count", "1", "--json")
+    done = export_model(*published.arguments(), "--watch", "--until", "count=1", "--json")
     coming.join()
     assert done.code == 0, done.err
     assert (done.document["compares"], made(published)[1]) == (False, NOON)

@@ -301,7 +301,7 @@ def test_a_look_reads_no_archive_that_looks_as_it_did(runs: Runs, monkeypatch: p
 
 @pytest.mark.landing
 def test_a_watch_publishes_what_comes(runs: Runs) -> None:
-    words = ["--ckpt-dir", runs.train, "--out", runs.model, "--incr", "--watch", "--stop-count", "2"]
+    words = ["--ckpt-dir", runs.train, "--out", runs.model, "--incr", "--watch", "--until", "count=2"]
     watch = subprocess.Popen([sys.executable, "-m", "exporter", *words], stderr=subprocess.PIPE, text=True)
     for epoch, position in ((2, 3), (3, 6)):
         runs.save(epoch, "epoch-01.keras")

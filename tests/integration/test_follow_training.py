@@ -87,7 +87,7 @@ def test_a_trainer_is_followed_over_kills_until_its_last_step(tmp_path: Path) ->
                 time.sleep(moments.uniform(0, 0.3))
                 assert process.poll() is None
                 process.send_signal(signal.SIGKILL)
-        with follower(train, model, "--stop-step", str(last), "--json") as process:
+        with follower(train, model, "--until", f"step={last}", "--json") as process:
             go_on(train, 240)
             out, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
@@ -98,7 +98,7 @@ def test_a_trainer_is_followed_over_kills_until_its_last_step(tmp_path: Path) ->
     steps = assert_each_once_and_whole(model)
     assert (steps[-1], len(steps) >= 5) == (last, True)
     assert [json.loads(line)["position"] for line in out.splitlines()][-1] == last
-    with follower(train, model, "--stop-step", str(last), "--json") as process:
+    with follower(train, model, "--until", f"step={last}", "--json") as process:
         assert process.communicate(timeout=SECONDS) == ("", "")
     assert assert_each_once_and_whole(model) == steps
     assert not list(model.glob(".staging-*")), "what the killed runs left is gone"

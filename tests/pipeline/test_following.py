@@ -64,13 +64,13 @@ def test_pauses_grow_with_failures_and_end_with_the_watch(
     [("90", 90), ("1.5", 1.5), ("0", 0), ("45s", 45), ("15m", 900), ("2h", 7200), ("1d", 86400)],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration("--stop-after", text) == seconds
+    assert parse_duration("--until", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "-1", "soon", "1 h", "1h30m", "1w", "nan", "inf", "٣"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(errors.UsageError, match="--stop-idle"):
-        parse_duration("--stop-idle", text)
+    with pytest.raises(errors.UsageError, match="--until"):
+        parse_duration("--until", text)
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,10 @@ def test_a_base_of_an_earlier_release_is_not_known(job: Job) -> None:
 def test_a_watch_with_nothing_to_publish_does_not_mind_an_edit(job: Job) -> None:
     assert job.export().code == 0
     job.code.write_text(BUILDER.replace("* scale", "+ scale"))
-    assert job.export("--watch", "--stop-after", "0.1s").code == 0
+    assert job.export("--watch", "--until", "0.1s").code == 0
     refused(job.export(), "model.py has changed")
     job.save(30)
-    refused(job.export("--watch", "--stop-after", "0.1s"), "model.py has changed")
+    refused(job.export("--watch", "--until", "0.1s"), "model.py has changed")
 
 
 def test_a_file_that_looks_as_it_did_is_not_read_again(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_a_file_that_looks_as_it_did_is_not_read_again(tmp_path: Path) -> None:
 def test_a_watch_makes_a_new_base_of_the_new_code(begun: Job, tmp_path: Path) -> None:
     """One process imports the builder's neighbour twice, as it was and as it is."""
     job = begun.copy(tmp_path)
-    options = "--out fresh --model model.py:serving --incr --full-on-mismatch --watch --stop-count 2"
-    command = ["--ckpt-dir", "train", *options.split(), "--stop-after", "250"]
+    options = "--out fresh --model model.py:serving --incr --full-on-mismatch --watch --until count=2"
+    command = ["--ckpt-dir", "train", *options.split(), "--until", "250"]
     program = [sys.executable, "-m", "exporter", *command]
     with subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: (tmp_path / "fresh/10/manifest.json").exists() or process.poll() is not None)

@@ -101,7 +101,7 @@ def test_deltas_go_on_behind_a_hold_and_a_base_is_refused_by_name(request_: Expo
     merged = export_model("merge", request_.out, "--rebase")
     assert merged.code == 5
     assert f"hint:  lift the hold: export-model resume {request_.out}" in merged.err
-    watched = export_model(*options, "--rebase", "--watch", "--json", "--stop-count", "1")
+    watched = export_model(*options, "--rebase", "--watch", "--json", "--until", "count=1")
     assert watched.code == 0
     assert json.loads(watched.out)["position"] == 40
     assert "no new base" in watched.err
@@ -133,7 +133,7 @@ def test_a_watch_waits_for_a_hold_to_be_lifted(request_: ExportRequest) -> None:
 
 def test_a_watch_that_ends_while_the_model_is_held_has_failed(request_: ExportRequest) -> None:
     options = ("--ckpt-dir", request_.ckpt_dir, "--out", request_.out, "--model", request_.model, "--plain")
-    ran = export_model(*options, "--watch", "--stop-after", "0.3")
+    ran = export_model(*options, "--watch", "--until", "0.3")
     assert ran.code == 5
     assert ran.err.count("is held at 31") == 2, "once while it waits, once as it ends"
 

@@ -119,10 +119,10 @@ def test_it_is_refused_and_the_next_delta_leads_on(place: Place, saves: bool, va
 def test_a_watch_says_it_and_goes_on(place: Place) -> None:
     place.publish(1.0)
     place.train(np.nan)
-    ended = place.export("--watch", "--stop-after", "0")
+    ended = place.export("--watch", "--until", "0")
     assert ended.code == 6
     place.train(2.0)
-    assert place.export("--watch", "--stop-after", "0").code == 0
+    assert place.export("--watch", "--until", "0").code == 0
 
 
 def test_what_an_earlier_release_published_is_named_and_passed(place: Place) -> None:

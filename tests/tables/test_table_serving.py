@@ -151,7 +151,7 @@ def test_a_watch_publishes_the_new_base_and_goes_on(trainer: DeepRecTrainer, tmp
     trainer.increment()
     refused = export_model(*options, "--incr", "--json")
     assert (refused.code, refused.error["error"]) == (5, "TableFull")
-    watched = export_model(*options, "--incr", "--watch", "--interval", "0.05", "--stop-count", "2")
+    watched = export_model(*options, "--incr", "--watch", "--interval", "0.05", "--until", "count=2")
     assert watched.code == 0, watched.err
     log = read_log(tmp_path / "model")
     assert (len(log.bases), len(log.deltas)) == (1, 1)

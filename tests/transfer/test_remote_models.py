@@ -312,7 +312,7 @@ def test_a_watch_publishes_to_a_url_beside_another_machine(
 
 
 def test_a_watch_of_full_exports(ranker: Path, ranker_graph: Path, url: str, bucket: Bucket) -> None:
-    command = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--watch", "--stop-idle", "1s")
+    command = ("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--watch", "--until", "idle=1s")
     ran = export_model(*command, "--json", "--interval", "0.2")
     assert (ran.code, json.loads(ran.out)["path"]) == (0, f"{url}/20"), ran.err
     before = bucket.keys()
