@@ -1,4 +1,6 @@
-"""The value that a comparison of outputs returns, apart from what compares: results of an export hold it."""
+"""The result of a comparison of outputs, apart from the comparison itself: results of an export contain
+it.
+"""
 
 from __future__ import annotations
 

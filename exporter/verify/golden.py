@@ -1,5 +1,4 @@
-"""Golden requests: a model's questions, the answers that it may give, and their distance from those
-before.
+"""Golden requests: questions to a model, the permitted answers, and their distance from earlier answers.
 
     {"requests": [{"name": "a known user",
                    "signature_name": "serving_default",
@@ -7,8 +6,8 @@ before.
                    "expect": {"score": {"min": 0, "max": 1},
                               "logits": {"near": [[0.2, 1.4]], "tolerance": 0.5, "drift": 0.1}}}]}
 
-A request is one that TF Serving's REST interface takes for Predict: `instances` or `inputs`. A delta is
-judged by the answers after it against the answers before it: a gate that failed before is not counted against
+A request has the form of TF Serving's REST interface for Predict: `instances` or `inputs`. A delta is judged
+by comparing the answers after it with the answers before it: a gate that failed before is not counted against
 the delta.
 """
 
@@ -41,7 +40,9 @@ Outputs = Mapping[str, NDArray[Any]]
 
 
 class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
-    """The least and greatest value of an output, or its distance from `near`. `drift`: see `Gates`."""
+    """The least and greatest value of an output, or its greatest distance from `near`. `drift`: see
+    `Gates`.
+    """
 
     min: float | None = None
     max: float | None = None
@@ -61,7 +62,7 @@ class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The request as REST takes it."""
+        """The request in the form of REST."""
         given = {"instances": self.instances, "inputs": self.inputs}
         return {name: value for name, value in given.items() if not isinstance(value, UnsetType)}
 
@@ -71,14 +72,14 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(Struct, frozen=True):
-    """The answer of a server: outputs by name, or why it refused."""
+    """A server's answer: outputs by name, or the reason of its refusal."""
 
     outputs: Outputs = field(default_factory=dict)
     refused: str = ""
 
 
 class GateFailure(Struct, frozen=True):
-    """A gate that an answer did not pass; two of one `kind` are about the same."""
+    """A gate that an answer did not pass; two failures of one `kind` are about the same gate."""
 
     request: str
     gate: str
@@ -96,28 +97,31 @@ class GateFailure(Struct, frozen=True):
 
 
 class Gates(Struct, frozen=True):
-    """The gates that a canary's answers must pass. `drift`: how far scores may move, as a part of their size.
+    """The gates that a canary's answers must pass. `drift` is the permitted movement of scores, relative to
+    their size.
 
-    An output of floats drifts by the mean distance of its values from those before, over the mean of their
-    absolute values. An output that was all zeros is not compared.
+    An output of floats drifts by the mean distance of its values from the earlier ones, over the mean of
+    their absolute values. An output that was all zeros is not compared.
     """
 
     requests: tuple[GoldenRequest, ...]
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """The gates that the answers fail and those before passed; `before` is None if unknown."""
+        """Return the gates that the answers fail and the earlier answers passed; `before` is None if
+        unknown.
+        """
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)
 
     def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """The gates that the answers fail by themselves."""
+        """Return the gates that the answers fail by themselves."""
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
 
     def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """The outputs that moved further than they may."""
+        """Return the outputs that moved further than permitted."""
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(
             failure
@@ -127,16 +131,16 @@ class Gates(Struct, frozen=True):
 
 
 def summary(failures: Sequence[GateFailure]) -> str:
-    """The first of the failures, for people."""
+    """Describe the first of the failures, for people."""
     left = len(failures) - _SHOWN
     return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")
 
 
 def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
-    """The requests of a file; those without a name are named by their number.
+    """Read the requests in a file; requests without a name are named by their number.
 
     Raises:
-        UsageError: it cannot be read, or what is wrong in it.
+        UsageError: it cannot be read, or a request is wrong; the cause says which.
     """
     try:
         requests = msgspec.json.decode(read_regular(path, _LONGEST), type=_File).requests
@@ -226,7 +230,7 @@ def _check(request: GoldenRequest) -> None:
 
 
 def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
-    """Yield the gates that one answer fails, whatever was answered before."""
+    """Yield the gates that one answer fails, whatever earlier answers were."""
 
     def failure(gate: str, output: str, text: str) -> GateFailure:
         return GateFailure(request.name, gate, output, text)

@@ -1,6 +1,4 @@
-"""Verification of all that is published for a model: files are whole, and each base reaches the newest
-position.
-"""
+"""Verify all that is published for a model: files are complete, and each base reaches the newest position."""
 
 from __future__ import annotations
 
@@ -48,19 +46,21 @@ from exporter.verify.version_files import verify_bytes, verify_files
 
 
 class Damage(Struct, frozen=True):
-    """A damaged version, delta or hold, and the error that says how."""
+    """A damaged version, delta or hold, and the error that describes it."""
 
     path: Path
     error: ExportError
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """The damage that an error shows; raises the error if it is none: a file changed, or the disk is full."""
+    """Return the damage that an error shows; raise the error if it shows none: a file changed, or the disk is
+    full.
+    """
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
     if isinstance(error, OSError):
         error = unreachable(error)
-    # what is published is read as checkpoints are, and its damage is not damage of a checkpoint
+    # published files are read like checkpoints, but their damage is not damage of a checkpoint
     if isinstance(error, CorruptFile | TruncatedFile | MissingShard | UnsupportedFormat):
         error = VerificationError(error.message, cause=error.cause, hint=error.hint)
     return Damage(path, error)
@@ -69,7 +69,7 @@ def _problem(path: Path, error: ExportError | OSError) -> Damage:
 class VerifiedModel(Struct, frozen=True):
     """The result for a model.
 
-    `log` is None if the newest version takes no deltas, or `unread` says why that is not known.
+    `log` is None if the newest version takes no deltas, or if that is not known; then `unread` says why.
     """
 
     versions: int
@@ -77,7 +77,7 @@ class VerifiedModel(Struct, frozen=True):
     hold: int | None
     damage: tuple[Damage, ...]
     identity: str | None = None
-    """The random id of the model; None of one that an earlier release published."""
+    """The random id of the model; None if an earlier release published it."""
     unread: ExportError | None = None
 
     @property
@@ -87,7 +87,7 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Every position of the log that its names promise, ascending."""
+        """Every position in the names of the log's bases and deltas, ascending."""
         if self.log is None:
             return ()
         bases = {base.at.position for base in self.log.bases}
@@ -103,7 +103,8 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """The damage of versions and of the newest log's deltas; with `bytes_` all values are read.
+    """Verify a model's versions and its newest log; return all damage. With `bytes_` all values of versions
+    are read.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -119,7 +120,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
             if bytes_:
                 verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
         except (ExportError, OSError) as error:
-            if is_gone(child.path):  # retention removed it meanwhile: whole, and not needed
+            if is_gone(child.path):  # retention removed it meanwhile: it was complete, and is not needed
                 versions.remove(child)
             else:
                 damage.append(_problem(child.path, error))
@@ -144,7 +145,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     begun = min((base.at.position for base in log.bases), default=-1)
     damage += (each for each in _damaged_deltas(log) if not _is_before(each, begun))
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
-        log = read_log(model)  # what took the place of what retention removed was there before
+        log = read_log(model)  # retention removes a delta only after its replacement is published
     for base in log.bases:
         try:
             log.chain(base.at.position)
@@ -160,7 +161,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
 def _verify_files(
     directory: Path, manifest: Manifest, *, every_byte: bool, prefix: Path | None = None
 ) -> None:
-    """Compare files with the manifest; with `every_byte` or trusted keys also the SHA-256 that it has."""
+    """Compare files with the manifest; with `every_byte` or trusted keys also their SHA-256 digests in it."""
     found = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
     is_trusted = trust_of(directory) is not None
     if is_trusted and found.unlisted:
@@ -176,7 +177,9 @@ def _verify_files(
 
 
 def _is_before(each: Damage, begun: int) -> bool:
-    """True for what no trusted key has signed, from before the first base that one has: servers leave it."""
+    """True for a publication that no trusted key has signed, before the first trusted base: servers ignore
+    it.
+    """
     end = each.path.name.rpartition("-")[2]
     return isinstance(each.error, NotTrusted) and end.isdecimal() and int(end) <= begun
 
@@ -202,9 +205,10 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
 
 
 def delta_damage(path: Path) -> str:
-    """What is wrong with a published delta's files, all bytes of which are read; empty if nothing is.
+    """Describe the damage of a published delta's files, after reading all their bytes; empty if there is
+    none.
 
-    Empty, too, if it is gone, or its files change or cannot be read now: that is no damage.
+    Empty, too, if it is gone, or its files change or cannot be read now: that is not damage.
     """
     try:
         manifest = read_manifest(path)

@@ -1,10 +1,10 @@
-"""Compare the staged bundle's answers with the source graph's, on the same inputs; and ask golden
+"""Compare the staged bundle's answers with the source graph's, for the same inputs; and ask golden
 requests.
 
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
-RestoreV2 (as by a stock Saver); the candidate is the staged SavedModel in TensorFlow's own loader. Nothing of
-this project computes a number here: also the reordering of `mod` tables is redone in plain numpy. Except for
-dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
+RestoreV2 (as by a stock Saver); the candidate is the staged SavedModel in TensorFlow's own loader. No code of
+this project computes a number here: the reordering of `mod` tables, too, is repeated in plain numpy. The
+exception are dynamic tables: both graphs read the staged index, which `exporter.verify.table_index` checks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def require_golden(bundle: Path, requests: Sequence[GoldenRequest], running: Run
     """Refuse a version that does not pass the golden requests by itself; TensorFlow loads and runs it.
 
     Raises:
-        VerificationError: which requests, and why; or the version cannot be loaded, or comes to no end.
+        VerificationError: which requests, and why; or the version cannot be loaded, or does not end.
     """
     if not requests:
         return
@@ -85,9 +85,9 @@ def _golden_answer(session: GraphSession, signatures: Any, request: GoldenReques
 
 
 class Running(Struct, frozen=True):
-    """How graphs are run: with values of `value_bytes`, and in this process if they are `trusted`.
+    """Limits for running graphs: with values of `value_bytes`, and in this process if they are `trusted`.
 
-    Each run may compute for `cpu_seconds` and take `step_seconds`.
+    Each run may compute for `cpu_seconds` and take `step_seconds`, unless it is in this process.
     """
 
     value_bytes: int = 0
@@ -97,9 +97,10 @@ class Running(Struct, frozen=True):
 
     @contextmanager
     def session(self, what: str, option: str) -> Iterator[GraphSession]:
-        """A session of TensorFlow; VerificationError if a run in it comes to no end, or ends its process.
+        """Yield a session of TensorFlow; VerificationError if a run in it does not end, or ends its
+        process.
 
-        TensorFlowNeeded if there is none.
+        TensorFlowNeeded if there is no TensorFlow.
         """
         require_tensorflow(option)
         if self.trusted:  # it may call Python functions, or operations that were loaded here
@@ -128,16 +129,18 @@ class Running(Struct, frozen=True):
             ) from None
 
 
-_MEMORY_BYTES, _MEMORY_FACTOR = 4 << 30, 4  # beyond what TensorFlow needs to start: the values, and answers
+_MEMORY_BYTES, _MEMORY_FACTOR = 4 << 30, 4  # beyond TensorFlow's own needs: for the values, and answers
 Feeds = Mapping[str, NDArray[Any]]
 
-# Rows of generated requests: a graph that has its training's batch baked in takes one number alone.
+# Rows of generated requests: two numbers, as a graph with a fixed batch size accepts only one.
 _BATCHES = (3, 5)
 _SEED = 20_240_501
 
 
 class Probe(Struct, frozen=True):
-    """Inputs for one signature, by input name; `rows` of them if they were generated."""
+    """Inputs for one signature, by input name; `rows` is their number of rows if they were generated,
+    else 0.
+    """
 
     signature: str
     inputs: Feeds
@@ -155,10 +158,10 @@ def compare_outputs(
     tables: Mapping[str, TableGeometry] | None = None,
     running: Running,
 ) -> tuple[Difference, ...]:
-    """The difference of every output of every signature, the largest over the requests.
+    """Return the difference of every output of every signature, the largest over the requests.
 
-    Signatures without a request get generated inputs. A source that takes `traced_rows` rows and no other
-    number is asked as often as it needs for a request.
+    Signatures without a request get generated inputs. A source that accepts only `traced_rows` rows is asked
+    several times for a request.
 
     Raises:
         VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
@@ -175,7 +178,7 @@ def compare_outputs(
         if name not in asked:
             signature = served[name] if traced_rows and name in served else signatures[name]
             batches = _BATCHES if _has_open_batch(signature) else _BATCHES[:1]
-            if traced_rows and _has_open_batch(signature):  # its numbers of rows were opened by experiment
+            if traced_rows and _has_open_batch(signature):  # an experiment made its batch size variable
                 batches = (1, *batches, traced_rows, 2 * traced_rows + 1)
             requests += [generated(name, signature, rows) for rows in batches]
     option = "--verify outputs"
@@ -202,13 +205,13 @@ def compare_outputs(
 
 
 def _has_open_batch(signature: Proto) -> bool:
-    """True if a request may have any number of rows, as far as the signature says."""
+    """True if a request may have any number of rows, according to the signature."""
     shapes = [info.tensor_shape.dim for info in signature.inputs.values()]
     return any(dims and dims[0].size < 0 for dims in shapes)
 
 
 def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
-    """Inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
+    """Generate inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
 
     VerificationError for an input that is sparse, composite or of unknown rank.
     """
@@ -238,12 +241,12 @@ class _Tables(Struct, frozen=True):
     bundle: Path
 
     def has(self, item: TensorSource) -> bool:
-        """True for a variable of such a table."""
+        """True for a variable of one of these tables."""
         table, _, part = item.key.rpartition("/")
         return part in PARTS and table in self.geometries
 
     def size(self, source: SourceGraph, graph_def: Proto) -> None:
-        """Give the source graph the tables' sizes."""
+        """Set the tables' sizes in the source graph."""
         set_sizes(graph_def, self.geometries)
         nodes = {node for table in source.dynamic_tables for node in table.nodes}
         for node in graph_def.node:
@@ -309,7 +312,7 @@ def _keep_harmless(
 def _in_parts(
     session: GraphSession, signatures: Any, request: Probe, fixed: Feeds, rows: int | None
 ) -> Feeds:
-    """The answers to a request, asked in parts of `rows` rows if the graph takes no other number."""
+    """Return the answers to a request, asked in parts of `rows` rows if the graph accepts no other number."""
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
     if parts[0] is request:
@@ -319,7 +322,7 @@ def _in_parts(
 
 
 def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
-    """Yield a request in parts of `rows` rows, the last filled up; as one if `rows` is None or fits."""
+    """Yield a request in parts of `rows` rows, the last filled up; as one part if `rows` is None or fits."""
     asked = _rows_of(request)
     if rows is None or not asked or asked == rows:
         yield request
@@ -330,20 +333,20 @@ def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
 
 
 def _rows_of(request: Probe) -> int:
-    """The number of rows of all inputs of a request; 0 if they do not agree."""
+    """Return the number of rows of a request's inputs; 0 if they differ."""
     counts = {len(value) if np.ndim(value) else 0 for value in request.inputs.values()}
     return counts.pop() if len(counts) == 1 else 0
 
 
 class _Restoring(Struct, frozen=True):
-    """Adds operations to a graph by which TensorFlow's own RestoreV2 gives it its values."""
+    """Adds operations to a graph by which TensorFlow's own RestoreV2 sets its values."""
 
     body: Body
     mapping: TensorMapping
     tables: _Tables
 
     def add(self) -> Iterator[tuple[str, Feeds]]:
-        """Yield the operations to run, one after the other, and what each is fed."""
+        """Yield the operations to run, in order, and the values fed to each."""
         prefix = str(self.mapping.catalog.prefix)
         for item in self.mapping.sources:
             for variable in item.variables:
@@ -381,7 +384,9 @@ class _Restoring(Struct, frozen=True):
     def _moved(
         self, value: str, item: TensorSource, part: SliceSpec | None, dtype: DType
     ) -> tuple[str, dict[str, NDArray[Any]]]:
-        """The rows of a restored table as the graph looks them up, and the order that is fed for it."""
+        """Return the rows of a restored table in the order of the graph's lookups, and the order to feed for
+        it.
+        """
         order = _moved_rows(np.arange(item.tensor.shape[0]), item)
         if part:
             order = order[part.starts[0] : part.starts[0] + part.lengths[0]]
@@ -415,7 +420,7 @@ def _texts(texts: Sequence[str]) -> NDArray[Any]:
 
 
 def _moved_rows(rows: NDArray[Any], item: TensorSource) -> NDArray[Any]:
-    """The rows of a table in the order in which the graph looks them up, from those of the whole tensor."""
+    """Return the rows of a table in the order of the graph's lookups, given the rows of the whole tensor."""
     if item.gather_parts:
         ordered, start = np.empty_like(rows), 0
         for part in range(item.gather_parts):
@@ -474,7 +479,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Raise TensorFlow's errors as a VerificationError that says which of the two graphs failed."""
+    """Convert TensorFlow's errors to a VerificationError that says which of the two graphs failed."""
     try:
         yield
     except (RunFailed, ValueError, TypeError, KeyError) as error:

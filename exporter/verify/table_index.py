@@ -1,4 +1,4 @@
-"""The check of the index of staged dynamic tables: keys of the checkpoint must lead to their rows."""
+"""Check the index of staged dynamic tables: the checkpoint's keys must be found at their rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from exporter.tables.parts import INDEX_ROWS, INDEX_SEEDS, KEYS
 
 Array = np.ndarray[Any, Any]
 
-_ASKED = 1024  # keys of a table that are looked up: each takes four small reads
+_ASKED = 1024  # keys looked up in each table: each takes four small reads
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
-    """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
+    """Look up about a thousand keys of each table of the checkpoint in the staged tables, like the graph
+    does.
 
     Raises:
-        VerificationError: one is not found, or at the row of another.
+        VerificationError: one is not found, or is at the row of another.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     for table in layout.tables:
@@ -47,7 +48,7 @@ def _check(
     found = find_rows(table.geometry, state, keys)
     wrong = found != asked + first
     if is_filtered:
-        wrong &= found >= 0  # a key that a filter left out is absent, which is as it should be
+        wrong &= found >= 0  # a key that a filter left out is rightly absent
     if wrong.any():
         place = int(wrong.argmax())
         raise VerificationError(
@@ -57,7 +58,9 @@ def _check(
 
 
 class _Elements(Struct, frozen=True):
-    """The elements of a tensor of one dimension: its slices' extents, and the number that each begins at."""
+    """The elements of a tensor of one dimension: its slices' extents, and the number of each slice's first
+    element.
+    """
 
     catalog: Catalog
     dtype: np.dtype[Any]
@@ -74,14 +77,14 @@ class _Elements(Struct, frozen=True):
         return cls(catalog, ref.dtype.numpy, starts, extents)
 
     def at(self, ids: Array) -> Array:
-        """The elements with these numbers; CheckpointChanged if a file became shorter."""
+        """Return the elements with these numbers; CheckpointChanged if a file became shorter."""
         values, size = np.empty(len(ids), self.dtype), self.dtype.itemsize
         owners = np.searchsorted(self.starts, ids, side="right") - 1
         for number, extent in enumerate(self.extents):
             ours = np.flatnonzero(owners == number)
             offsets = (extent.offset + (ids[ours] - self.starts[number]) * size).tolist()
             with open_shard(self.catalog.path_of(extent), extent) as descriptor:
-                # one by one: a map of a large file brings in far more around each
+                # one by one: a map of a large file would read far more around each
                 read = b"".join([os.pread(descriptor, size, offset) for offset in offsets])
             if len(read) < size * len(ours):
                 path = self.catalog.path_of(extent)

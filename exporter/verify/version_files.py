@@ -1,6 +1,6 @@
 """Verify a bundle: its files (index, sizes and manifest), and its bytes (every kept tensor's checksum).
 
-Bytes are read by `Checksum` tasks, which write nothing; their receipts have the checksums.
+`Checksum` tasks read the bytes and write nothing; their receipts have the checksums.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ _Piece = tuple[Stored, Range]  # a range of a stored run; its input is the numbe
 
 
 class Checksum(Task, frozen=True, kw_only=True):
-    """Reads ranges; the receipt has the checksum of each, of less where a file ends. There is no output."""
+    """A task that reads ranges; the receipt has the checksum of each, up to the end of the file. There is no
+    output.
+    """
 
     operation: ClassVar[str] = "checksum"
 
     ranges: tuple[Range, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """Read the ranges of every input: a receipt with the checksum of each."""
+        """Read the ranges of every input; return a receipt with the checksum of each."""
         crcs = [0] * len(self.ranges)
         for number, source in enumerate(self.inputs):
             mine = [index for index, each in enumerate(self.ranges) if each.input == number]
@@ -59,7 +61,7 @@ _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged,
 
 
 class FilesReport(Struct, frozen=True):
-    """The number and bytes of the files compared, and of tensors; `unlisted` files do no harm."""
+    """The number and bytes of the files compared, and the number of tensors; `unlisted` files do no harm."""
 
     files: int
     tensors: int
@@ -76,7 +78,7 @@ class BytesReport(Struct, frozen=True):
 
 
 def verify_published(version: Path) -> FilesReport:
-    """`verify_files` of a published version against its own manifest.
+    """Run `verify_files` on a published version against its own manifest.
 
     Raises:
         ManifestError: there is no valid manifest.
@@ -94,14 +96,16 @@ def verify_files(
     prefix: Path | None = None,
     passed: Passed | None = None,
 ) -> FilesReport:
-    """Compare a SavedModel directory with the tensors and, once they are known, the files it should hold.
+    """Compare a SavedModel directory with the tensors and, if given, the files it should hold.
 
-    Reads the index and the files that have a checksum in the manifest and have not `passed`; of data shards
-    only the sizes. With `prefix` the directory has a bundle of this prefix and no SavedModel, as a delta's.
+    Reads the index and the files that have a checksum in the manifest and have not `passed`; for data shards
+    it compares only the sizes. With `prefix` the directory has a bundle of this prefix and no SavedModel,
+    like a delta's.
 
     Raises:
-        VerificationError: a file is missing, no regular file, or of another size or checksum; the index is
-            damaged or points beyond a shard's end; a tensor is missing, unexpected, or described otherwise.
+        VerificationError: a file is missing, not a regular file, or of another size or checksum; the index is
+            damaged or points beyond a shard's end; a tensor is missing, unexpected, or has another
+            description.
         OSError: the system refuses to read a file.
     """
     expected = {tensor.name: tensor for tensor in tensors}
@@ -129,12 +133,13 @@ def verify_bytes(
     passed: Passed | None = None,
     shards: Collection[Path] | None = None,
 ) -> BytesReport:
-    """Read the bundle's bytes that have not `passed`, in parallel, and compare the index's checksums.
+    """Read the bundle's bytes that have not `passed`, in parallel, and compare their checksums with the
+    index.
 
-    With `shards` only the bytes of these files.
+    With `shards` only the bytes of these files. Waits for all tasks.
 
     Raises:
-        VerificationError: the first tensor, in the files' order, whose bytes differ or are not there.
+        VerificationError: the first tensor, in the files' order, whose bytes differ or are missing.
     """
     runs = [run for run in _runs(catalog) if shards is None or run.catalog.path_of(run.extent) in shards]
     numeric = [run for run in runs if run.tensor.dtype.itemsize is not None]
@@ -161,14 +166,19 @@ def verify_bytes(
 
 
 class Passed:
-    """The checksums of files' ranges, taken while their bytes went by, in any order, by any thread."""
+    """The checksums of files' ranges, computed while their bytes were transferred, in any order, by any
+    thread.
+    """
 
     def __init__(self) -> None:
         self._checksums: RangeChecksums[Path] = RangeChecksums()
         self._lock = threading.Lock()
 
     def noting(self, path: Path, cuts: Iterable[int] = ()) -> Callable[[int, memoryview], None]:
-        """A function to call with each offset and part of a file; runs asked for have bounds in `cuts`."""
+        """Return a function to call with each offset and part of a file; pieces are divided at `cuts`.
+
+        `of` then knows the checksum of every run that begins and ends at a cut.
+        """
         known = sorted(set(cuts))
 
         def note(offset: int, content: memoryview) -> None:
@@ -182,13 +192,13 @@ class Passed:
         return note
 
     def of(self, path: Path, start: int, size: int) -> int | None:
-        """The plain crc32c of a run of a file; None if not all of it has passed."""
+        """Return the plain crc32c of a run of a file; None if not all of it has passed."""
         with self._lock:
             return self._checksums.of(path, start, size)
 
 
 def cuts_of(index: Index, prefix: Path) -> dict[Path, set[int]]:
-    """The offsets at which stored runs of tensors begin and end, by shard; no shard need be there."""
+    """Return the offsets at which stored runs of tensors begin and end, by shard; no shard need exist."""
     cuts: dict[Path, set[int]] = {}
     for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
         begin, end = extent.offset, extent.offset + extent.size
@@ -205,7 +215,7 @@ def _has_passed(run: Stored, passed: Passed) -> bool:
 
 
 def _found_files(bundle: Path) -> dict[str, int]:
-    """Sizes of the regular files under a directory, by relative path."""
+    """Return the sizes of the regular files under a directory, by relative path."""
     found = {}
     for directory, _, names in os.walk(bundle):
         for path in (Path(directory, name) for name in names):
@@ -228,9 +238,9 @@ OVERWRITTEN_HINT = (
 
 
 def _verify_written(catalog: Catalog, shards: Collection[Path]) -> None:
-    """Read shards that are a trainer's files, too, and may have been written to by their times.
+    """Read shards that are also a trainer's files, and may have been written to by their times.
 
-    VerificationError if their bytes differ: a file that was merely touched is as it was.
+    VerificationError if their bytes differ; a file that was merely touched is accepted.
     """
     try:
         verify_bytes(catalog, shards=shards)
@@ -246,11 +256,11 @@ def _overwritten(path: Path, cause: str) -> VerificationError:
 def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
     """Compare a file of a directory with its entry in the manifest.
 
-    It is read only where its checksum is neither left out of the entry nor known to `passed`, or where it has
-    a digest, too. Data shards have no checksum here: their digests are compared elsewhere.
+    It is read only if the entry has a checksum that `passed` does not know, or if it has a digest, too. Data
+    shards have no checksum here: their digests are compared elsewhere.
 
     Raises:
-        VerificationError: it is not there as a file, or of another size or checksum.
+        VerificationError: it is not a file, or has another size or checksum.
     """
     path = bundle / entry.path
     if not path.is_file():
@@ -270,7 +280,7 @@ def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) ->
     crc = f"{mask(plain):08x}"
     if crc != entry.crc32c:
         raise VerificationError(f"{path} has checksum {crc}, expected {entry.crc32c}", hint=_DAMAGED_HINT)
-    if entry.sha256 is not None:  # whoever alters a file can keep its checksum
+    if entry.sha256 is not None:  # an attacker can alter a file and keep its crc32c
         from exporter.publish.signing import verify_digests
 
         verify_digests(bundle, [entry])
@@ -309,7 +319,7 @@ def _described(entry: TensorEntry) -> str:
 
 
 def _runs(catalog: Catalog) -> list[Stored]:
-    """Every stored run once, in the files' order."""
+    """Return every stored run once, in the files' order."""
     runs: dict[Extent, Stored] = {}
     for ref in catalog.tensors.values():
         for _, stored in stored_runs(catalog, ref):
@@ -327,7 +337,7 @@ def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
             size = min(most, extent.size - start)
             batch.append((run, Range(extent.shard, extent.offset + start, size)))
             room -= size
-            # of small tensors a task gets a thousand, whatever their bytes
+            # a task gets at most a thousand tensors, however small
             if room <= 0 or len(batch) == 1000:
                 yield batch
                 batch, room = [], most
@@ -349,7 +359,7 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
 
 
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, in the files' order, into those of the runs.
+    """Join the pieces' checksums, in the files' order, to checksums of runs, and compare these.
 
     VerificationError if one differs.
     """

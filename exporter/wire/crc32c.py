@@ -27,19 +27,21 @@ _WORD = 0xFFFFFFFF
 
 
 def extend(crc: int, data: bytes | Bytes) -> int:
-    """The plain crc32c of the bytes that `crc` covers followed by `data`; begin with 0. Releases the GIL."""
+    """Return the plain crc32c of `data` after the bytes that `crc` covers; begin with 0. Releases the GIL."""
     return int(google_crc32c.extend(crc, data))
 
 
 def combine(first: int, second: int, second_size: int) -> int:
-    """The plain crc32c of two runs of bytes in a row, from the crc of each and the size of the second."""
+    """Return the plain crc32c of two consecutive runs of bytes, given the crc of each and the size of the
+    second.
+    """
     # A crc is a polynomial over GF(2), the rest of the data's; n bytes more multiply it by x^8n. Source:
     # crc32_combine in zlib; the conditioning with ones cancels out.
     return _multiply(_power_of_x(8 * second_size), first) ^ second
 
 
 def zeros_crc(size: int) -> int:
-    """The plain crc32c of `size` zeros, computed in steps of log(size)."""
+    """Return the plain crc32c of `size` zeros, computed in log(size) steps."""
     crc, done = 0, 0
     block_crc, block = extend(0, b"\0"), 1
     while size:
@@ -51,23 +53,23 @@ def zeros_crc(size: int) -> int:
 
 
 def mask(crc: int) -> int:
-    """The stored form of a plain crc32c."""
+    """Return the stored form of a plain crc32c."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _WORD
 
 
 def unmask(stored: int) -> int:
-    """The plain crc32c of a stored one."""
+    """Return the plain crc32c of a stored one."""
     rotated = (stored - _MASK_DELTA) & _WORD
     return (rotated << 15 | rotated >> 17) & _WORD
 
 
 def masked_crc(data: bytes) -> int:
-    """The stored checksum of `data`."""
+    """Return the stored checksum of `data`."""
     return mask(extend(0, data))
 
 
 def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
-    """Yield `size` bytes of an open file from `offset` in chunks; ends early where the file does."""
+    """Yield `size` bytes of an open file from `offset` in chunks; ends early if the file does."""
     end = offset + size
     while offset < end:
         chunk = os.pread(fd, min(CHUNK, end - offset), offset)
@@ -78,10 +80,10 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 
 def crc_of(fd: int, offset: int, size: int) -> int:
-    """The plain crc32c of `size` bytes of an open file from `offset`; of fewer where the file ends."""
+    """Return the plain crc32c of `size` bytes of an open file from `offset`, or up to the end of the file."""
     import numpy as np  # late: an index is read without it
 
-    # one buffer for all chunks: the pages of a new one have to be made first
+    # one buffer for all chunks: the kernel would have to provide new pages for each new one
     buffer, crc, end = np.empty(min(CHUNK, size), np.uint8), 0, offset + size
     while offset < end:
         count = os.preadv(fd, [buffer.data[: end - offset]], offset)
@@ -93,7 +95,7 @@ def crc_of(fd: int, offset: int, size: int) -> int:
 
 
 def read_into(fd: int, offset: int, buffer: Bytes) -> int:
-    """Fill a buffer from an open file, as far as it goes; returns the plain crc32c of the bytes read."""
+    """Fill a buffer from an open file, as far as it goes; return the plain crc32c of the bytes read."""
     position = crc = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
@@ -106,7 +108,7 @@ def read_into(fd: int, offset: int, buffer: Bytes) -> int:
 
 @cache
 def _power_of_x(exponent: int) -> int:
-    """The power of x with this exponent, modulo the polynomial."""
+    """Return the power of x with this exponent, modulo the polynomial."""
     result, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:
@@ -117,7 +119,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the polynomial."""
+    """Return the product of two polynomials, modulo the polynomial."""
     product = 0
     while a:
         if a & _ONE:

@@ -55,9 +55,9 @@ class DType(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> DType:
-        """The type that a reference is of: DT_FLOAT_REF is DT_FLOAT + 100, and so on.
+        """Return the type that a reference refers to: DT_FLOAT_REF is DT_FLOAT + 100, and so on.
 
-        Numbers come from files. ValueError names one that no type has.
+        Numbers come from files. ValueError for a number that no type has.
         """
         number = value - _REFERENCES if isinstance(value, int) else 0
         if number in cls._value2member_map_:
@@ -66,7 +66,7 @@ class DType(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name that TensorFlow's users know: `float32`, `string`, `bfloat16`."""
+        """The name that users of TensorFlow know: `float32`, `string`, `bfloat16`."""
         return _LABELS.get(self.name, self.name.lower())
 
     @property
@@ -76,17 +76,17 @@ class DType(IntEnum):
 
     @property
     def itemsize(self) -> int | None:
-        """Bytes of one element on disk, or None where elements vary in size."""
+        """Bytes of one element on disk; None if elements vary in size."""
         return None if self in _VARIABLE_SIZE else _SIZES.get(self) or _numpy(self).itemsize
 
     @property
     def is_floating(self) -> bool:
-        """True for the floats that TensorFlow computes with; those of 8 and 4 bits are for storing alone."""
+        """True for the floats that TensorFlow computes with; floats of 8 and 4 bits are only for storage."""
         return self in _FLOATING
 
     @property
     def is_integer(self) -> bool:
-        """True for whole numbers, those of quantised types and of less than 8 bits among them."""
+        """True for whole numbers, including quantised types and types of less than 8 bits."""
         return "INT" in self.name
 
     @property
@@ -97,7 +97,7 @@ class DType(IntEnum):
 
     @classmethod
     def of(cls, label: str) -> DType:
-        """The type with a user's name for it; KeyError for other names."""
+        """Return the type with this name; KeyError for other names."""
         return _BY_LABEL[label.lower()]
 
 
@@ -138,7 +138,7 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
 
 
 def is_floating(values: np.ndarray[Any, Any]) -> bool:
-    """True for an array of floats; numpy takes bfloat16, which ml-dtypes adds, for raw bytes."""
+    """True for an array of floats, including bfloat16, which numpy regards as raw bytes."""
     return values.dtype.kind == "f" or str(values.dtype) == DType.BFLOAT16.label
 
 

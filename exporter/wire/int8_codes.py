@@ -2,10 +2,10 @@
 
 A scale has 17 significant bits and is the least such that no code exceeds 127: so q * scale is exact in
 float32, on any machine and in any order, and values that were read back have the same codes. Nothing
-subnormal is ever made: TensorFlow's kernels take it for zero, so it is rounded to zero here.
+subnormal is ever made: TensorFlow's kernels flush it to zero, so it is rounded to zero here.
 
 *Beside its codes* a served row has its scale: `[rows, dim + 4]` int8, of which the last four bytes are the
-scale in little endian. One gather reads both, and for everything that moves, maps or checks rows it is one
+scale in little endian. One gather reads both, and for all code that moves, maps or checks rows it is one
 table like any other.
 """
 
@@ -18,22 +18,24 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Times any code of eight bits but 0 they give float32 values that are normal and finite.
+# Multiplied by any code except 0, they give float32 values that are normal and finite.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**120
 
 SCALE_BYTES = 4
 _LARGEST_CODE = 127
-_SPARE_BITS = 7  # of a float32's 24: what a code of seven bits takes up in a product
+_SPARE_BITS = 7  # of a float32's 24: the bits that a code of seven bits adds to a product
 
 
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
-    """The nearest codes int8 [n, ...], scales float32 [n], and which rows fit: finite, not too large."""
+    """Return the nearest codes int8 [n, ...], scales float32 [n], and a mask of rows that fit: finite, not
+    too large.
+    """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)
     with np.errstate(over="ignore", invalid="ignore"):
         scales = _rounded_up((largest / _LARGEST_CODE).astype(np.float32))
         fits = np.asarray(np.isfinite(largest) & (scales <= LARGEST_SCALE))
-        # nothing subnormal: TensorFlow's kernels take it for zero
+        # nothing subnormal: TensorFlow's kernels flush it to zero
         scales[~fits | (scales < SMALLEST_SCALE)] = 0
         is_zero = scales == 0
         codes = np.rint(flat / np.where(is_zero, 1, scales)[:, np.newaxis])
@@ -48,11 +50,11 @@ def _rounded_up(scales: Array) -> Array:
 
 
 def beside_codes(codes: Array, scales: Array) -> Array:
-    """Served rows int8 [n, dim + 4] of codes [n, dim] and their scales."""
+    """Return served rows int8 [n, dim + 4], given codes [n, dim] and their scales."""
     return np.concatenate([codes, scales.astype("<f4")[:, np.newaxis].view(np.int8)], axis=1)
 
 
 def values_of(served: Array) -> Array:
-    """The values float32 [n, dim] of served rows."""
+    """Return the values float32 [n, dim] of served rows."""
     scales = np.ascontiguousarray(served[:, -SCALE_BYTES:]).view("<f4")
     return np.asarray(served[:, :-SCALE_BYTES].astype(np.float32) * scales)

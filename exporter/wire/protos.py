@@ -1,9 +1,10 @@
 """TensorFlow's protocol buffers without TensorFlow.
 
 The package ships the descriptors of TensorFlow and TensorFlow Serving as one `FileDescriptorSet`
-(`descriptors.binpb`, made by `tools/stock_tensorflow.py`). They are read into a private descriptor pool
-(2 ms), which never meets the default pool that TensorFlow fills when a builder imports it later.
-Messages of the two pools are different classes: at the few places where one is handed to TensorFlow it goes
+(`descriptors.binpb`, made by `tools/stock_tensorflow.py`). They are read into a private descriptor pool (2
+ms), separate from the default pool that TensorFlow fills when a builder imports it later.
+
+Messages of the two pools are different classes: at the few places where one is passed to TensorFlow it goes
 through `SerializeToString`.
 """
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")
-# In the order in which they are looked through: an index of tensors needs five small files, a graph all.
+# In search order: an index of tensors needs five small files, a graph all.
 _FILES = (
     "tensorflow/core/protobuf/tensor_bundle.proto",
     "tensorflow/core/protobuf/saved_model.proto",
@@ -41,12 +42,15 @@ MAX_MESSAGE_BYTES = (1 << 31) - 1  # the largest message that readers of protoco
 Proto = Any  # a message of the private pool; protobuf makes its class at run time, so there is no static type
 
 
-# There is one pool, though threads ask for their first messages at once: those of two do not mix.
+# Guards the creation of the one pool: threads may need their first messages at once, and messages of two
+# pools do not mix.
 _BUILDING = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
-    """The message class of a short name: `protos.BundleEntryProto()`; AttributeError if there is none."""
+    """Return the message class with a short name: `protos.BundleEntryProto()`; AttributeError if there is
+    none.
+    """
     if name.startswith("_"):
         raise AttributeError(name)
     try:
@@ -57,7 +61,8 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def message_class(name: str) -> Any:
-    """The class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and so on.
+    """Return the class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and
+    so on.
 
     Raises:
         KeyError: there is no such message.
@@ -75,11 +80,13 @@ _HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_hel
 
 
 def _held(descriptor: Any) -> Any:
-    """The class of a message; it and those of all messages inside it stay for as long as the process."""
-    # protobuf gives out the class of a field's message from a table that Python's collector does not know:
-    # while no such message is there, the class is garbage. A collection may let another thread run before it
-    # clears what it found, and a message that this one makes then has a cleared class: the process died of
-    # SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that was asked while it loaded a version).
+    """Return the class of a message; it and the classes of all messages inside it live as long as the
+    process.
+    """
+    # protobuf returns the class of a field's message from a table that Python's collector does not know:
+    # while no such message exists, the class is garbage. A collection may let another thread run before it
+    # clears the garbage, and a message that this thread makes then has a cleared class: the process died of
+    # SIGSEGV in `PyUpb_Descriptor_GetDef` (protobuf 7.36, a server that got a request while loading).
     left = [descriptor]
     while left:
         each = left.pop()
@@ -90,7 +97,7 @@ def _held(descriptor: Any) -> Any:
 
 
 def class_of(descriptor: Any) -> Any:
-    """The class of a message of any pool."""
+    """Return the class of a message of any pool."""
     from google.protobuf import message_factory
 
     if hasattr(message_factory, "GetMessageClass"):
@@ -101,7 +108,7 @@ def class_of(descriptor: Any) -> Any:
 
 @cache
 def service_methods(name: str) -> dict[str, tuple[Any, Any]]:
-    """The classes of request and response of each method of `tensorflow.serving.<name>`."""
+    """Return the classes of request and response of each method of `tensorflow.serving.<name>`."""
     with _BUILDING:
         for file in _SERVING_FILES:
             _add_file(_pool(), file)
@@ -118,7 +125,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 @cache
 def _shipped() -> dict[str, Any]:
-    """The `FileDescriptorProto` of each shipped file, by its name."""
+    """Return the `FileDescriptorProto` of each shipped file, by its name."""
     from google.protobuf import descriptor_pb2
 
     files = descriptor_pb2.FileDescriptorSet.FromString(_DESCRIPTORS.read_bytes()).file
@@ -145,7 +152,9 @@ def _is_in(pool: descriptor_pool.DescriptorPool, name: str) -> bool:
 
 
 def _of_the_runtime(name: str) -> Any:
-    """The `FileDescriptorProto` of `google/protobuf/any.proto` and its like, which every runtime has."""
+    """Return the `FileDescriptorProto` of `google/protobuf/any.proto` and the like, which every runtime
+    has.
+    """
     from google.protobuf import descriptor_pb2
 
     module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
@@ -153,7 +162,7 @@ def _of_the_runtime(name: str) -> Any:
 
 
 def varint(value: int) -> bytes:
-    """A non-negative number as protocol buffers write it: seven bits a byte, lowest first."""
+    """Encode a non-negative number as protocol buffers do: seven bits a byte, lowest first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -29,13 +29,13 @@ _INT64_MIN, _UINT64_MAX = -(1 << 63), (1 << 64) - 1
 _INTEGERS = {DType.of(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 # Types that TensorFlow Serving reads from JSON (`AddValueToTensor` of json_tensor.cc) and writes as JSON
-# (`AddSingleValueAndAdvance`). Here more have a form: `serve-model predict` sends them by gRPC.
+# (`AddSingleValueAndAdvance`). This module accepts more types: `serve-model predict` sends them by gRPC.
 REST_TYPES = frozenset(
     {DType.FLOAT, DType.DOUBLE, DType.BOOL, DType.STRING, *_INTEGERS - {DType.UINT16}},
 )
 
-# Where a JSON text may have a number beyond float64: a hook for each number is slow, and one pattern for
-# both is, too.
+# Signs that a JSON text may have a number beyond float64. A hook for each number is slow, and so is one
+# pattern for both.
 _MAY_OVERFLOW = (re.compile(r"[eE]\+?[0-9]{3}"), re.compile(r"[0-9]{309}"))
 
 
@@ -46,12 +46,12 @@ _MOST_DIMENSIONS = 254  # of a tensor (TensorShape::MaxDimensions); numpy takes 
 LONG_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LISTS = ("instances", "inputs", "examples")
-# Lists, objects and strings of one value that is longer than `LONG_BYTES`; as objects of Python each takes
+# The limit of lists, objects and strings in one value longer than `LONG_BYTES`: as Python objects each takes
 # some 60 bytes, or 20 times its text.
 MOST_IN_ONE = 1 << 20
 
 
-# numbers take ten times the room of their text when they are objects of Python
+# A request is read block by block because numbers as Python objects take ten times the memory of their text.
 class LongList(Struct, frozen=True):
     """A list in the text of a long request, which is read again block by block."""
 
@@ -60,9 +60,10 @@ class LongList(Struct, frozen=True):
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Yield its items by thousands, of an empty list one empty block; returns where it ends.
+        """Yield the list's items in blocks, for an empty list one empty block; the generator returns the
+        list's end.
 
-        ValueError, or JSONDecodeError which is one, if it is nested too deeply or is no JSON.
+        ValueError, or its subclass JSONDecodeError, if it is nested too deeply or is not JSON.
         """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
@@ -81,9 +82,9 @@ class LongList(Struct, frozen=True):
                 at = _skip_comma(text, at)
 
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
-        """The items before some comma, and where the next one begins; None if none is found so."""
-        # Items that end before a comma are a list by themselves only if that comma stands between two items:
-        # inside of an item a bracket or a quote is open, and behind the list stand a key and a colon.
+        """Return the items before some comma, and the place after it; None if no such comma is found."""
+        # The text before a comma parses as a list only if the comma separates two items: inside an item a
+        # bracket or a quote is open, and after the list there are a key and a colon.
         for before in ("],", "},", ","):
             cut = self.text.rfind(before, at, at + _BLOCK_BYTES) + len(before)
             if cut > at:
@@ -92,7 +93,7 @@ class LongList(Struct, frozen=True):
         return None
 
     def _one_by_one(self, at: int) -> tuple[list[Json], int]:
-        """Some items, at least one, and the place of the comma or the bracket behind them."""
+        """Return some items, at least one, and the place of the comma or the bracket after them."""
         items, end = [], at + _BLOCK_BYTES
         while True:
             item, at = _value(self.text, _space(self.text, at), self.decoder)
@@ -104,13 +105,13 @@ class LongList(Struct, frozen=True):
 
 
 def parse_request(body: bytes | bytearray) -> dict[str, Json]:
-    """The object that a request's body holds; `NaN`, `Infinity` and `-Infinity` are numbers.
+    """Parse the object in a request's body; `NaN`, `Infinity` and `-Infinity` are numbers.
 
-    Of more than `LONG_BYTES`, a single row or value has at most `MOST_IN_ONE` parts, and the lists of rows,
-    columns and examples are left in their text.
+    In a body of more than `LONG_BYTES`, a single row or value may have at most `MOST_IN_ONE` parts, and the
+    lists of rows, columns and examples are left in their text (`LongList`).
 
     Raises:
-        ValueError: where it is not JSON, or that it is not an object.
+        ValueError: it is not JSON, with the place, or not an object.
     """
     if not body:
         raise ValueError("JSON Parse error: The document is empty")
@@ -142,8 +143,10 @@ def _parse(text: str) -> Json:
 
 
 def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
-    """The value that `decoder.decode` gives, without recursion; JSONDecodeError where that raises it."""
-    root: list[Json] = []  # ten times as slow as the decoder, and only for what is nested too deeply for it
+    """Return the value that `decoder.decode` gives, without recursion; JSONDecodeError if the text is not
+    JSON.
+    """
+    root: list[Json] = []  # ten times slower than the decoder, and only for texts nested too deeply for it
     open_: list[list[Json] | dict[str, Json]] = [root]
     at, wants = _space(text, 0), "value"
     key = ""
@@ -187,7 +190,7 @@ def _space(text: str, at: int) -> int:
 
 
 def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
-    """A key of an object, and the place where its value begins; JSONDecodeError if there is none."""
+    """Return a key of an object, and the place where its value begins; JSONDecodeError if there is none."""
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
     key, at = decoder.raw_decode(text, at)
@@ -210,7 +213,9 @@ def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
 def _long_object(
     text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
-    """An object and where it ends, with a `LongList` for each list of these names; of none for all lists."""
+    """Return an object and its end, with a `LongList` for each list with one of these names; no names mean
+    all lists.
+    """
     found: dict[str, Json] = {}
     at = _space(text, at + 1)
     while found or not text.startswith("}", at):
@@ -230,9 +235,9 @@ def _long_object(
 
 
 def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Json, int]:
-    """A value of a long document, and where it ends, within a bounded number of objects.
+    """Return a value of a long document, and its end, within a bounded number of objects.
 
-    ValueError for more of them, JSONDecodeError for no JSON.
+    ValueError for more of them, JSONDecodeError if it is not JSON.
     """
     with suppress(json.JSONDecodeError):
         value, size = decoder.raw_decode(text[at : at + LONG_BYTES])
@@ -273,7 +278,7 @@ def _finite(text: str) -> float:
 
 
 def signature_name(document: Mapping[str, Json]) -> str:
-    """The signature that a request names; "" if it names none.
+    """Return the signature that a request names; "" if it names none.
 
     Raises:
         ValueError: it is not a string.
@@ -287,17 +292,17 @@ def signature_name(document: Mapping[str, Json]) -> str:
 def predict_inputs(
     document: Mapping[str, Json], signature: Proto, *, check_shapes: bool = True
 ) -> dict[str, NDArray[Any]]:
-    """The inputs of a predict request by name, for its `SignatureDef`; strings are `bytes` objects.
+    """Return the inputs of a predict request by name, for its `SignatureDef`; strings are `bytes` objects.
 
     Raises:
-        ValueError: what is wrong, which input it is about and what was expected.
+        ValueError: an input is wrong; the message names it and the expected form.
     """
     if ("instances" in document) == ("inputs" in document):
         raise ValueError("expected either the key 'instances' (rows) or the key 'inputs' (columns)")
     rows = document.get("instances")
     if isinstance(rows, LongList):
         return _long_rows(rows, signature, check_shapes)
-    # TF Serving leaves shapes to the model's operations, some of which take more than the signature says
+    # TF Serving leaves shapes to the model's operations, some of which accept more than the signature says
     columns = _rows(rows, signature) if "instances" in document else _columns(document, signature)
     infos = signature.inputs
     return {name: to_array(value, name, infos[name], check_shapes) for name, value in columns.items()}
@@ -328,10 +333,10 @@ def _joined(arrays: Sequence[NDArray[Any]], name: str, info: Proto, check_shape:
 
 
 def examples_input(document: Mapping[str, Json]) -> Proto:
-    """The `serving.Input` of a classify or regress request.
+    """Return the `serving.Input` of a classify or regress request.
 
     Raises:
-        ValueError: what is wrong, and what was expected.
+        ValueError: an example is wrong; the message says what was expected.
     """
     examples = document.get("examples")
     if isinstance(examples, LongList):
@@ -352,7 +357,9 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """The array that a server feeds for a `serving.Input`: each example serialised, with its context."""
+    """Return the array that a server feeds for a `serving.Input`: each example serialised, with its
+    context.
+    """
     found = message.example_list.examples or message.example_list_with_context.examples
     merged = []
     for example in found:
@@ -367,9 +374,10 @@ def serialized_examples(message: Proto) -> NDArray[Any]:
 
 
 def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> NDArray[Any]:
-    """A JSON value as the tensor that `info`, a TensorInfo, describes; its shape is compared if asked.
+    """Convert a JSON value to the tensor that `info`, a TensorInfo, describes; its shape is checked if
+    asked.
 
-    ValueError if it is none.
+    ValueError if it does not fit.
     """
     if isinstance(value, LongList):
         parts = [to_array(block, name, info, False) for block in value.blocks()]
@@ -391,7 +399,7 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
 
 
 def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
-    """The array of items converted one after another; ValueError names the one that does not fit."""
+    """Convert items one after another to an array; ValueError names the one that does not fit."""
     leaves = list(_leaves(value, shape, name, 0))
     convert = _converter(dtype)
     try:
@@ -406,7 +414,9 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
 
 
 def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    """The array of numbers of which none needs a second look, eight times as fast; None for other values."""
+    """Convert numbers that need no individual check to an array, eight times as fast; None for other
+    values.
+    """
     items: Sequence[Json] = [value]
     for size in shape:
         if set(map(type, items)) != {list} or set(map(len, items)) != {size}:
@@ -424,7 +434,7 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
 
 
 def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """The numbers in `dtype` as the server casts them: to the nearest, too large ones to infinity."""
+    """Cast the numbers to `dtype` like the server: to the nearest, too large ones to infinity."""
     with np.errstate(over="ignore"):
         return doubles.astype(dtype.numpy)
 
@@ -432,9 +442,10 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Rows, numbered from `first`, as columns by name; `is_named` if those before are objects of inputs.
+    """Return rows, numbered from `first`, as columns by name; `is_named` says if the rows before are objects
+    of inputs.
 
-    ValueError, which names the row, if it is not like the others or lacks inputs.
+    ValueError, which names the row, if it differs from the others or lacks inputs.
     """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
@@ -472,7 +483,7 @@ def _columns(document: Mapping[str, Json], signature: Proto) -> dict[str, Json]:
 
 
 def _shape_of(value: Json) -> tuple[int, ...]:
-    """The shape of nested lists, by their first items."""
+    """Return the shape of nested lists, by their first items."""
     shape = []
     while isinstance(value, list):
         shape.append(len(value))
@@ -509,7 +520,7 @@ def _check_shape(shape: tuple[int, ...], name: str, dtype: DType, expected: Prot
 
 
 class NoJsonForm(ValueError):
-    """A type that the JSON of TensorFlow Serving's REST does not have."""
+    """The JSON of TensorFlow Serving's REST does not have this type."""
 
 
 def _converter(dtype: DType) -> Callable[[Json], Any]:
@@ -525,7 +536,9 @@ def _converter(dtype: DType) -> Callable[[Json], Any]:
 
 
 def _float(leaf: Json) -> float:
-    """A double, or ValueError; whatever is a number is taken, as by `GetFloat` of the server's parser."""
+    """Return a double; ValueError unless it is a number, all of which are accepted, as by the server's
+    `GetFloat`.
+    """
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
     try:
@@ -563,7 +576,9 @@ def _is_binary(value: Json) -> bool:
 
 
 def _binary(value: Json) -> bytes | None:
-    """The bytes of `{"b64": "..."}`; None if the value is something else, ValueError if it is not base64."""
+    """Return the bytes of `{"b64": "..."}`; None if the value is something else, ValueError if it is not
+    base64.
+    """
     if not _is_binary(value):
         return None
     data = _unescaped(value["b64"])
@@ -573,7 +588,7 @@ def _binary(value: Json) -> bytes | None:
 
 
 def _unescaped(text: str) -> bytes | None:
-    """The bytes that absl::Base64Unescape reads of a text; None for a text that it refuses."""
+    """Return the bytes that absl::Base64Unescape reads from a text; None for a text that it refuses."""
     # the standard alphabet, white space anywhere, and at the end all of the padding, of `=` or `.`, or none
     # of it (absl/strings/escaping.cc)
     found = _BASE64.fullmatch(text) or _BASE64.fullmatch(text.translate(_NO_SPACE))
@@ -606,10 +621,10 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 
 
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
-    """The field of `Feature` for a JSON value, and the item."""
+    """Return the field of `Feature` for a JSON value, and the item."""
     if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
         return "int64_list", _integer(int(value), DType.INT64)  # `1` and `true` are integers, `1.0` is not
-    if isinstance(value, int | float):  # to the server, what no 64 bits hold is a decimal number
+    if isinstance(value, int | float):  # to the server, an integer beyond 64 bits is a decimal number
         return "float_list", float(_rounded(np.array(_float(value)), DType.FLOAT))
     return "bytes_list", _string(value)
 

@@ -1,7 +1,7 @@
-"""Which TensorFlow brought which operation, attribute and type, without TensorFlow.
+"""The first TensorFlow version of each newer operation, attribute and type, without TensorFlow.
 
-`server_ops.txt` has what came after the oldest that servers may be, a line each: the first of the versions
-that were looked at (`tools/server_ops.py`) which had it; then an operation, or its attribute with the default
+`server_ops.txt` lists all that is newer than the oldest supported server, a line each: the first of the
+versions examined (`tools/server_ops.py`) that has it; then an operation, or its attribute with the default
 (`OP.ATTR b=False`), or its attribute with further types that it may be (`OP.ATTR uint32 uint64`).
 """
 
@@ -19,11 +19,11 @@ _LIST = Path(__file__).with_name("server_ops.txt")
 Version = tuple[int, int]
 
 OLDEST: Version = (1, 15)
-"""The oldest server that models are made for."""
+"""The oldest server for which models are made."""
 
 
 class Growth(Struct, frozen=True):
-    """An attribute that came late, with the text of its default; or types that came to it."""
+    """An attribute that was added later, with the text of its default; or types that were added to it."""
 
     since: Version
     default: str
@@ -31,7 +31,7 @@ class Growth(Struct, frozen=True):
 
 
 class LateOps(Struct, frozen=True):
-    """What came after `OLDEST`: operations, and what attributes grew by, by operation and attribute."""
+    """Additions after `OLDEST`: operations, and the growth of attributes by operation and attribute."""
 
     ops: dict[str, Version]
     attributes: dict[str, dict[str, list[Growth]]]
@@ -39,7 +39,7 @@ class LateOps(Struct, frozen=True):
 
 @cache
 def late_ops() -> LateOps:
-    """The list, read once."""
+    """Read the list, once."""
     found = LateOps({}, {})
     for line in _LIST.read_text().splitlines():
         version, name, *said = line.split(" ")
@@ -55,13 +55,13 @@ def late_ops() -> LateOps:
 
 
 def version_of(text: str) -> Version:
-    """Major and minor number of `2.8`."""
+    """Return major and minor number of `2.8`."""
     major, _, minor = text.partition(".")
     return int(major), int(minor)
 
 
 def attribute_text(value: Proto) -> str:
-    """The text of an AttrValue, equal for equal values; `=` if it is unset."""
+    """Return the text of an AttrValue, equal for equal values; `=` if it is unset."""
     kind = value.WhichOneof("value") or ""
     held = getattr(value, kind) if kind else b""
     if hasattr(held, "SerializeToString"):
@@ -71,6 +71,6 @@ def attribute_text(value: Proto) -> str:
 
 @cache
 def type_name(number: int) -> str:
-    """What TensorFlow calls a DataType: `uint64`."""
+    """Return TensorFlow's name of a DataType: `uint64`."""
     types = message_class("AttrValue").DESCRIPTOR.fields_by_name["type"].enum_type
     return str(types.values_by_number[number].name).removeprefix("DT_").lower()

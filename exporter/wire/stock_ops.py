@@ -1,7 +1,7 @@
 """The operations of stock TensorFlow and their attributes, without TensorFlow.
 
-`stock_ops.txt` has those of the newest TensorFlow that is supported, a line each: the name, then the names of
-its attributes, or `?` where they are not known. `tools/stock_tensorflow.py` makes it.
+`stock_ops.txt` lists those of the newest supported TensorFlow, a line each: the name, then the names of its
+attributes, or `?` if they are not known. `tools/stock_tensorflow.py` makes it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def is_stock(op: str) -> bool:
 
 
 def stock_attributes(op: str) -> frozenset[str] | None:
-    """The names of a stock operation's attributes; None if they are not known."""
+    """Return the names of a stock operation's attributes; None if they are not known."""
     attributes = _listed().get(op, "?").split()
     return None if attributes == ["?"] else frozenset(attributes)
 
 
 @cache
 def _listed() -> dict[str, str]:
-    """The attributes of each operation, separated by blanks."""
+    """Return the attributes of each operation, separated by blanks."""
     lines = _LIST.read_text().splitlines()
     return {op: attributes for op, _, attributes in (line.partition(" ") for line in lines)}

@@ -1,8 +1,8 @@
 """Convert `TensorProto` to numpy and back, without TensorFlow.
 
-A tensor travels as `tensor_content` (the elements' bytes, little endian, row-major) or as a repeated field of
-its type, of which a missing tail repeats the last value and no value at all means zeros
-(source: tensorflow/core/framework/tensor.proto).
+A tensor is sent as `tensor_content` (the elements' bytes, little endian, row-major) or as a repeated field of
+its type, of which a missing tail repeats the last value and no value at all means zeros (source:
+tensorflow/core/framework/tensor.proto).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, varint
 
-# The repeated field of each type, and the type of a field's items where that is not the tensor's own.
+# The repeated field of each type, and the type of a field's items if it differs from the tensor's.
 _FIELDS = {
     DType.FLOAT: "float_val",
     DType.DOUBLE: "double_val",
@@ -39,15 +39,15 @@ _FIELD_ITEMS: dict[DType, np.dtype[Any]] = {
 # Protobuf encodes a packed field of these types exactly as numpy stores the array.
 _WIRE_IS_MEMORY = {DType.FLOAT, DType.DOUBLE, DType.COMPLEX64, DType.COMPLEX128}
 _LENGTH_DELIMITED = 2
-_STRING_BYTES = 24  # what TensorFlow needs for a string beside its bytes
-# A message of 60 bytes may fill any shape. Callers that expect more give their own limit.
+_STRING_BYTES = 24  # TensorFlow's memory for a string besides its bytes
+# A message of 60 bytes could fill any shape. Callers that expect more give their own limit.
 MOST_FILLED_BYTES = 1 << 20
-# Types whose `tensor_content` depends on the implementation: they travel as fields only.
+# Types whose `tensor_content` depends on the implementation: they are sent only as fields.
 _UNPACKED_CONTENT = {DType.INT4, DType.UINT4, DType.INT2, DType.UINT2}
 
 
 def dtype_of(array: NDArray[Any]) -> DType:
-    """TensorFlow's type of a numpy array; arrays of `object`, `bytes` and `str` hold strings.
+    """Return TensorFlow's type of a numpy array; arrays of `object`, `bytes` and `str` hold strings.
 
     Raises:
         ValueError: TensorFlow has no such type.
@@ -63,7 +63,9 @@ def dtype_of(array: NDArray[Any]) -> DType:
 def to_arrays(
     protos: Mapping[str, Proto], most_filled_bytes: int = MOST_FILLED_BYTES
 ) -> dict[str, NDArray[Any]]:
-    """The tensors of a message in the order of their names, as `to_array`; the limit is for all of them."""
+    """Convert the tensors of a message in the order of their names, as `to_array`; the limit is for all
+    together.
+    """
     found = {}
     for name, proto in sorted(protos.items()):
         found[name] = to_array(proto, most_filled_bytes)
@@ -72,11 +74,12 @@ def to_arrays(
 
 
 def to_array(proto: Proto, most_filled_bytes: int = MOST_FILLED_BYTES) -> NDArray[Any]:
-    """The tensor, of any pool, as a numpy array, perhaps read-only; strings as `bytes` in an object array.
+    """Convert a tensor, of any pool, to a numpy array, perhaps read-only; strings to `bytes` in an object
+    array.
 
     Raises:
-        ValueError: its type cannot be sent by value, its values do not fill its shape, or it leaves more than
-            `most_filled_bytes` of its shape to be filled in.
+        ValueError: its type cannot be sent by value, its values do not fill its shape, or more than
+            `most_filled_bytes` of its shape would have to be filled in.
     """
     try:
         dtype = DType(proto.dtype)
@@ -98,7 +101,7 @@ def to_array(proto: Proto, most_filled_bytes: int = MOST_FILLED_BYTES) -> NDArra
 
 
 def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
-    """Write an array into an empty `TensorProto`; `as_fields` as responses of TF Serving have it.
+    """Write an array into an empty `TensorProto`; `as_fields` in the form of TF Serving's responses.
 
     Raises:
         ValueError: TensorFlow has no such type.
@@ -173,7 +176,9 @@ def _strings(values: list[bytes], shape: tuple[int, ...], most_filled_bytes: int
 
 
 def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], most_filled_bytes: int) -> int:
-    """The number of elements of `shape`; ValueError if more were sent, or too much is to be filled in."""
+    """Return the number of elements of `shape`; ValueError if more were sent, or too much would be filled
+    in.
+    """
     size = prod(shape)
     if sent > size:
         raise ValueError(f"{sent} values are too many for the shape {list(shape)}")

@@ -19,7 +19,7 @@ class DamagedRecord(ValueError):
 
 
 def encode_records(records: Iterable[bytes]) -> bytes:
-    """The bytes of the file that holds these records."""
+    """Return the bytes of a file with these records."""
     pieces = []
     for record in records:
         length = len(record).to_bytes(8, "little")
@@ -31,7 +31,7 @@ def read_records(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the records of a file, one after the other.
 
     Raises:
-        DamagedRecord: one is damaged; those before it have been given.
+        DamagedRecord: one is damaged; those before it have been yielded.
     """
     while header := file.read(12):
         length = int.from_bytes(_checked(header, 8), "little")

@@ -1,8 +1,8 @@
-"""Statuses of `incremental_update`: why an update of a model that takes deltas stopped where it did.
+"""Statuses of `incremental_update`: why an update of a model that takes deltas stopped at its position.
 
-A status is `<word>: <why>`. The graph of each base says these words, so that they never change: servers may
-run bases of earlier releases, and clients of earlier releases read the words of newer bases. A client that
-does not know a word takes it for a refusal.
+A status is `<word>: <why>`. The graph of each base contains these words, so that they never change: servers
+may run bases of earlier releases, and clients of earlier releases read the words of newer bases. A client
+treats a word that it does not know as a refusal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class UpdateStatus(StrEnum):
     remedy: str
 
     def __new__(cls, word: str, meaning: str, remedy: str) -> UpdateStatus:
-        """A word with its row in the documentation."""
+        """Make a word with its row in the documentation."""
         status = str.__new__(cls, word)
         status._value_ = word
         status.meaning, status.remedy = meaning, remedy
@@ -29,7 +29,7 @@ class UpdateStatus(StrEnum):
 
     REACHED = (
         "reached",
-        "The model stands at the wanted position; several deltas may have been applied on the way.",
+        "The model is at the wanted position; several deltas may have been applied on the way.",
         "Nothing.",
     )
     CURRENT = (
@@ -37,7 +37,7 @@ class UpdateStatus(StrEnum):
         "Nothing is published beyond the position.",
         "Nothing. If something was published, the server reads another directory, or a copy that lags.",
     )
-    PASSED = ("passed", "The wanted position lies behind; nothing was done.", "Nothing.")
+    PASSED = ("passed", "The model is beyond the wanted position; nothing was done.", "Nothing.")
     HOLD = (
         "hold",
         "The log is held, and a call for the newest position goes no further. If the file `hold` cannot be "
@@ -46,18 +46,18 @@ class UpdateStatus(StrEnum):
     )
     GAP = (
         "gap",
-        "Deltas lead further, but none of them begins at the position or before it.",
+        "There are later deltas, but none of them begins at the position or before it.",
         "`export-model verify MODEL` names what is missing. A copy may lack deltas: pull again. A server "
         "that was stopped for long may need the newest base: let it load the newest version.",
     )
     INSIDE = (
         "inside",
-        "The wanted position lies between the ends of the deltas that lead on: they were merged.",
+        "The wanted position is between the ends of the deltas that fit: they were merged.",
         "Ask for another position, or for the newest: `export-model history MODEL` lists the positions.",
     )
     UNPUBLISHED = (
         "unpublished",
-        "Nothing is published that leads as far as wanted.",
+        "Nothing is published up to the wanted position.",
         "Ask for a position that is published, or publish it first.",
     )
     UNLISTED = (
@@ -76,8 +76,8 @@ class UpdateStatus(StrEnum):
     )
     INTERRUPTED = (
         "interrupted",
-        "An earlier update died half-way, and no delta leads as far as it was going.",
-        "Call again when deltas lead that far: the next update repairs the values. Or publish a new base.",
+        "An earlier update died half-way, and no delta reaches its target.",
+        "Call again when deltas reach that far: the next update repairs the values. Or publish a new base.",
     )
     DAMAGED = (
         "damaged",
@@ -95,22 +95,22 @@ class UpdateStatus(StrEnum):
         "`export-model verify MODEL`: a directory was copied from another model, or renamed.",
     )
     SCHEMA = ("schema", "A delta was made for other variables.", "As for `lineage`.")
-    RANGE = ("range", "A delta's name is not what the delta says of itself.", "As for `lineage`.")
+    RANGE = ("range", "A delta's name differs from the positions inside it.", "As for `lineage`.")
     ONLY_FROM = (
         "only-from",
-        "A delta that leaves rows out or rounds them fits its first position alone, and the model stands "
-        "elsewhere.",
+        "A delta that leaves rows out or rounds them fits only its first position, and the model is at "
+        "another.",
         "As for `gap`.",
     )
     ROWS = (
         "rows",
-        "A delta's rows are not rows of the table, or not as many as it says.",
+        "A delta's rows are not rows of the table, or not as many as it declares.",
         "As for `damaged`.",
     )
     FINITE = (
         "finite",
         "A delta has NaN or infinity, and the base was exported with `--require-finite`.",
-        "`export-model doctor MODEL` names the command that leads past it.",
+        "`export-model doctor MODEL` names the command that helps.",
     )
     OVERLAY = (
         "overlay",
@@ -123,5 +123,5 @@ class UpdateStatus(StrEnum):
 # The beginning of a status after a call that did nothing, because another update was under way.
 ANOTHER_RUNS = f"{UpdateStatus.MERGED.value}: another update runs"
 
-# The beginning of a status where the hold says no position.
+# The beginning of a status if the hold cannot be read.
 UNREADABLE_HOLD = f"{UpdateStatus.HOLD.value}: its file cannot be read"

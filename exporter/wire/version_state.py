@@ -17,5 +17,5 @@ class VersionState(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> VersionState:
-        """`UNKNOWN` for a state that a later server has."""
+        """Return `UNKNOWN` for a state that only later servers have."""
         return cls.UNKNOWN
