@@ -72,7 +72,7 @@ import errno
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -607,6 +607,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def few(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first `most` texts, joined, and the number of the others: `a, b and 3 more`."""
+    more = f"{separator.rstrip(', ')} and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more
 
 
 def lines_of(parts: Iterable[str]) -> str:

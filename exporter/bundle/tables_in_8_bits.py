@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from exporter.bundle.mapped_tables import SEVERAL_HANDLES, taken_whole
 from exporter.bundle.variables import why_not_by_rows
+from exporter.errors import few
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.signatures import signature_nodes
 from exporter.graph.variable_uses import read_rows_only, readings
@@ -50,8 +51,7 @@ def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> Chosen
         sources.append(source)
     notes = mapping.notes
     if left:
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
-        notes += (f"--cast int8 leaves as they are: {', '.join(left[:_SHOWN])}{more}",)
+        notes += (f"--cast int8 leaves as they are: {few(left, _SHOWN)}",)
     mapping = replace(mapping, sources=tuple(sources), notes=notes)
     return ChosenFor8Bits(replace(graph, meta_graph=meta_graph), mapping)
 

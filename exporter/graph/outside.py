@@ -25,7 +25,7 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
-from exporter.errors import AccessRefused, NotServable
+from exporter.errors import AccessRefused, NotServable, few
 from exporter.graph.deeprec_ops import foreign_attributes, is_deeprecs
 from exporter.graph.functions import callees_first
 from exporter.graph.inference_graph import Effect, Outside
@@ -200,7 +200,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
         )
     if found and not is_allowed:
         raise AccessRefused(
-            f"a served graph may not reach out of its version: {_listed(found)}",
+            f"a served graph may not reach out of its version: {few([*map(str, found)], _SHOWN, '; ')}",
             cause="a server would do that for any client that sends a request, or when it loads the version",
             hint="make the file an asset (a constant path in the graph), or choose other outputs; "
             "if you trust the graph: --allow file-ops",
@@ -216,14 +216,9 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
     found = [each for each in found if each.effect is not Effect.READS]
     if found and not is_allowed:
         raise AccessRefused(
-            f"{what} would run what reaches out of this process: {_listed(found)}",
+            f"{what} would run what reaches out of this process: {few([*map(str, found)], _SHOWN, '; ')}",
             hint=f"if you trust the graph: --allow code; else leave {what} out",
         )
-
-
-def _listed(found: list[Outside]) -> str:
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join(map(str, found[:_SHOWN])) + more
 
 
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:

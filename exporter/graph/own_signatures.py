@@ -14,7 +14,7 @@ from copy import deepcopy
 from msgspec import Struct
 from msgspec.structs import replace
 
-from exporter.errors import GraphError
+from exporter.errors import GraphError, few
 from exporter.graph.clean import clean
 from exporter.graph.functions import callers, needed_by, reachable, terminating
 from exporter.graph.inference_graph import Effect, Outside
@@ -190,7 +190,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     reasons |= _training(source, effects)
     reasons |= {
         name: "its purpose is an effect, which an inference graph lacks: "
-        + (_listed(done.dropped) or f"it changes {_names(source, done.writes)}")
+        + (few(sorted(map(str, done.dropped)), 3, "; ") or f"it changes {_names(source, done.writes)}")
         for name, done in effects.items()
         if name not in reasons and done.is_purpose
     }
@@ -203,7 +203,8 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
             changed = _names(source, done.writes)
             notes.append(f"signature {name!r} no longer changes {changed}, on which no answer depends")
         if name not in reasons and done.dropped:
-            notes.append(f"signature {name!r} no longer does what no answer needs: {_listed(done.dropped)}")
+            dropped = few(sorted(map(str, done.dropped)), 3, "; ")
+            notes.append(f"signature {name!r} no longer does what no answer needs: {dropped}")
     if not notes:
         return source
     meta_graph = deepcopy(source.meta_graph)
@@ -251,12 +252,6 @@ def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, 
         if changed:
             found[name] = f"it changes {_names(source, changed)}, which answers are computed from"
     return found
-
-
-def _listed(outside: Collection[Outside]) -> str:
-    shown = sorted(map(str, outside))
-    more = f"; and {len(shown) - 3} more" if len(shown) > 3 else ""
-    return "; ".join(shown[:3]) + more
 
 
 def _names(source: SourceGraph, handles: frozenset[str]) -> str:

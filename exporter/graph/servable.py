@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from exporter.errors import ForeignOperations, NotServable
+from exporter.errors import ForeignOperations, NotServable, few
 from exporter.graph.deeprec_ops import is_deeprec, is_fused
 from exporter.graph.nodes import Reached, attr_dtype, called, control_inputs, endpoint, waited_for
 from exporter.wire.protos import Proto
@@ -73,13 +73,13 @@ def by_library(ops: Collection[str]) -> str:
     named: dict[str, list[str]] = {}
     for op in sorted(ops):
         named.setdefault(library_of(op) or "unknown origin", []).append(op)
-    return "; ".join(f"{library}: {_listed(found)}" for library, found in named.items())
+    return "; ".join(f"{library}: {few(found, _SHOWN)}" for library, found in named.items())
 
 
 def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
     """The error for nodes `found` ({name: foreign operation}) that `where` needs."""
     ops = {*found.values()}
-    shown = _listed([f"{op} {name!r}" for name, op in found.items()])
+    shown = few([f"{op} {name!r}" for name, op in found.items()], _SHOWN)
     libraries = sorted({library for op in ops if (library := library_of(op))})
     whose = f" ({', '.join(libraries)})" if libraries else ""
     return ForeignOperations(
@@ -112,11 +112,6 @@ def _what_to_do(ops: Collection[str], libraries: Collection[str]) -> str:
         "if your server knows them: --allow foreign-ops, which takes along what they need; else choose "
         "outputs without them"
     )
-
-
-def _listed(texts: list[str]) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more
 
 
 def _installed() -> str:

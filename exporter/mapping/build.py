@@ -24,6 +24,7 @@ from exporter.errors import (
     MissingTensors,
     ShapeMismatch,
     UsageError,
+    few,
     lines_of,
     nearest,
 )
@@ -563,8 +564,7 @@ def _notes(
             hint=f"serve the averages that it has: {there}; or leave --average out" if kinds else hint,
         )
     if raw:
-        more = f" and {len(raw) - 5} more" if len(raw) > 5 else ""
-        yield f"no moving average in the checkpoint, raw value served: {', '.join(raw[:5])}{more}"
+        yield f"no moving average in the checkpoint, raw value served: {few(raw, 5)}"
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog, Naming
 from exporter.checkpoint.object_graph import SUFFIX, read_object_graph
-from exporter.errors import MissingTensors, TrainingModeServed
+from exporter.errors import MissingTensors, TrainingModeServed, few
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.training_graph import TrainingGraph
 from exporter.mapping.build import VariableMapping, check_fits
@@ -116,11 +116,10 @@ def with_training(mapping: VariableMapping, training: TrainingGraph) -> Variable
     tensors = mapping.catalog.tensors
     missing = [name for name in training.tensors if name not in tensors or not tensors[name].is_complete]
     if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise MissingTensors(
             f"the training graph {training.tag!r} of {training.source} restores {len(missing)} tensors that "
             f"{mapping.catalog.prefix.name} lacks",
-            cause=", ".join(missing[:_SHOWN]) + more,
+            cause=few(missing, _SHOWN),
             hint="name the checkpoint that this graph saved, or leave --train-tag out",
         )
     for variable in training.variables:

@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.errors import few
 from exporter.publish.judge import (
     Code,
     Finding,
@@ -199,10 +200,9 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
         found = [row for row in rows if row.standing.code is code]
         if not found:
             continue
-        names = ", ".join(row.replica.address for row in found[:_NAMED])
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        names = few([row.replica.address for row in found], _NAMED)
         said = of_one if len(found) == 1 else of_several
-        text = f"{len(found)} of {count(len(rows), 'replica')} {said}: {names}{more}"
+        text = f"{len(found)} of {count(len(rows), 'replica')} {said}: {names}"
         yield Finding(code, text, command=_ask(code, model, found[0]))
 
 
@@ -354,12 +354,11 @@ def _of_restarts(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
     found = [row for row in rows if row.replica.restarts >= _MANY_RESTARTS]
     if found:
         found.sort(key=lambda row: -row.replica.restarts)
-        names = [f"{row.replica.address} ({row.replica.restarts} times)" for row in found[:_NAMED]]
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        names = few([f"{row.replica.address} ({row.replica.restarts} times)" for row in found], _NAMED)
         said = "restarts" if len(found) == 1 else "restart"
         yield Finding(
             Code.RESTARTS,
-            f"{len(found)} of {count(len(rows), 'replica')} {said} again and again: {', '.join(names)}{more}",
+            f"{len(found)} of {count(len(rows), 'replica')} {said} again and again: {names}",
             "in the last ten minutes; its log says why it ended, the machine's whether it had memory",
             _ask(Code.RESTARTS, model, found[0]),
         )

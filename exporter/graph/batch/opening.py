@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from exporter.errors import few
 from exporter.graph.batch.experiment import Experiment, Failed, fixed_reshapes, fixed_sizes
 from exporter.graph.batch.laboratory import Ends, NoLaboratory
 from exporter.graph.functions import reachable
@@ -105,7 +106,7 @@ def settle_batch(
     names = [*dict.fromkeys(slot.node for slot in sorted(slots))]
     note = (
         "requests may have any number of rows, as an experiment found: "
-        f"training's batch of {batch} was made dynamic in {_listed(names)}"
+        f"training's batch of {batch} was made dynamic in {few(names, _MOST_LISTED)}"
     )
     return BatchSize(None, (note,), batch, tuple(names), opened.library)
 
@@ -133,8 +134,3 @@ def _only(batch: int | None, reason: str, how: str = "") -> BatchSize:
     )
     note = f"only requests of {rows} are answered, and the signatures say so: {reason}; {how}"
     return BatchSize(batch, (note,), batch)
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _MOST_LISTED} more" if len(texts) > _MOST_LISTED else ""
-    return ", ".join(texts[:_MOST_LISTED]) + more
