@@ -19,7 +19,7 @@ from exporter.errors import CallFailed, ManifestError, PositionError
 from exporter.newer_python import StrEnum
 from exporter.publish.habit import longest_silence_s
 from exporter.publish.made_by import look_at_trainer
-from exporter.publish.model import Commit, Log, Model
+from exporter.publish.model import Log, Model, Published
 from exporter.publish.served import Served
 from exporter.publish.versions import newest_of, read_head
 from exporter.storage.local_paths import quoted
@@ -160,7 +160,7 @@ class Lag(Struct, frozen=True):
     left: tuple[Span, ...] = ()
     gap: str = ""
     since: datetime | None = None
-    at: Commit | None = None
+    at: Published | None = None
 
 
 def lag(model: Model, served: Served) -> Lag:

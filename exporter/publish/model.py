@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 from msgspec import Struct, field
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from exporter.delta.deviation import Budgeted, LeftOut, WildRows
 from exporter.delta.spans import Position, Span, furthest
@@ -124,8 +124,8 @@ class Event(Struct, frozen=True):
     """A delta's changes, with `--changes`; null if they were not asked for, or cannot be read."""
 
 
-class Commit(Struct, frozen=True):
-    """A publication's time and training step, from its manifest.
+class Published(Struct, frozen=True):
+    """A publication's time, training step and position, from its manifest.
 
     `event_time` is the time of the newest event in its training data; None if unknown. A delta has `rows` and
     `bytes_`. `is_rollback`: it restored earlier values.
@@ -137,12 +137,7 @@ class Commit(Struct, frozen=True):
     rows: int | None = None
     bytes_: int | None = None
     is_rollback: bool = False
-
-
-class Published(Commit, frozen=True, kw_only=True):
-    """A publication, and its position."""
-
-    position: int
+    position: int = 0
 
 
 class Rollback(Struct, frozen=True):
@@ -179,7 +174,7 @@ class Log(Struct, frozen=True, dict=True):
     rollback: Rollback | None = None
     path: Path = Path()
     begun: datetime | None = None
-    commits: Mapping[int, Commit] = field(default_factory=dict)
+    commits: Mapping[int, Published] = field(default_factory=dict)
     sizes: Mapping[Span, int] = field(default_factory=dict)
     held_by: HeldBy | None = None
     bound: int | None = None
@@ -262,7 +257,7 @@ class _Known(Struct):
 
     bases: dict[Path, tuple[FileIdentity, LogBase | None]] = field(default_factory=dict)
     deltas: dict[str, dict[tuple[int, int], tuple[Span, int]]] = field(default_factory=dict)
-    commits: dict[str, dict[int, Commit]] = field(default_factory=dict)
+    commits: dict[str, dict[int, Published]] = field(default_factory=dict)
     rollbacks: dict[tuple[str, int], Rollback] = field(default_factory=dict)
     plain: dict[Path, datetime] = field(default_factory=dict)
     since: datetime | None = None
@@ -297,13 +292,17 @@ class _Known(Struct):
         self._remember(base.manifest, base.entry, base.manifest.lineage or "")
         return base
 
+    def bases_of(self, lineage: str) -> list[LogBase]:
+        """The bases of a log that are there."""
+        found = (base for _, base in self.bases.values() if base is not None)
+        return [base for base in found if base.manifest.lineage == lineage]
+
     def log(self, base: LogBase, hold: HeldAt | None, listed: Sequence[LogDelta]) -> Log:
         """The log of its newest base, with the deltas in it that can be read."""
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
-        known, found = self.deltas.get(lineage, {}), {}
-        bases = [base for _, base in self.bases.values() if base is not None]
-        begun = min(base.at.position for base in bases if base.manifest.lineage == lineage)
+        known, found, bases = self.deltas.get(lineage, {}), {}, self.bases_of(lineage)
+        begun = min(base.at.position for base in bases)
         for delta in listed:
             read = known.get((delta.start, delta.end)) or self._delta(delta, lineage)
             if read is not None:
@@ -321,7 +320,7 @@ class _Known(Struct):
             base.at.position,
             None if limit is None or is_canary else self.rollbacks.get((lineage, limit)),
             log_path(base.path.parent, base.entry.log),
-            min(base.manifest.created for base in bases if base.manifest.lineage == lineage),
+            min(base.manifest.created for base in bases),
             self.commits[lineage],
             dict(found.values()),
             None if hold is None else hold.by,
@@ -331,8 +330,11 @@ class _Known(Struct):
     def forget_all_but(self, lineages: Collection[str]) -> None:
         """Forget logs whose bases are gone."""
         self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
-        known = {*lineages, *(base.manifest.lineage for _, base in self.bases.values() if base is not None)}
-        self.commits = {lineage: found for lineage, found in self.commits.items() if lineage in known}
+        self.commits = {
+            lineage: found
+            for lineage, found in self.commits.items()
+            if lineage in lineages or self.bases_of(lineage)
+        }
 
     def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, int] | None:
         """A delta and its size in bytes; None if it was just removed, or is damaged."""
@@ -361,18 +363,17 @@ class _Known(Struct):
         return seen
 
     def _remember(self, manifest: Manifest, entry: BaseEntry | DeltaEntry, lineage: str) -> None:
-        commits, created = self.commits.setdefault(lineage, {}), self._seen(manifest.created)
-        found = [Commit(created, manifest.step, entry.trained.newest_event)]
+        commits, position = self.commits.setdefault(lineage, {}), manifest.position
+        created, event_time = self._seen(manifest.created), entry.trained.newest_event
+        new = Published(created, manifest.step, event_time, position=position)
         if isinstance(entry, DeltaEntry):
             back = entry.made is DeltaOrigin.ROLLBACK
-            found = [replace(found[0], rows=entry.rows, bytes_=manifest.bytes_, is_rollback=back)]
+            new = replace(new, rows=entry.rows, bytes_=manifest.bytes_, is_rollback=back)
         made = entry.made if isinstance(entry, DeltaEntry) else DeltaOrigin.COMPARISON
         if manifest.publisher and made not in _OF_PERSONS:
-            self.publishers[manifest.position] = manifest.publisher
-        if manifest.position in commits:
-            found = sorted([commits[manifest.position], *found], key=lambda commit: commit.created)
-        event_time = next((commit.event_time for commit in found if commit.event_time is not None), None)
-        commits[manifest.position] = replace(found[0], event_time=event_time)
+            self.publishers[position] = manifest.publisher
+        first, later = sorted((commits.get(position, new), new), key=lambda commit: commit.created)
+        commits[position] = replace(first, event_time=first.event_time or later.event_time)
         if len(commits) > _MOST_COMMITS:  # a replica may serve a merged position, but not one this old
             for position in list(commits)[: _MOST_COMMITS // 2]:
                 del commits[position]
@@ -552,11 +553,7 @@ class Model(Struct, frozen=True, dict=True):
     @property
     def published(self) -> list[Published]:
         """The known publications of all logs, sorted by time."""
-        found = [
-            Published(*astuple(commit), position=position)
-            for log in self.logs.values()
-            for position, commit in tuple(log.commits.items())
-        ]
+        found = [one for log in self.logs.values() for one in tuple(log.commits.values())]
         return sorted(found, key=lambda one: one.created)
 
     def decided(self) -> Model:
@@ -634,17 +631,19 @@ def _version(child: VersionDir, known: _Known) -> Event:
         manifest = read_manifest(child.path) if base is None else base.manifest
     except ManifestError as error:
         return Event(PublicationKind.DAMAGED, child.path, child.version, problem=error.message)
-    what, back_to, log, reason = PublicationKind.VERSION, None, None, ""
-    if isinstance(manifest.incremental, BaseEntry):
-        log = manifest.incremental.log
+    entry, back = manifest.incremental, manifest.taken_back
+    log = entry.log if isinstance(entry, BaseEntry) else None
+    what = PublicationKind.VERSION
+    if back is not None:
+        what = PublicationKind(back.made)
+    elif log is not None:
         what = PublicationKind.BASE if log == manifest.position else PublicationKind.REBASE
-    if manifest.taken_back is not None:
-        what, back_to = PublicationKind(manifest.taken_back.made), manifest.taken_back.back_to
-        reason = manifest.taken_back.reason or ""
-    return replace(_event(what, child.path, manifest), log=log, back_to=back_to, reason=reason)
+    found = replace(_event(what, child.path, manifest), log=log)
+    return found if back is None else replace(found, back_to=back.back_to, reason=back.reason or "")
 
 
 def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
+    trained = None if manifest.incremental is None else manifest.incremental.trained
     return Event(
         what,
         path,
@@ -653,37 +652,32 @@ def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
         step=manifest.step,
         from_position=manifest.from_position,
         checkpoint=manifest.source.checkpoint,
-        event_time=None if manifest.incremental is None else manifest.incremental.trained.newest_event,
-        left_out=None if manifest.incremental is None else manifest.incremental.trained.left_out,
+        event_time=trained.newest_event if trained else None,
+        left_out=trained.left_out if trained else None,
     )
 
 
 def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
     events = [_delta(delta) for delta in deltas]
+    mergers = [event for event in events if event.what is PublicationKind.MERGE]
     for event in events:
+        around = [one for one in mergers if _leads_past(one, event)]
+        longest = max(around, key=lambda one: one.position - (one.from_position or 0), default=None)
+        into = None if longest is None else f"{longest.from_position}-{longest.position}"
+        away = 0
         if event.what is PublicationKind.MERGE:
-            inside = [
-                other
-                for other in events
-                if other.what is not PublicationKind.MERGE and _leads_past(event, other)
-            ]
-            away = max(0, event.parts - sum(other.parts for other in inside))
-            yield replace(event, merged_away=away, merged_into=_merger(events, event))
-        else:
-            yield replace(event, merged_into=_merger(events, event))
+            inside = (
+                one for one in events if one.what is not PublicationKind.MERGE and _leads_past(event, one)
+            )
+            away = max(0, event.parts - sum(one.parts for one in inside))
+        yield replace(event, merged_away=away, merged_into=into)
 
 
 def _leads_past(merger: Event, other: Event) -> bool:
+    """True if a merger holds another delta."""
     if merger.from_position is None or other.from_position is None or other.path == merger.path:
         return False
     return merger.from_position <= other.from_position and other.position <= merger.position
-
-
-def _merger(events: Iterable[Event], part: Event) -> str | None:
-    """The longest merger that spans a delta, as START-END; None if there is none."""
-    found = [event for event in events if event.what is PublicationKind.MERGE and _leads_past(event, part)]
-    longest = max(found, key=lambda event: event.position - (event.from_position or 0), default=None)
-    return None if longest is None else f"{longest.from_position}-{longest.position}"
 
 
 def _delta(delta: LogDelta) -> Event:
@@ -694,25 +688,19 @@ def _delta(delta: LogDelta) -> Event:
         return Event(
             PublicationKind.DAMAGED, delta.path, delta.end, delta.start, log=log, problem=error.message
         )
+    is_compared = entry.made is DeltaOrigin.COMPARISON
+    is_plain = is_compared or entry.made is DeltaOrigin.INCREMENTS
     return replace(
-        _event(_kind(entry), delta.path, manifest),
+        _event(PublicationKind.DELTA if is_plain else PublicationKind(entry.made), delta.path, manifest),
         log=entry.log,
         rows=entry.rows,
-        compared=entry.made is DeltaOrigin.COMPARISON,
+        compared=is_compared,
         parts=entry.parts,
         back_to=entry.back_to,
         reason=entry.reason or "",
         budget=entry.budget,
         wild=entry.wild,
     )
-
-
-def _kind(entry: DeltaEntry) -> PublicationKind:
-    return {
-        DeltaOrigin.MERGE: PublicationKind.MERGE,
-        DeltaOrigin.ROLLBACK: PublicationKind.ROLLBACK,
-        DeltaOrigin.RESUME: PublicationKind.RESUME,
-    }.get(entry.made, PublicationKind.DELTA)
 
 
 class MadeVersion(Struct, frozen=True):

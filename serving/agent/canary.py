@@ -29,11 +29,12 @@ file or network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.delta.spans import Span
 from exporter.publish.model import Log
 from exporter.publish.served import Served
 from serving.agent.rollout import Observed
@@ -146,17 +147,28 @@ def decide(
         return Idle(f"all is approved, up to {approved}"), None
     if trial is None and not _were_asked(replicas):  # one may be beyond the hold: the previous canary
         return Idle("some replicas have not been asked yet"), None
-    able = [address for address, observed in replicas.items() if _can_pass(beyond, observed, approved, now)]
+    able = [
+        address
+        for address, _, at in _placed(replicas, log.lineage)
+        if _can_pass(beyond, at, approved, replicas[address].refusals_of(log.lineage, now))
+    ]
     return _send(beyond, approved, replicas, able, trial, now, patience_s, hangs=hangs)
 
 
 def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
     """The address and version of a replica that serves a position of a log; None if none does."""
+    found = (
+        (address, version.number) for address, version, at in _placed(replicas, lineage) if at == position
+    )
+    return next(found, None)
+
+
+def _placed(replicas: Mapping[str, Observed], lineage: str) -> Iterator[tuple[str, Served, int]]:
+    """Yield each replica that tells where in a log it is: its address, version and position."""
     for address, observed in replicas.items():
         version = observed.standing(lineage)
-        if version is not None and version.position == position:
-            return address, version.number
-    return None
+        if version is not None and version.position is not None:
+            yield address, version, version.position
 
 
 def _were_asked(replicas: Mapping[str, Observed]) -> bool:
@@ -170,13 +182,8 @@ def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> A
     """
     if not replicas or not _were_asked(replicas):
         return Idle("some replicas have not been asked yet")
-    positions = [
-        version.position
-        for address, observed in replicas.items()
-        if (version := observed.standing(log.lineage)) is not None
-        and version.position is not None
-        and (trial is None or address != trial.address)
-    ]
+    on_trial = None if trial is None else trial.address
+    positions = [at for address, _, at in _placed(replicas, log.lineage) if address != on_trial]
     if not positions and trial is not None:
         return Approve(None, max(trial.approved, log.base))
     if positions:
@@ -191,17 +198,9 @@ def _ahead(
     replicas: Mapping[str, Observed], lineage: str, approved: int, trial: Trial | None
 ) -> tuple[str, Served, int] | None:
     """The replica furthest beyond the approved position, or None; of several, the one on trial."""
-    found = [
-        (version.position, trial is not None and address == trial.address, address, version)
-        for address, observed in replicas.items()
-        if (version := observed.standing(lineage)) is not None
-        and version.position is not None
-        and version.position > approved
-    ]
-    if not found:
-        return None
-    position, _, address, version = max(found, key=lambda one: (one[0], one[1]))
-    return address, version, position
+    on_trial = None if trial is None else trial.address
+    beyond = (one for one in _placed(replicas, lineage) if one[2] > approved)
+    return max(beyond, key=lambda one: (one[2], one[0] == on_trial), default=None)
 
 
 def _send(
@@ -273,11 +272,7 @@ def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -
     return all((version.position or 0) <= approved for version in observed.versions)
 
 
-def _can_pass(log: Log, observed: Observed, approved: int, now: float) -> bool:
-    """True if deltas that the replica has not recently refused bring it beyond the approved position."""
-    version = observed.standing(log.lineage)
-    if version is None or version.position is None:
-        return False
-    refused = observed.refusals_of(log.lineage, now)
-    way = log.reach(version.position, without=refused)
+def _can_pass(log: Log, position: int, approved: int, refused: Collection[Span]) -> bool:
+    """True if deltas that a replica has not recently refused bring it beyond the approved position."""
+    way = log.reach(position, without=refused)
     return bool(way) and way[-1].end > approved

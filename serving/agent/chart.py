@@ -6,8 +6,9 @@ them; served positions and their delay come from the agent's own samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
+from typing import TypeAlias
 
 from msgspec import Struct
 
@@ -19,6 +20,9 @@ _LEAST_SPAN_S = 60.0
 WIDTH, HEIGHT = 720, 56
 _EDGE = 3
 _LEAST_BAR = 1.5
+
+Points: TypeAlias = Sequence[tuple[float, float | None]]
+"""Values by x; None where there is none."""
 
 
 class Hour(Struct, frozen=True):
@@ -95,48 +99,50 @@ def chart(
     def x(at: datetime) -> float:
         return round(WIDTH * max(0.0, min(1.0, (at - began).total_seconds() / span_s)), 1)
 
-    steps = [(x(one.created), float(one.position)) for one in recent]
+    steps = [(x(one.created), one.position) for one in recent]
     if before is not None:
-        steps.insert(0, (0.0, float(before)))
+        steps.insert(0, (0.0, before))
     if steps:
-        steps.append((float(WIDTH), steps[-1][1]))
-    lowest = [(x(one.at), None if one.lowest is None else float(one.lowest)) for one in taken]
-    highest = [(x(one.at), None if one.highest is None else float(one.highest)) for one in taken]
-    known = [value for _, value in [*steps, *lowest, *highest] if value is not None]
-    least, most = min(known, default=0.0), max(known, default=0.0)
+        steps.append((WIDTH, steps[-1][1]))
+    lowest, highest = [(x(one.at), one.lowest) for one in taken], [(x(one.at), one.highest) for one in taken]
     panels = [
-        Panel(
-            "Position",
-            (
-                ("published", line(steps, least, most, is_step=True)),
-                ("served", line(highest, least, most)),
-                ("served", line(lowest, least, most)),
-            ),
-            f"{least:.0f}",
-            f"{most:.0f}",
-        )
+        _positions(steps, lowest, highest),
+        _behind([(x(one.at), one.stale_s) for one in taken], seconds),
+        *_sizes("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda rows: f"{rows:,.0f}"),
+        *_sizes("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size),
     ]
-    stale = [(x(one.at), one.stale_s) for one in taken]
-    worst = max((value for _, value in stale if value is not None), default=0.0)
-    lines = (("stale", line(stale, 0.0, max(1.0, worst))),)
-    panels.append(Panel("Behind", lines, "0 s", seconds(max(1.0, worst))))
-    for title, values, write in (
-        ("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda value: f"{value:,.0f}"),
-        ("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size),
-    ):
-        heights = [(at, float(value)) for at, value in values if value is not None]
-        if heights:
-            top = max(value for _, value in heights)
-            panels.append(Panel(title, (("bar", _bars(heights, top)),), "0", write(top)))
-    marks = [
-        Mark("rollback", x(one.created), f"rollback at {one.position}") for one in recent if one.is_rollback
-    ]
+    rolled = [one for one in recent if one.is_rollback]
+    marks = [Mark("rollback", x(one.created), f"rollback at {one.position}") for one in rolled]
     marks += [Mark("swap", x(at), text) for at, text in swaps if at >= began]
     return Chart(tuple(panels), tuple(marks), span_s)
 
 
+def _positions(published: Points, lowest: Points, highest: Points) -> Panel:
+    known = [value for _, value in (*published, *lowest, *highest) if value is not None]
+    least, most = min(known, default=0.0), max(known, default=0.0)
+    lines = (
+        ("published", line(published, least, most, is_step=True)),
+        ("served", line(highest, least, most)),
+        ("served", line(lowest, least, most)),
+    )
+    return Panel("Position", lines, f"{least:.0f}", f"{most:.0f}")
+
+
+def _behind(stale: Points, seconds: Callable[[float], str]) -> Panel:
+    worst = max((value for _, value in stale if value is not None), default=0.0)
+    most = max(1.0, worst)
+    return Panel("Behind", (("stale", line(stale, 0.0, most)),), "0 s", seconds(most))
+
+
+def _sizes(title: str, found: Points, write: Callable[[float], str]) -> Iterator[Panel]:
+    heights = [(at, value) for at, value in found if value is not None]
+    if heights:
+        top = float(max(value for _, value in heights))
+        yield Panel(title, (("bar", _bars(heights, top)),), "0", write(top))
+
+
 def line(
-    points: Sequence[tuple[float, float | None]],
+    points: Points,
     least: float,
     most: float,
     *,
