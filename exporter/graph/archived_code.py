@@ -1,12 +1,12 @@
-"""Judge what a Keras archive's config names, before Keras makes and calls it.
+"""Check the names in a Keras archive's config before Keras makes and calls these objects.
 
-Everything that is allowed is listed in `harmless_names.txt`, or was named by the user (`--custom-objects`) or
-by the running program (what it registered with Keras). The rest is refused.
+Allowed are the names in `harmless_names.txt`, and those that the user named (`--custom-objects`) or that the
+running program registered with Keras. The rest is refused.
 
-Keras looks names up in several ways: below the module that an entry says, in its public API, in tables of its
-own, in the module that reads the entry. All of them stay within Keras, once an entry has no module but
-Keras' own and no second name (`registered_name`), so that the name decides.
-Source: `_retrieve_class_or_fn` in saving/serialization_lib.py, and saving/legacy/serialization.py of both.
+Keras looks names up in several ways: below the module in an entry, in its public API, in tables of its own,
+in the module that reads the entry. All of them stay within Keras if an entry has no module but Keras' own and
+no second name (`registered_name`), so that the name decides. Source: `_retrieve_class_or_fn` in
+saving/serialization_lib.py, and saving/legacy/serialization.py of both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -
 
 
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
-    """Raise CodeRefused for an entry that is not listed, or whose layer calls what is not."""
+    """Raise CodeRefused for an entry that is not listed, or whose layer calls something that is not."""
     name = str(entry["class_name"])
     if name in _CARRIES_CODE:
         raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}")
@@ -100,12 +100,12 @@ def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
     if str(getattr(found, "__module__", "")).partition(".")[0] in KERASES:  # imported by the user's module
         found = None
     found = found or keras.saving.get_registered_object(name)
-    # A registered name counts if it is of the class that the entry says, by which legacy files are read.
+    # A registered name counts only if it belongs to the entry's class, by which legacy files are read.
     return found is not None and kind in (name, "function", getattr(found, "__name__", None))
 
 
 def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Entry]]:
-    """(place, object) for every object in a config that names a class, outer ones first.
+    """Yield (place, object) for every object in a config that names a class, outer ones first.
 
     CodeRefused if it is nested too deeply.
     """
@@ -138,7 +138,7 @@ def _is_listed(entry: Entry) -> bool:
 
 
 def _is_of_keras(entry: Entry) -> bool:
-    """True if Keras looks an entry's name up among its own: it names no other module, nor a second name."""
+    """True if Keras looks an entry's name up among its own: it names no other module, and no second name."""
     module, name = entry.get("module"), entry["class_name"]
     own = (None, name, entry.get("config") if name == "function" else name)
     is_own_module = module in (None, "builtins") or str(module).partition(".")[0] in KERASES
@@ -155,7 +155,7 @@ def _full_name(entry: Entry) -> str:
 
 
 def _function(config: Entry) -> str | None:
-    """The symbol that a layer calls, None if it is listed."""
+    """Return the symbol that a layer calls; None if it is listed."""
     name = config.get("function")
     if isinstance(name, str) and (name in GRAPH_FUNCTIONS or _name_of_today(name) in GRAPH_FUNCTIONS):
         return None
@@ -163,9 +163,9 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
-    """The name that today's TensorFlow or Keras has for a function, by any of its names.
+    """Return the name that today's TensorFlow or Keras has for a function, given any of its names.
 
-    None if it has none.
+    None if there is none.
     """
     from tensorflow.python.util import tf_export
 
@@ -179,20 +179,20 @@ def _name_of_today(name: str) -> str | None:
 
 
 def _class_method(config: Entry) -> str | None:
-    """The class method that a layer calls, None if it is listed."""
+    """Return the class method that a layer calls; None if it is listed."""
     owner, name = config.get("cls_symbol"), config.get("method_name")
     is_listed = owner == "RaggedTensor" and name in RAGGED_MAKERS
     return None if is_listed else f"tf.{owner}.{name}"
 
 
 def _member(config: Entry) -> str | None:
-    """The property or method of a tensor that a layer calls, None if it is listed."""
+    """Return the property or method of a tensor that a layer calls; None if it is listed."""
     name = config.get("attr_name")
     return None if name in TENSOR_MEMBERS else f"{name} of a tensor"
 
 
 def _operation(config: Entry) -> str | None:
-    """The operation of a NodeDef, in words; None if it is harmless and calls no function."""
+    """Describe the operation of a NodeDef; None if it is harmless and calls no function."""
     text = config.get("node_def")
     try:
         if isinstance(text, dict):

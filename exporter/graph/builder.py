@@ -1,15 +1,17 @@
-"""Run a user's builder in a fresh graph, and take its graph as a MetaGraphDef.
+"""Run a user's builder in a fresh graph, and return its graph as a MetaGraphDef.
 
-Only this module and `object_models` import TensorFlow in the graph stage. What a builder may return:
+Only this module and `object_models` import TensorFlow in the graph stage. A builder may return:
 
 - `(inputs, outputs)`: two dicts of tensors by name, the signature `serving_default`;
 - `{signature name: (inputs, outputs)}`, with `predict`, `classify` or `regress` as an optional third element;
 - a Keras model, or a `tf.Module` with `signatures` (`exporter.graph.object_models`);
-- `{signature name: such a model or module}`, as of two towers, called as the trainer's object holds them.
+- `{signature name: such a model or module}`, for example two towers, called by their names in the trainer's
+  object.
 
-*Vocabularies* (`known_contents`). In a graph the size of a table is a tensor without a value, but code takes
-the shape of an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`, `len(lookup.get_vocabulary())`.
-The contents of a static table are known when it is made, so it is filled and read in a session of its own.
+*Vocabularies* (`known_contents`). In a graph the size of a table is a tensor without a value, but code
+derives the shape of an embedding from it: `Embedding(lookup.vocabulary_size(), 8)`,
+`len(lookup.get_vocabulary())`. The contents of a static table are known when it is made, so it is filled and
+read in a session of its own.
 """
 
 from __future__ import annotations
@@ -54,13 +56,13 @@ from exporter.while_needed import WhileNeeded
 from exporter.wire import protos
 from exporter.wire.protos import Proto
 
-# The graphs that builders run in: tables of others, as of a training in another thread, are left alone.
+# The graphs that builders run in: tables in others, such as a training in another thread, are not touched.
 _GRAPHS: WeakSet[Any] = WeakSet()
 
 
 @contextlib.contextmanager
 def _known() -> Iterator[None]:
-    """Let `size` and `export` of builders' static tables give values, as in eager execution."""
+    """Let `size` and `export` of builders' static tables return values, as in eager execution."""
     from tensorflow.python.ops.lookup_ops import StaticHashTable
 
     size, export = StaticHashTable.size, StaticHashTable.export
@@ -84,7 +86,9 @@ known_contents = WhileNeeded(_known)
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """The values of a table's method once it is filled; None outside of builders' graphs, or on failure."""
+    """Return the values of a table's method once it is filled; None outside of builders' graphs, or on
+    failure.
+    """
     import tensorflow as tf
 
     graph = getattr(table.resource_handle, "graph", None)
@@ -101,7 +105,7 @@ def _read(table: Any, method: Callable[[Any], Any]) -> Any:
 
 
 def _eager(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Eager tensors of these values, made by a thread that has no default graph."""
+    """Return eager tensors of these values, made by a thread that has no default graph."""
     import tensorflow as tf
 
     with ThreadPoolExecutor(1) as outside:
@@ -118,7 +122,7 @@ _EXPECTED = (
 
 
 def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
-    """Run the request's builder: its graph, with the signatures that it returns.
+    """Run the request's builder; return its graph, with the signatures that it returns.
 
     UsageError if the request names tensors, too; BuilderError if it fails, or its files are edited meanwhile.
     """
@@ -148,7 +152,7 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
 
 
 def _main(model: str | Builder | None) -> BuilderFile | None:
-    """The file of a builder; None if it has none, or is a model or a function of this program."""
+    """Return the file of a builder; None if it has none, or is a model or a function of this program."""
     if isinstance(model, str):
         return find_builder(model.rpartition(":")[0])
     _, found = named_function(model)
@@ -156,7 +160,7 @@ def _main(model: str | Builder | None) -> BuilderFile | None:
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
-    """The function that `pkg.mod:fn` or `path/file.py:fn` names, imported, and its name for messages.
+    """Import the function `pkg.mod:fn` or `path/file.py:fn`; return it, and its name for messages.
 
     BuilderError if there is no such file or function, or importing it fails.
     """
@@ -187,9 +191,10 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
 
 
 def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
-    """A builder's arguments: `--model-arg` texts by its annotations or defaults; training flags are off.
+    """Return a builder's arguments: `--model-arg` texts converted by annotation or default; training flags
+    are False.
 
-    UsageError for one that it does not take, or one without a value.
+    UsageError for one that it does not accept, or one without a value.
     """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -211,7 +216,9 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
 
 
 def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """A builder's parameters, with annotations as types if they can be resolved; none for some builtins."""
+    """Return a builder's parameters, with annotations as types if they can be resolved; none for some
+    builtins.
+    """
     for eval_str in (True, False):
         with contextlib.suppress(NameError, AttributeError, SyntaxError, ValueError, TypeError):
             return inspect.signature(builder, eval_str=eval_str).parameters
@@ -219,7 +226,9 @@ def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
-    """A `--model-arg` as the parameter's bool, int, float or str, or UsageError."""
+    """Convert a `--model-arg` to the parameter's bool, int, float or str; UsageError if that is
+    impossible.
+    """
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):
         wanted = type(parameter.default) if parameter is not None else str
@@ -243,9 +252,10 @@ class _Built(Struct, frozen=True):
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> _Built:
-    """The result of a builder in a fresh graph, or its BuilderError.
+    """Return the result of a builder in a fresh graph, or raise its BuilderError.
 
-    It runs once more if it failed and asked for TensorFlow 2; the error of the first run is raised then.
+    It runs a second time if it failed and asked for TensorFlow 2; if that fails, too, the first error is
+    raised.
     """
     import tensorflow as tf
 
@@ -266,7 +276,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
 def _build(
     builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
 ) -> _Built:
-    """The result of a builder in the scopes' graph, or BuilderError."""
+    """Return the result of a builder in the scopes' graph; BuilderError if it fails."""
     import tensorflow as tf
 
     graph = scopes.graph
@@ -298,7 +308,7 @@ def _build(
 
 
 def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
-    """The result of a builder, whose names do not depend on what this program made before."""
+    """Return the result of a builder, with names that do not depend on what this process made before."""
     try:
         with counted_anew():
             return builder(**kwargs)
@@ -320,7 +330,7 @@ def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
 
 
 def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
-    """{name: SignatureDef} of the tensors that a builder returned, or BuilderError."""
+    """Return {name: SignatureDef} of the tensors that a builder returned; BuilderError for anything else."""
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
     if not isinstance(named, Mapping) or not named:
         raise BuilderError(f"builder {label} returned {_described(result)}", cause=_EXPECTED)
@@ -352,7 +362,7 @@ def _signature(entry: Any, graph: Any, where: str) -> Proto:
 
 
 def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (alias, tensor), or for a sparse or ragged one each component: `ids`, `ids_1` ..."""
+    """Yield (alias, tensor), or for a sparse or ragged tensor each component: `ids`, `ids_1` ..."""
     import tensorflow as tf
 
     # `tf.saved_model.save` gives them these names; TensorFlow Serving cannot answer with composite tensors.
@@ -364,7 +374,9 @@ def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
-    """The TensorInfo of a dense tensor, or of a variable's value, in the builder's graph; or BuilderError."""
+    """Return the TensorInfo of a dense tensor, or of a variable's value, in the builder's graph; else
+    BuilderError.
+    """
     import tensorflow as tf
 
     try:
@@ -386,7 +398,7 @@ def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
 
 
 def _described(value: Any) -> str:
-    """A value in a few words: a scalar itself, else its type, and the length of a collection."""
+    """Describe a value in a few words: a scalar itself, else its type, and the length of a collection."""
     kind = type(value).__name__
     if value is None or isinstance(value, str | int | float | bool):
         return repr(value)

@@ -1,8 +1,9 @@
-"""Follow constants through a graph and the functions that it calls: what runs, and with which values.
+"""Follow constants through a graph and the functions that it calls: which nodes run, and with which
+values.
 
 `--feed` makes a flag or a rate a constant and leaves both branches, and everything that is computed from it,
 in the served graph. Here such values are followed into Switch and Merge, into functions and their results,
-and into loops that hand them on unchanged. Beside that it is known what depends on the request.
+and into loops that pass them on unchanged. Also computed is which tensors depend on the request.
 """
 
 from __future__ import annotations
@@ -47,26 +48,27 @@ _REPEATED = {"Fill": 1} | dict.fromkeys(
 _OF_SHAPE = {"ZerosLike": 0, "OnesLike": 1}
 _MOST_BYTES = 1 << 15  # of a value that is followed: rates and flags are small, weights are not
 _MAX_DEPTH = 48  # of calls: each takes several frames of Python's stack
-_MOST_CALLS = 256  # of one function that differ; what further ones pass is not followed
+_MOST_CALLS = 256  # different calls of one function; arguments of further ones are not followed
 _MAX_STEPS = 8  # from the end of a loop's turn back to its Merge
-_MOST_STEPS = 64  # values that are being computed at a time, each in frames of Python's stack
+_MOST_STEPS = 64  # nested computations of values, each in frames of Python's stack
 _ROUNDS = 4  # of nested conditionals whose inner flag the outer one computes
 
 
 class _Shared(Struct):
     """State that all bodies of one graph share: the bodies by function and call, and the depth of `value`."""
 
-    # Of all callers together: with two different constants at each of n calls, 2**n bodies would be made.
+    # Shared by all callers: with two different constants at each of n calls, 2**n bodies would be made.
     made: dict[str, dict[tuple[object, ...], CalledBody]] = field(default_factory=dict)
     steps: int = 0
 
 
 class CalledBody:
-    """The graph, or a function as one call of it in the body `caller` runs it.
+    """The graph, or a function as run by one call of it in the body `caller`.
 
     `fed` are nodes whose values come from the request, `asked` the arguments of a call that depend on those;
-    `arguments` are the constants that it passes, `roots` the wanted tensors. `is_chosen`: the request decides
-    whether it runs. Inputs are written as in a GraphDef (`node:1`) or a FunctionDef (`node:output:0`).
+    `arguments` are the constants that it passes, `roots` the wanted tensors. With `is_chosen`, the request
+    decides whether it runs. Inputs are written as in a GraphDef (`node:1`) or a FunctionDef
+    (`node:output:0`).
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class CalledBody:
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Array | None:
-        """The value of a tensor that is always the same, and at most 32 KiB; None for any other tensor."""
+        """Return the value of a tensor that is always the same, and at most 32 KiB; None for any other
+        tensor.
+        """
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
             if self._shared.steps < _MOST_STEPS:  # flags are computed in fewer steps, through all calls
@@ -106,12 +110,16 @@ class CalledBody:
         return self._values[tensor]
 
     def number(self, tensor: str) -> Any:
-        """The scalar that a tensor, or the constant that it repeats, always is; None if it may vary."""
+        """Return the scalar that a tensor, or the constant that it repeats, always is; None if it may
+        vary.
+        """
         value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
 
     def repeated_value(self, tensor: str) -> Array | None:
-        """The value of a tensor, or of the constant that it repeats or rearranges; None if it may vary."""
+        """Return the value of a tensor, or of the constant that it repeats or rearranges; None if it may
+        vary.
+        """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
                 return value
@@ -127,7 +135,7 @@ class CalledBody:
         return None
 
     def is_of_request(self, tensor: str) -> bool:
-        """True if a tensor's values, not its shape alone, may depend on the request."""
+        """True if a tensor's values, not only its shape, may depend on the request."""
         return node_of(tensor) in self._of_request
 
     def chosen(self, name: str) -> bool:
@@ -136,7 +144,7 @@ class CalledBody:
 
     @cached_property
     def live(self) -> frozenset[str]:
-        """The names of the nodes that run and the arguments that are used; finds the calls on the way."""
+        """The names of the nodes that run and the arguments that are used; finding them records the calls."""
         found, pending = set[str](), [*self._roots]
         while pending:
             name = node_of(pending.pop())
@@ -148,11 +156,11 @@ class CalledBody:
         return frozenset(found)
 
     def bodies(self) -> Iterable[CalledBody]:
-        """The body itself, and those of all calls that run, each once."""
+        """Return this body and those of all calls that run, each once."""
         return closure([self], lambda body: body._called if body.live else ())
 
     def computed_from(self, names: Iterable[str]) -> Collection[str]:
-        """The nodes `names`, and those computed from their values; shapes are not values."""
+        """Return the nodes `names`, and those computed from their values; shapes are not values."""
         return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in SHAPES))
 
     @cached_property
@@ -161,7 +169,7 @@ class CalledBody:
 
     @cached_property
     def _chosen(self) -> Collection[str]:
-        """The nodes in branches between which the request chooses; turning a loop again is no choice."""
+        """The nodes in branches that the request chooses; repeating a loop is not a choice."""
         found = set[str]()
         for predicate, switches in self._switches.items():
             node = self.nodes.get(node_of(predicate))
@@ -193,7 +201,7 @@ class CalledBody:
         return self._result(node, tensor)
 
     def _result(self, node: Proto, tensor: str) -> Array | None:
-        """The value of a call's result; None if it is not always the same, or not known."""
+        """Return the value of a call's result; None if it is not always the same, or not known."""
         called = self._one_function(node)
         if called is None:
             return None
@@ -203,7 +211,7 @@ class CalledBody:
         return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
 
     def _returns(self, tensor: str, merge: str) -> bool:
-        """True if a loop hands `tensor` on unchanged, from its `merge` back to it."""
+        """True if a loop passes `tensor` on unchanged, from its `merge` back to it."""
         for _ in range(_MAX_STEPS):
             node = self.nodes.get(node_of(tensor))
             if node is None or node.op not in _PASSED_ON:
@@ -221,7 +229,7 @@ class CalledBody:
         return found
 
     def _find_dead(self) -> frozenset[str]:
-        """The nodes, and the outputs (`switch:1`) of Switch nodes, that are never computed."""
+        """Find the nodes, and the outputs (`switch:1`) of Switch nodes, that are never computed."""
         self._dead = frozenset[str]()
         for _ in range(_ROUNDS if self._switches else 0):  # a branch that is off may settle another flag
             self._values.clear()
@@ -237,7 +245,9 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add to `dead`, and return it, the nodes that read one of these; a Merge if it reads no other."""
+        """Add to `dead`, and return it, the nodes that read one of these; a Merge only if all its inputs are
+        dead.
+        """
         pending = [*dead]
         while pending:
             for node in self._readers.get(node_of(pending.pop()), ()):
@@ -258,7 +268,9 @@ class CalledBody:
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """The inputs that a running node needs, for a call those that its function uses; notes the call."""
+        """Return the inputs that a running node needs, for a call those that its function uses; records the
+        call.
+        """
         inputs = input_names(node)
         if node.op in MERGES:
             return [text for text in inputs if not self._is_among(text, self._dead)]
@@ -276,11 +288,13 @@ class CalledBody:
         is_chosen = node.op in _CONDITIONALS and any(map(self.is_of_request, inputs[:1]))
         is_asked = any(map(self.is_of_request, inputs))
         for name in names:
-            self._run(name, self._handed_on(node, inputs), is_asked=is_asked, is_chosen=is_chosen)
+            self._run(name, self._constant_inputs(node, inputs), is_asked=is_asked, is_chosen=is_chosen)
         return inputs
 
     def _one_function(self, node: Proto) -> tuple[str, list[str]] | None:
-        """The function that a call certainly runs, once, and its arguments; None for any other node."""
+        """Return the function that a call certainly runs, once, and its arguments; None for any other
+        node.
+        """
         inputs = input_names(node)
         if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
             name, inputs = attr(node, "then_branch" if taken else "else_branch").func.name, inputs[1:]
@@ -290,8 +304,10 @@ class CalledBody:
             name = node.op
         return (name, inputs) if name in self._library else None
 
-    def _handed_on(self, node: Proto, inputs: list[str]) -> list[str]:
-        """The tensor that each argument of a node's functions always gets, "" where the value may differ."""
+    def _constant_inputs(self, node: Proto, inputs: list[str]) -> list[str]:
+        """Return the tensor that each argument of a node's functions always gets, "" if the value may
+        differ.
+        """
         if node.op in _CONDITIONALS:
             return inputs[1:]
         body = self._library.get(attr(node, "body").func.name) if node.op in LOOPS else None
@@ -305,14 +321,18 @@ class CalledBody:
     def _run(
         self, name: str, inputs: list[str], *, is_asked: bool = False, is_chosen: bool = False
     ) -> CalledBody | None:
-        """The body of a call that runs, which is noted; None if it is too deep; `is_asked`: see `_passed`."""
+        """Return the body of a call that runs, and record it; None if it is too deep; for `is_asked` see
+        `_passed`.
+        """
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:
             self._called[body] = None
         return body
 
     def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
-        """{argument: its constant, or whether it depends on the request, as "" does if `is_asked`}."""
+        """Return {argument: its constant, or whether it depends on the request}; `is_asked` is the answer for
+        "".
+        """
         parameters = (argument.name for argument in self._library[name].signature.input_arg)
         passed: dict[str, Array | bool] = {}
         for parameter, text in zip(parameters, inputs, strict=False):
@@ -349,20 +369,22 @@ class CalledBody:
 
 
 def is_by_batch(node: Proto) -> bool:
-    """True for a FusedBatchNorm that normalises by the batch, the default where `is_training` is absent."""
+    """True for a FusedBatchNorm that normalises by the batch, which is the default without `is_training`."""
     if _FUSED.fullmatch(node.op) is None:
         return False
     return "is_training" not in node.attr or bool(node.attr["is_training"].b)
 
 
 def _position(tensor: str) -> int:
-    """The number at a tensor's end: of its node's output or, in a function, within the named output."""
+    """Return the number at a tensor's end: of its node's output or, in a function, within the named
+    output.
+    """
     last = tensor.rpartition(":")[2]
     return int(last) if ":" in tensor and last.isdecimal() else 0
 
 
 def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
-    """`switch:0` or `switch:1` for an output of a Switch, "" for any other tensor."""
+    """Return `switch:0` or `switch:1` for an output of a Switch, "" for any other tensor."""
     name, _, output = tensor.partition(":")
     node = nodes.get(name)
     if node is None or node.op not in SWITCHES:

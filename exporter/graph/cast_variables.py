@@ -1,7 +1,7 @@
 """Store a variable as bfloat16 or float16 and compute with it in the graph's own dtype.
 
-A `ReadVariableOp` or `ResourceGather` of such a variable yields the stored dtype, and a `Cast` takes its
-name, so nothing that consumes it changes. Gathers cast only the gathered rows.
+A `ReadVariableOp` or `ResourceGather` of such a variable yields the stored dtype, and a `Cast` gets its old
+name, so no node that uses it changes. Gathers cast only the gathered rows.
 
 A table in int8 has scales behind its codes (`exporter.wire.int8_codes`): a gather yields rows of both, which
 are split, and multiplied.
@@ -26,7 +26,9 @@ _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGather
 
 
 class _Cast(Struct, frozen=True):
-    """A variable's change: its node (for messages), the dtype that the graph wants, and the one stored."""
+    """A variable's change: its node (for messages), the dtype that the graph wants, the one stored, and its
+    shape.
+    """
 
     variable: str
     wanted: DType
@@ -36,13 +38,13 @@ class _Cast(Struct, frozen=True):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if it is stored as codes and scales, in another shape than the graph's."""
+        """True if it is stored as codes and scales, with another shape than the graph's."""
         return self.stored is DType.INT8
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Let a node that takes the handle yield what it did before.
+        """Change a node that takes the handle so that its readers get the same values as before.
 
-        MappingError unless it is known to read.
+        MappingError unless the node is known to read.
         """
         if self.is_in_8_bits and node.op == "VariableShape":
             become_shape(body, node, self.shape)
@@ -56,7 +58,7 @@ class _Cast(Struct, frozen=True):
             _cast_read(body, node, self)
 
     def refusal(self, node: Proto) -> MappingError:
-        """The error for a node that cannot be changed."""
+        """Return the error for a node that cannot be changed."""
         return MappingError(
             f"variable {self.variable!r} cannot be cast to {self.stored.label}: "
             f"node {node.name!r} ({node.op}) takes its handle",
@@ -66,7 +68,7 @@ class _Cast(Struct, frozen=True):
         )
 
     def returned(self, function: str) -> MappingError:
-        """The error for a function that returns the handle."""
+        """Return the error for a function that returns the handle."""
         return MappingError(
             f"variable {self.variable!r} cannot be cast: function {function!r} returns its handle",
             hint="leave that variable out of --cast",
@@ -74,7 +76,8 @@ class _Cast(Struct, frozen=True):
 
 
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
-    """Store the variables `stored` ({VarHandleOp: dtype}) in these dtypes, in place, and cast what is read.
+    """Store the variables `stored` ({VarHandleOp: dtype}) in these dtypes, in place, and cast their values
+    when read.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
@@ -103,7 +106,7 @@ def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
 
 
 def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
-    """Let a gather yield codes and scales under a new name; their product takes its old name.
+    """Let a gather yield codes and scales under a new name, and give its old name to their product.
 
     MappingError for another read.
     """

@@ -1,8 +1,8 @@
 """Change how a graph uses some of its variables: rewrite every node that takes their handles.
 
 Handles are followed through forwarding nodes and into functions, of which specialised copies are made. A
-change may need other handles beside the variable's own: they go wherever that goes, as further inputs of the
-nodes and functions that it passes through.
+change may need other handles beside the variable's own: they are passed the same way, as further inputs of
+the nodes and functions on it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
 INDIFFERENT = frozenset({"VariableShape", "VarIsInitializedOp", "DisableCopyOnRead"})
-"""Operations that take a handle, and do not read the values."""
+"""Operations that take a handle without reading the values."""
 
-# Operations that hand a handle on, with the number of outputs.
+# Operations that forward a handle, with the number of outputs.
 _FORWARDS = {"Identity": 1, "Enter": 1, "Switch": 2}
 
 
@@ -44,35 +44,37 @@ class UseChange(Protocol):
         """The VarHandleOps of further variables whose handles the changed nodes take."""
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Change, in place, a node that takes the handle; `extra_handles` are the others in its body."""
+        """Change, in place, a node that takes the handle; `extra_handles` are the other handles in its
+        body.
+        """
 
     def refusal(self, node: Proto) -> ExportError:
-        """The error for a node that takes the handle in a way that is not known."""
+        """Return the error for a node that takes the handle in an unknown way."""
 
     def returned(self, function: str) -> ExportError:
-        """The error for a function that returns the handle."""
+        """Return the error for a function that returns the handle."""
 
 
 class RowReads(Struct, frozen=True):
-    """The errors of a change of gathers of rows: what else takes the handle, or returns it, is refused."""
+    """The errors of a change of gathers of rows: other nodes that take or return the handle are refused."""
 
     def refusal(self, node: Proto) -> ExportError:
-        """The error for a node that cannot be changed."""
+        """Return the error for a node that cannot be changed."""
         return NotServable(f"{node.op} {node.name!r} takes it")
 
     def returned(self, function: str) -> ExportError:
-        """The error for a function that returns the handle."""
+        """Return the error for a function that returns the handle."""
         return NotServable(f"function {function!r} returns it")
 
 
-# A change, and the tensors of its further handles where a handle is.
+# A change, and the tensors of its further handles in the same body.
 _Here = tuple[UseChange, tuple[str, ...]]
 
 
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
     """Change, in place, all uses of the variables of these VarHandleOps, also in (copies of) functions.
 
-    Raises a change's `refusal` or `returned`, whose message says by what a variable is used otherwise.
+    Raises a change's `refusal` or `returned`, whose message names the use that cannot be changed.
     """
     if changes:
         handles = {f"{node}:0": (change, change.extra_handles) for node, change in changes.items()}
@@ -88,9 +90,11 @@ class _Library:
         self.functions = {function.signature.name: function for function in proto.function}
 
     def specialise(self, name: str, changes: Mapping[int, UseChange], *, passes_on: bool) -> str:
-        """The name of a function's copy with `changes` made, by argument number; made once for equal changes.
+        """Copy a function with `changes` made, by argument number; return its name. Equal changes share a
+        copy.
 
-        The further handles are its last arguments and, if it `passes_on` as a loop's body does, last results.
+        The further handles are its last arguments and, with `passes_on` (for a loop's body), its last
+        results.
         """
         key = (name, tuple(changes.items()), passes_on)
         if key not in self._copies:
@@ -106,7 +110,9 @@ class _Library:
 
 
 def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
-    """The changed handles of a function, by argument; arguments for further handles are added, in place."""
+    """Return the changed handles of a function, by argument; arguments for further handles are added, in
+    place.
+    """
     signature = function.signature
     owners = [argument.name for argument in signature.input_arg]
     results = {result.name for result in signature.output_arg}
@@ -129,9 +135,9 @@ def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: 
 
 
 def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
-    """Change every node of a body that takes one of the handles, or a tensor that hands one on.
+    """Change every node of a body that takes one of the handles, or a tensor that forwards one.
 
-    Raises the change's `refusal` of a node that does not take the handle first, or returns it.
+    Raises the change's `refusal` for a node that takes the handle other than first, and `returned`.
     """
     _follow(body, handles)
     for node in list(body.nodes):
@@ -151,9 +157,9 @@ def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
 
 
 def _follow(body: Body, handles: dict[str, _Here]) -> None:
-    """Add to `handles` every tensor that forwards one of them; where they bring further ones, add twin nodes.
+    """Add to `handles` every tensor that forwards one of them; for further handles, add twin nodes.
 
-    Raises the change's `refusal` of a loop that hands on such a handle.
+    Raises the change's `refusal` for a loop that forwards such a handle.
     """
     found = True
     while found:
@@ -179,7 +185,7 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
 
 
 def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
-    """(output, input) for each output of a node that is the same handle as the input."""
+    """Yield (output, input) for each output of a node that is the same handle as the input."""
     if node.op in _FORWARDS:
         for index in range(_FORWARDS[node.op]):
             yield body.output(node, index), body.canonical(node.input[0])
@@ -197,16 +203,17 @@ def _twin(body: Body, node: Proto, handle: str) -> Proto:
 
 
 def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _Library) -> None:
-    """Let a call take copies of its functions in which the handles' uses are changed, and further handles.
+    """Let a call use copies of its functions in which the handles' uses are changed, with further handles.
 
-    Raises a change's `refusal` of a function that is unknown, or that XLA compiles and needs further handles.
+    Raises a change's `refusal` for an unknown function, or one that XLA compiles if further handles are
+    needed.
     """
     before = CALLS[node.op]
     changes = {index - before: change for index, (change, _) in here.items()}
     for function in called(node):
         if function.name not in library.functions:
             raise next(iter(changes.values())).refusal(node)
-        # XLA has no kernel for what overlays need.
+        # XLA has no kernels for the operations of overlays.
         is_compiled = any(attr(n, "_XlaMustCompile").b for n in (node, library.functions[function.name]))
         if is_compiled and any(change.extra_handles for change in changes.values()):
             raise next(iter(changes.values())).refusal(node)
@@ -234,12 +241,12 @@ def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
 
 
 def become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
-    """Turn a VariableShape into a constant of the shape that the graph knows, not that of what is stored."""
+    """Turn a VariableShape into a constant: the shape in the graph, not that of the stored variable."""
     handle = body.producer(node.input[0])
     out_type = attr_dtype(node, "out_type") or DType.INT32
     known = constant(node.name, np.array(shape, out_type.numpy), out_type)
     known.device = node.device
-    if handle is not None:  # in a loop of Enter and Exit a constant belongs to the frame of what it waits for
+    if handle is not None:  # in a loop of Enter and Exit a constant belongs to the frame of its control input
         known.input.append(f"^{handle.name}")
     known.input.extend(text for text in node.input if text.startswith("^"))
     node.CopyFrom(known)

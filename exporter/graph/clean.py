@@ -1,8 +1,8 @@
 """Reduce a graph to the nodes that its signatures need, so that a server can run it: `clean`.
 
-Kept are the nodes that the signatures' outputs are computed from, and the nodes that fill the tables among
-them. Control edges are dropped, too, because they order side effects, and an inference graph has none; except
-those that bind a node to a branch or an iteration of TF1 control flow.
+It keeps the nodes that compute the signatures' outputs, and the nodes that fill the tables among them.
+Control edges are dropped, too, because they order side effects, and an inference graph has none; except those
+that bind a node to a branch or an iteration of TF1 control flow.
 
 *Assets that requests read.* A loader feeds an asset's path while it runs the init op, and never again. So the
 init op puts the path into a variable, and the nodes that run at a request read it there:
@@ -103,7 +103,7 @@ _DROPPED_ATTRS = [
 
 
 def clean(source: SourceGraph) -> InferenceGraph:
-    """The inference graph of a source, which stays as it is; GraphError if it cannot be served."""
+    """Make the inference graph of a source, which is not changed; GraphError if it cannot be served."""
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     nodes = _with_constants(index, source, signatures.values())
@@ -116,7 +116,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
     whole = [*filling, *state.importing]
     makers.require_filled(nodes, whole)
-    # A foreign operation may read other files beside the one that it is given: keep all assets.
+    # A foreign operation may read other files beside its argument: keep all assets.
     files = [*source.assets] if any(makers.is_foreign(nodes[name]) for name in filling) else []
     needed = reach(nodes, [*roots, *whole, *files], replaced) if state.importing or files else needed
     check_servable(nodes, reach(nodes, whole), fed={state.prefix}, allowed={*whole}, foreign=foreign)
@@ -137,7 +137,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
     dynamic = tables_among(source.dynamic_tables, kept)
-    # Signatures may ask a table for the numbers of rows alone; it is published whole all the same.
+    # Signatures may need only a table's row numbers; it is published whole all the same.
     own = {node for table in dynamic for node in table.nodes}
     kept |= _copies(nodes, Reached(dict.fromkeys(own - kept.keys(), ()), {}))
     variables = graph_variables(kept, source.keys, own)
@@ -196,7 +196,8 @@ def clean(source: SourceGraph) -> InferenceGraph:
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """The graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of assets.
+    """Return the graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of
+    assets.
 
     UsageError if a signature has such a placeholder as input.
     """
@@ -225,7 +226,7 @@ def _cut(
         reached = reach(nodes, ends.computed, given=ends.inputs)
         check_servable(nodes, reached, fed={tensor.node for tensor in ends.inputs}, foreign=foreign)
         computed |= reached.inputs.keys()
-    # A server accepts values for any tensor, so an input that another signature computes stays as it is.
+    # A server accepts values for any tensor, so an input that another signature computes is not cut.
     return cut_inputs(index, nodes, {t: alias for t, alias in given.items() if t.node not in computed})
 
 
@@ -236,7 +237,9 @@ def _settled(
     moved: Mapping[Endpoint, Endpoint],
     filling: Filling,
 ) -> BatchSize:
-    """The batch sizes that requests may have; constants that fix training's are made dynamic, in place."""
+    """Find the batch sizes that requests may have; constants that fix training's are made dynamic, in
+    place.
+    """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
         shape[0] for tensor in cut if (shape := index.shape(tensor)) and served_shape(index, tensor) != shape
@@ -247,13 +250,15 @@ def _settled(
 
 
 def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpoint]) -> Ends:
-    """The tensors of a signature in the served graph."""
+    """Return the tensors of a signature in the served graph."""
     inputs = {tensor: InputKind(served_shape(index, tensor), index.dtype(tensor)) for tensor in ends.inputs}
     groups = sparse_inputs(inputs, ends.inputs)
     parts = {tensor for group in groups for tensor in group}
 
     def is_loose(tensor: Endpoint) -> bool:
-        """True for what a sparse tensor's node gives beside its places, which are not asked."""
+        """True for the values (output 1) of a sparse tensor whose indices and shape are not inputs of the
+        signature.
+        """
         return tensor not in parts and tensor.output == 1 and index.shape(tensor) == (-1,)
 
     sparse = [tuple(moved.get(t, t) for t in group) for group in groups]
@@ -266,7 +271,7 @@ def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpo
 
 
 def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
-    """The nodes that make the signatures' tensors, after these `moved`: outputs' first."""
+    """Return the nodes that make the signatures' tensors, after these `moved`: those of outputs first."""
     outputs = [tensor for ends in signatures for tensor in ends.outputs]
     inputs = [tensor for ends in signatures for tensor in ends.inputs]
     return [*dict.fromkeys(moved.get(tensor, tensor).node for tensor in [*outputs, *inputs])]
@@ -279,10 +284,11 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """The nodes that outputs need, the initialisers of their tables and state, and that state's makers.
+    """Return the nodes that outputs need, the initialisers of their tables and state, and that state's
+    makers.
 
     Raises:
-        GraphError: there is a cycle outside of loops, or a table that training alone fills.
+        GraphError: there is a cycle outside of loops, or a table that only training fills.
     """
     filling: list[str] = []
     while True:  # initialisers may need more tables
@@ -299,7 +305,7 @@ def _needed(
 
 
 def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
-    """Copies of the needed nodes, in the graph's own order, with the inputs that they need."""
+    """Copy the needed nodes, in the graph's own order, with the inputs that they need."""
     kept = {}
     for name, node in nodes.items():
         if name in needed.inputs:
@@ -316,7 +322,7 @@ def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
 
 
 def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
-    """Yield notes on signatures with dtypes that TensorFlow Serving's REST has no JSON for."""
+    """Yield notes on signatures with dtypes for which TensorFlow Serving's REST has no JSON."""
     for name, signature in sorted(signatures.items()):
         found = [
             f"{alias} is {base_dtype(info.dtype).label}"
@@ -328,7 +334,7 @@ def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:
-    """Yield notes on what a server needs beyond stock TensorFlow and the version's own files."""
+    """Yield notes on requirements of a server beyond stock TensorFlow and the version's own files."""
     for each in outside:
         yield f"when served, {each}"
     if foreign:
@@ -343,7 +349,9 @@ def _meta_graph(
     *,
     allow_foreign: bool,
 ) -> Proto:
-    """A MetaGraphDef of the kept nodes and functions, with the parts of the description that still apply."""
+    """Make a MetaGraphDef of the kept nodes and functions, with the parts of the description that still
+    apply.
+    """
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
     for node in kept.values():
@@ -368,14 +376,16 @@ def _meta_graph(
 def _served_signature(
     index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
 ) -> Proto:
-    """The signature with tensors of the served graph, of any batch size, or of the only one it answers."""
+    """Return the signature with tensors of the served graph, of any batch size, or of the only one it
+    answers.
+    """
     served = deepcopy(signature)
     batch_sizes = set()
     for role, _, info in signature_tensors(served):
         for text in tensor_names(info):
             tensor = endpoint(text)
             shape = shape_of(info.tensor_shape)
-            # A signature may fix what its placeholder does not: its model answers that size alone.
+            # A signature may fix a size that its placeholder does not: its model answers only that size.
             is_pipelines = served_shape(index, tensor) != index.shape(tensor)
             if role == "input" and shape and is_pipelines and shape[0] >= 0:
                 batch_sizes.add(shape[0])
@@ -400,7 +410,7 @@ class StateMakers(Struct, frozen=True):
 
     @classmethod
     def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:
-        """The makers among the `needed` nodes."""
+        """Find the makers among the `needed` nodes."""
         ops = foreign_ops(protos.all_nodes(index.graph_def), index.functions)
         own = [name for name, f in index.functions.items() if any(node.op in ops for node in f.node_def)]
         foreign = ops | callers(index.functions, own)
@@ -409,7 +419,7 @@ class StateMakers(Struct, frozen=True):
         return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
 
     def taken_by(self, node: Proto) -> set[str]:
-        """The resources whose handles a node takes from makers."""
+        """Return the resources whose handles a node takes from makers."""
         nodes = self.index.nodes
         taken = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
         return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
@@ -419,7 +429,9 @@ class StateMakers(Struct, frozen=True):
         return not called_functions(node).isdisjoint(self.foreign)
 
     def initialisers(self, init_op: str | None) -> list[str]:
-        """The nodes under the init op that fill such state, or are foreign as outputs are, in graph order."""
+        """Return the nodes under the init op that fill such state, or are foreign like outputs are, in graph
+        order.
+        """
         under = {*waited_for(self.index.nodes, [init_op] if init_op else [])}
         return [
             name
@@ -428,7 +440,7 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Raise NotServable for state that none of the nodes `filling` takes."""
+        """Raise NotServable for state that none of the nodes `filling` fills."""
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:
@@ -442,7 +454,11 @@ class StateMakers(Struct, frozen=True):
 def keep_restores(
     index: GraphIndex, nodes: dict[str, Proto], makers: StateMakers, saver_def: Proto
 ) -> KeptState:
-    """Let `nodes`, in place, restore such state, and read of the checkpoint only what is imported."""
+    """Let `nodes`, in place, restore the makers' state, reading only the tensors that are imported.
+
+    Returns the nodes that import, and the tensors; empty if there is none. NotServable if it is unknown what
+    is read.
+    """
     importing: list[str] = []
     restore = endpoint(saver_def.restore_op_name).node
     for name in waited_for(nodes, [restore]) if makers.identities else []:
@@ -472,7 +488,7 @@ def _identity(node: Proto) -> str:
 def _written_out(
     index: GraphIndex, nodes: dict[str, Proto], call: Proto, function: str, makers: StateMakers
 ) -> list[str]:
-    """Copy the nodes of a called function that take makers' handles into `nodes`; returns their names."""
+    """Copy the nodes of a called function that take makers' handles into `nodes`; return their names."""
     body = {node.name: node for node in index.functions[function].node_def}
     arguments = [argument.name for argument in index.functions[function].signature.input_arg]
     given = dict(zip(arguments, (source.as_input for source in data_inputs(call)), strict=False))
@@ -482,7 +498,9 @@ def _written_out(
     scope = free_name(nodes, f"kept_state/{call.name}")
 
     def moved(text: str) -> str:
-        """An input in the body as the graph spells it; NotServable if outputs cannot be counted."""
+        """Return an input in the body with its name in the graph; NotServable if outputs cannot be
+        counted.
+        """
         name, *output = text.removeprefix("^").split(":")
         if text.startswith("^"):
             return f"^{scope}/{name}"
@@ -503,9 +521,10 @@ def _written_out(
 
 
 def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
-    """Let the RestoreV2 nodes before others read, in place, what these take; returns the tensors' names.
+    """Let the RestoreV2 nodes before others read, in place, only tensors that these use; return the tensors'
+    names.
 
-    NotServable if another node takes the prefix.
+    NotServable if another node uses the prefix.
     """
 
     def sources(name: str) -> list[str]:
@@ -521,7 +540,8 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 
 
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
-    """Let a RestoreV2 node read, in place, what the nodes `before` take of it; returns the tensors' names.
+    """Let a RestoreV2 node read, in place, only tensors that the nodes `before` use; return the tensors'
+    names.
 
     NotServable if the names and slices are not constants.
     """
@@ -560,7 +580,7 @@ def _unclear(node: Proto) -> NotServable:
 def remember_paths(
     nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
 ) -> list[str]:
-    """Put assets' paths that `roots` need, not `filling`, into variables, in place.
+    """Put assets' paths that `roots` need, but not `filling`, into variables, in place.
 
     Returns the names of the operations that assign them; empty if no path is needed.
     """
@@ -588,7 +608,9 @@ def remember_paths(
 def _part_from_loading(
     nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
 ) -> None:
-    """Give the nodes `filling` copies, in place, of nodes behind a path that requests use as well."""
+    """Give the nodes `filling` their own copies, in place, of nodes behind a path that requests use as
+    well.
+    """
     loading = reach(nodes, filling).inputs
     changed = {*paths}
     copies: dict[str, str] = {}

@@ -1,9 +1,9 @@
-"""Import a builder's code, and record what it is made of while it is imported and runs.
+"""Import a builder's code, and record its files while it is imported and runs.
 
-`recording` notes each module that this thread executes, and each file that a user's code opens. With the
-modules that these import, or hold values of, they are the builder's `Code`.
+`recording` records each module that this thread executes, and each file that a user's code opens. Together
+with the modules that these import, or hold values of, they are the builder's `Code`.
 
-Not noted: what a library opens by itself, and values that a program gives to a module at run time.
+Not recorded: files that a library opens by itself, and values that a program sets in a module at run time.
 
 A long-running process (a watch) may load a model again after its files were edited. Python would return the
 modules that it has loaded, so a builder's are forgotten first.
@@ -48,7 +48,7 @@ from exporter.while_needed import WhileNeeded
 
 _imported: dict[str, str] = {}  # {file: its digest when this process executed it for a builder}
 _INSTALLED = {"site-packages", "dist-packages"}
-_MOST_OPENED_BYTES = 16 << 20  # of a file that a builder opens: configurations are small, data is no code
+_MOST_OPENED_BYTES = 16 << 20  # of a file that a builder opens: configurations are small, larger files data
 _IMPORTING = threading.RLock()  # one builder at a time: modules of two that have one name are not mixed up
 
 
@@ -62,9 +62,9 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def import_code(where: str) -> Any:
-    """The module `pkg.mod`, or the file `path/file.py` as one, imported anew if its files were edited."""
+    """Import the module `pkg.mod`, or the file `path/file.py` as one, anew if its files were edited."""
     with _IMPORTING:
-        with contextlib.suppress(BuilderError):  # the import says what is wrong
+        with contextlib.suppress(BuilderError):  # the import will report the error
             if (found := find_builder(where)) is not None:
                 _forget_namesakes(found.root)
         _forget_edited()
@@ -104,14 +104,14 @@ def _forget_module(name: str) -> None:
 
 
 def _import_file(path: Path) -> Any:
-    """A file as a module, with its directory first on the path.
+    """Import a file as a module, with its directory first on the path.
 
-    FileNotFoundError, or ImportError, if it is none.
+    FileNotFoundError, or ImportError, if it is not a Python file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     put_first(path.parent.resolve())
-    name = path.stem if _may_take(path.stem, path) else f"builder_{path.stem}"
+    name = path.stem if _is_free_name(path.stem, path) else f"builder_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -124,15 +124,17 @@ def _import_file(path: Path) -> Any:
 _OURS = {"exporter", "serving"}
 
 
-def _may_take(name: str, path: Path) -> bool:
-    """True unless the program has another module of this name, or one of ours has it, imported or not."""
+def _is_free_name(name: str, path: Path) -> bool:
+    """True if importing this module shadows neither the program's modules nor ours."""
     file = file_of(sys.modules.get(name))
     is_builders = file in _imported or (file != "" and Path(file).resolve() == path.resolve())
     return name not in _OURS and (name not in sys.modules or is_builders)
 
 
 class Recorder:
-    """The modules that this thread executed while a builder was loaded and ran, and the files it opened."""
+    """Records the modules that this thread executed while a builder was loaded and ran, and the files it
+    opened.
+    """
 
     def __init__(self) -> None:
         self.modules: list[ModuleType] = []
@@ -140,16 +142,17 @@ class Recorder:
         self._path = [*sys.path]
 
     def note(self, module: ModuleType) -> None:
-        """Note a module right before it is executed, with the digest of its file."""
+        """Record a module right before it is executed, with the digest of its file."""
         if (file := file_of(module)) and is_users(file):
             _imported[file] = digest_at(file)
             self.modules.append(module)
 
     def code(self, model: object, main: BuilderFile | None, *, is_loaded: bool) -> Code:
-        """The code behind a graph that `model` made; `is_loaded`: this process imported it for this purpose.
+        """Return the code behind a graph that `model` made; `is_loaded`: this process imported it for this
+        purpose.
 
-        BuilderError if it was, and a file was edited meanwhile. Otherwise modules that are not what their
-        files say are without a digest.
+        BuilderError if it was, and a file was edited meanwhile. Otherwise modules that differ from their
+        files have no digest.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])
@@ -182,7 +185,7 @@ class Recorder:
                 places[name] = Path(file).absolute()
                 if (there := find_module(name, path)) is not None and there.resolve() == real:
                     by_name.add(name)
-        if own is None:  # a path below the root says nothing without the file that leads there
+        if own is None:  # a path below the root means nothing without the builder's own file
             modules += [ModuleFile(_module_at(each.path), each.digest, each.code) for each in files]
             places |= {_module_at(each.path): root / each.path for each in files}
             files = []
@@ -224,7 +227,9 @@ class Recorder:
 
 
 def _beside(builder: Path, place: Path) -> str:
-    """The path from a builder's directory to a place, as they are named or as they are, the shorter one."""
+    """Return the path from a builder's directory to a place, by given or by resolved paths, the shorter
+    one.
+    """
     ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
     return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
 
@@ -234,7 +239,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Note what this thread executes and opens; within another `recording` it is noted there."""
+    """Record what this thread executes and opens; a nested `recording` uses the outer recorder."""
     if (outer := _RECORDER.get()) is not None:
         yield outer
         return
@@ -249,7 +254,7 @@ def recording() -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[None]:
-    """Let modules and files be noted by the recorder of the thread that executes or opens them."""
+    """Record modules and files with the recorder of the thread that executes or opens them."""
     import builtins
     import io
     from zipimport import zipimporter
@@ -326,12 +331,14 @@ def _noting_gfile(before: Callable[..., None]) -> Callable[..., None]:
 
 
 def _note_opened(file: object, mode: object) -> None:
-    """Note a file that is opened to read it, and whether a user's code does so, maybe by Python's library."""
+    """Record a file that is opened for reading, and whether a user's code does so, perhaps by Python's
+    library.
+    """
     recorder = _RECORDER.get()
     if recorder is None or not isinstance(file, str | bytes | os.PathLike) or {*str(mode)} & {*"wax+"}:
         return
     frame = inspect.currentframe()
-    for _ in range(2):  # this function, and the one that stands in for `open`
+    for _ in range(2):  # this function, and the one that replaces `open`
         frame = frame and frame.f_back
     while frame is not None and (file_name := frame.f_code.co_filename).endswith(_GFILE) | _is_pythons(
         file_name
@@ -356,7 +363,7 @@ class _Reached:
         self._main = main
 
     def follow(self, modules: Iterable[ModuleType]) -> None:
-        """Add modules, and those that they lead to."""
+        """Add modules, and all that they import or hold values of."""
         pending = [*modules]
         while pending:
             module = pending.pop()
@@ -378,7 +385,7 @@ class _Reached:
 
 
 def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
-    """Yield the loaded modules that a module imports by its text, or has values of, and its packages."""
+    """Yield the loaded modules that a module imports by its text, or holds values of, and its packages."""
     name = _name_of(module)
     parts = name.split(".")
     names = [".".join(parts[:end]) for end in range(1, len(parts))]
@@ -397,7 +404,7 @@ def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Yield the names that import statements may import, wherever they stand, with their packages."""
+    """Yield the names that import statements may import, anywhere in the module, with their packages."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -433,7 +440,7 @@ _MOST_ITEMS = 1000  # of a registry of layers; longer ones are data
 
 
 def _modules_of_builder(model: object) -> Iterator[ModuleType]:
-    """Yield the modules that a builder, given as a function or a model, has its code from."""
+    """Yield the modules that a builder's code comes from, given a function or a model."""
     if isinstance(model, str):
         return
     while isinstance(model, functools.partial):
@@ -448,7 +455,7 @@ def _modules_of_builder(model: object) -> Iterator[ModuleType]:
     if module is not None and file_of(module):
         yield module
     used: list[object] = [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
-    for code in _inside(function.__code__):  # of a notebook: what the function names
+    for code in _inside(function.__code__):  # in a notebook: the values that the function names
         used += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
     for value in used:
         yield from _modules_of(value)
@@ -492,7 +499,7 @@ def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, object]]:
-    """Yield the names that a module gives a literal once, on its first level, and the literals."""
+    """Yield the names that a module sets to a literal once, on its first level, and the literals."""
     assigned = [
         node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]
@@ -513,7 +520,7 @@ def _name_of(module: ModuleType) -> str:
 
 
 def _places_of(root: Path, name: str) -> tuple[Path, Path]:
-    """The files below a directory that a module of this name may be."""
+    """Return the two files below a directory in which a module of this name may be."""
     place = root.joinpath(*name.split("."))
     return place.with_name(f"{place.name}.py"), place / "__init__.py"
 
@@ -539,7 +546,7 @@ def _ours() -> tuple[str, ...]:
 
 @functools.cache
 def _is_installation(directory: str) -> bool:
-    """True for a directory that an installer writes into."""
+    """True for a directory that an installer writes to."""
     try:
         return any(each.suffix == ".dist-info" for each in Path(directory).iterdir())
     except OSError:
@@ -568,13 +575,15 @@ def _is_ours(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """True for files of neither Python, nor an installed library, nor this program, nor the kernel."""
+    """True for files that belong neither to Python, nor an installed library, nor this program, nor the
+    kernel.
+    """
     is_other = file.startswith(("<", "/proc/", "/sys/", "/dev/")) or not file
     return not (is_other or _is_installed(file) or _is_pythons(file) or _is_ours(file))
 
 
 def _distributions(libraries: Iterable[str]) -> dict[str, str]:
-    """{name of the distribution: version} of libraries by the names that are imported."""
+    """Return {name of the distribution: version} of libraries, given the names that are imported."""
     from importlib.metadata import packages_distributions, version
 
     known = packages_distributions()

@@ -16,13 +16,15 @@ _Computed = Callable[[Proto, list[Array]], Array]
 
 
 def is_computed(op: str) -> bool:
-    """True for an operation that `compute` knows."""
+    """True for an operation that `compute` supports."""
     return op in _COMPUTED or op in _OUTPUTS
 
 
 def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
-    """One output of a node from its inputs' values, maybe a view of one; ValueError above `most_bytes`."""
-    with np.errstate(all="ignore"):  # kernels divide by 0 in silence
+    """Compute one output of a node, given its inputs' values; it may be a view of one. ValueError above
+    `most_bytes`.
+    """
+    with np.errstate(all="ignore"):  # kernels divide by 0 without a warning
         if node.op in _OUTPUTS:
             return np.asarray(_OUTPUTS[node.op](node, values)[output])
         if node.op in _GROWS:  # before numpy takes the memory
@@ -33,8 +35,8 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
 
 
 def extent(sizes: Iterable[float]) -> float:
-    """The number of a shape's elements, in which a size of 0 counts as 1."""
-    # An empty tensor may have other sizes without bound, of which a later operation makes something.
+    """Return the number of a shape's elements, in which a size of 0 counts as 1."""
+    # An empty tensor may have other, unbounded sizes, which a later operation may use.
     return math.prod(max(float(size), 1.0) for size in sizes)
 
 
@@ -221,7 +223,7 @@ def _split(node: Proto, values: list[Array]) -> list[Array]:
 
 def _split_sizes(_: Proto, values: list[Array]) -> list[Array]:
     axis, sizes = _axis(values[2]), values[1]
-    rest = values[0].shape[axis] - sizes[sizes >= 0].sum()  # -1, at most once, is what the others leave
+    rest = values[0].shape[axis] - sizes[sizes >= 0].sum()  # -1, at most once, means the rest
     return np.split(values[0], np.cumsum(np.where(sizes < 0, rest, sizes))[:-1], axis)
 
 

@@ -94,7 +94,7 @@ _VALUES = (DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)
 
 
 class Converted(Struct, frozen=True):
-    """The dynamic tables that a graph's embedding variables became, and notes for the user."""
+    """The dynamic tables made from a graph's embedding variables, and notes for the user."""
 
     tables: tuple[GraphDynamicTable, ...] = ()
     notes: tuple[str, ...] = ()
@@ -103,7 +103,8 @@ class Converted(Struct, frozen=True):
 def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Converted:
     """Rewrite, in place, the lookups in embedding variables that the signatures' outputs need.
 
-    Returns the tables that these become, and notes; NotServable for a variable that cannot become one.
+    Returns the tables that these become, and notes. NotServable for a variable that cannot become one,
+    UsageError for a wrong rule in `absent_keys`.
     """
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
@@ -136,7 +137,7 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
 
 
 def looked_up(meta_graph: Proto, index: GraphIndex) -> tuple[str, ...]:
-    """The names of the embedding variables that a graph gathers from, which slots are not."""
+    """Return the names of the embedding variables that a graph gathers from; slots are not among them."""
     found = _embedding_variables(meta_graph, index)
     owners = {handle.name: name for name, handles in found.items() for handle in handles}
     gathers = [node for node in index.nodes.values() if node.op in GATHERS and data_inputs(node)]
@@ -161,21 +162,23 @@ class _Conversion:
 
     @property
     def nodes(self) -> dict[str, Proto]:
-        """The graph's nodes by name, with those that rewriting added before others."""
+        """The graph's nodes by name, including those that rewriting added before others."""
         added = (node for before in self._before.values() for node in before)
         return self._index.nodes | {node.name: node for node in added}
 
     def handle_of(self, gather: Proto) -> str | None:
-        """The first part's handle of the variable that a gather reads from; None for any other gather."""
+        """Return the first part's handle of the variable that a gather reads from; None for any other
+        gather.
+        """
         inputs = data_inputs(gather)
         handle = through_identities(self._index.nodes, inputs[0].node) if len(inputs) > 2 else ""
         owner = self._owners.get(handle)
         return None if owner is None else str(self._variables[owner][0].name)
 
     def rewrite(self, node: Proto, handle: str, ids: Endpoint, default: Endpoint | None) -> None:
-        """Make a node, in place, the lookup of `ids` in the table that a variable becomes.
+        """Turn a node, in place, into the lookup of `ids` in the table that a variable becomes.
 
-        `default` holds a row for each id, to read where the table lacks the key; None: its default rows.
+        `default` has a row for each id, to read if the table lacks the key; None: its default rows.
         """
         variable = self._owners[handle]
         if variable not in self.tables:
@@ -193,7 +196,7 @@ class _Conversion:
         node.CopyFrom(last)
 
     def _made(self, variable: str) -> GraphDynamicTable:
-        """The table that a variable becomes; its handles are added, and a note on its default rows.
+        """Return the table that a variable becomes; adds its handles, and a note on its default rows.
 
         NotServable for a block of a dynamic-dimension variable, or if its default rows are unknown.
         """
@@ -227,7 +230,7 @@ class _Conversion:
                     yield node
 
     def place(self, graph_def: Proto) -> None:
-        """Add the new nodes to the graph, in an order in which each stands after its inputs."""
+        """Add the new nodes to the graph, in an order in which each follows its inputs."""
         placed = [*self._handles]
         for node in graph_def.node:
             placed += [*self._before.get(node.name, ()), node]
@@ -235,7 +238,7 @@ class _Conversion:
 
 
 def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, list[Proto]]:
-    """{embedding variable: the handles of its parts, in order}."""
+    """Return {embedding variable: the handles of its parts, in order}."""
     collected = dict(_from_collections(meta_graph))
     found: dict[str, dict[int, Proto]] = {}
     for node in index.nodes.values():
@@ -248,7 +251,7 @@ def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, list
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]]:
-    """(handle, (the whole variable's name, the part's number)) for each part in a collection."""
+    """Yield (handle, (the whole variable's name, the part's number)) for each part in a collection."""
     for variable in collected_variables(meta_graph, _COLLECTIONS):
         info = variable.save_slice_info_def
         if info.full_name and info.var_offset:
@@ -256,7 +259,7 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]
 
 
 def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
-    """The dtypes of a variable's keys and values, and its dimension.
+    """Return the dtypes of a variable's keys and values, and its dimension.
 
     NotServable if no dynamic table can have them, or parts differ.
     """
@@ -285,7 +288,7 @@ def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
 
 
 def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
-    """The nodes that run for the outputs of some signature, up to its inputs."""
+    """Return the nodes that run for the outputs of some signature, up to its inputs."""
     found: dict[str, None] = {}
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -296,7 +299,9 @@ def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
 def _parted(
     index: GraphIndex, stitch: Proto, handle_of: Callable[[Proto], str | None]
 ) -> tuple[str, Endpoint, Endpoint | None] | None:
-    """(handle, ids, absent keys' rows if given) of the lookup that a stitch of all parts equals, or None."""
+    """Return (handle, ids, absent keys' rows if given) of the lookup that a stitch of all parts equals, or
+    None.
+    """
     inputs = data_inputs(stitch)
     count = len(inputs) // 2
     gathers = [_origin(index, tensor) for tensor in inputs[count:]]
@@ -324,7 +329,7 @@ def _uses_default(gather: Proto) -> bool:
 
 
 def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, Endpoint] | None:
-    """The tensor that was partitioned into exactly `parts`, in order, and its assignments; or None."""
+    """Return the tensor that was partitioned into exactly `parts`, in order, and its assignments; or None."""
     found = [tensor_behind(index.nodes, tensor) for tensor in parts]
     node = index.nodes.get(found[0].node)
     if node is None or node.op != "DynamicPartition" or len(data_inputs(node)) < 2:
@@ -363,7 +368,9 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 
 
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
-    """Let nodes read what is put into stages instead of what is taken, in place, but for tensors `given`."""
+    """Let nodes read, in place, the tensors put into stages instead of those taken out, except for tensors
+    `given`.
+    """
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:
         return
@@ -390,7 +397,9 @@ def _name(node: Proto) -> tuple[str, str]:
 def _lookup(
     name: str, table: GraphDynamicTable, ids: Endpoint, default: Endpoint | None, scope: str
 ) -> list[Proto]:
-    """The nodes that look ids up, under `scope`; the last has the `name` and gives a row for each id."""
+    """Make the nodes that look up ids, under `scope`; the last has the `name` and returns a row for each
+    id.
+    """
     made, dtype, keys = protos.GraphDef(), table.value_dtype, ids.as_input
 
     def add(name: str, op: str, *inputs: str, **attrs: Any) -> str:
@@ -416,9 +425,9 @@ def _lookup(
 def _default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> tuple[Array, str]:
-    """The rows [d, dim] that absent keys read in a table of these parts (`given`: always), and a note or "".
+    """Return the rows [d, dim] for absent keys in a table of these parts, and a note or "".
 
-    NotServable if the graph does not tell, or tells of different ones.
+    If `given` is set, it is used. NotServable if the graph does not have them, or has different ones.
     """
     if given is not None:
         return _constant(given, dtype, dim), ""
@@ -464,12 +473,13 @@ class AbsentKeys:
                 )
 
     def of(self, name: str) -> float | None:
-        """The number of the first rule that matches a table's name, None if none does."""
+        """Return the number of the first rule that matches a table's name; None if none does."""
         return next((number for pattern, number in self._rules if pattern.fullmatch(name)), None)
 
 
 def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> tuple[Array, str] | None:
-    """The default rows of one part, and "" or why its own cannot be known; None if nothing says.
+    """Return the default rows of one part, and "" or why its own cannot be known; None if the graph has
+    none.
 
     NotServable if the initial value does not consist of rows of `dim` numbers.
     """
@@ -502,7 +512,7 @@ def _constant(value: float, dtype: DType, dim: int) -> Array:
 
 
 def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
-    """The operation that sets an embedding variable's initial value; None if the graph has none."""
+    """Return the operation that sets an embedding variable's initial value; None if the graph has none."""
     # DeepRec's second generation has two: the initialiser, which has the attributes, goes first.
     readers = [index.nodes[name] for name, position in index.consumers[handle] if position < 2]
     for ops in (INITIALISERS, {_IMPORT}):
@@ -518,7 +528,9 @@ def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
 
 
 def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Array | None, str]:
-    """The value of a tensor that is made of constants, or None with the reason why it is not computed."""
+    """Return the value of a tensor computed from constants, or None with the reason why it is not
+    computed.
+    """
     node = index.nodes.get(tensor.node)
     if node is None or depth > _MAX_DEPTH:
         return None, "its initializer is not in the graph"

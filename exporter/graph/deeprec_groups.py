@@ -51,7 +51,9 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Split, in place, the group lookups among the nodes `needed` that can be; returns the graph's index."""
+    """Split, in place, the group lookups among the nodes `needed` that can be split; return the graph's
+    index.
+    """
     read = _outputs_read(index, meta_graph, needed)
     groups = {
         name: group
@@ -74,7 +76,9 @@ def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[s
 
 
 def group_handles(node: Proto) -> list[str]:
-    """The handles' nodes of the embedding variables that a group lookup reads; none for any other node."""
+    """Return the handles' nodes of the embedding variables that a group lookup reads; none for any other
+    node.
+    """
     group = _Group.of(node)
     return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []
 
@@ -101,7 +105,7 @@ class _Group(Struct, frozen=True):
 
     @classmethod
     def of(cls, node: Proto) -> _Group | None:
-        """The group lookup that a node is; None if it is another operation, or cannot be split."""
+        """Return the group lookup that a node is; None if it is another operation, or cannot be split."""
         count, inputs = int(attr(node, "num_lookups").i), data_inputs(node)
         if node.op not in _KNOWN or count < 1:
             return None
@@ -128,7 +132,7 @@ class _Group(Struct, frozen=True):
 
 
 def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str]) -> Mapping[str, set[int]]:
-    """{group lookup: the numbers of its outputs that needed nodes or signatures use}."""
+    """Return {group lookup: the numbers of its outputs that needed nodes or signatures use}."""
     read = [tensor for name in needed for tensor in data_inputs(index.nodes[name])]
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -165,7 +169,7 @@ class _Parts:
         self._group, self._names, self._made = group, names, list[Proto]()
 
     def nodes(self) -> list[Proto]:
-        """The nodes to put in the group's place; the last has its name and outputs."""
+        """Return the nodes to replace the group; the last has its name and outputs."""
         group = self._group
         if group.shapes:
             self._zero = self._constant("zero", np.array(0, np.int32))
@@ -176,7 +180,7 @@ class _Parts:
         return [*self._made, new_node(group.node.name, "IdentityN", rows, after=after, T=types)]
 
     def _lookup(self, number: int) -> str:
-        """Add the lookup in one table, combined where its ids are sparse; returns the result's name."""
+        """Add the lookup in one table, combined if its ids are sparse; return the result's name."""
         group = self._group
         rows = self._rows(number)
         if not group.shapes:
@@ -199,7 +203,7 @@ class _Parts:
         return self._add("combined", "DivNoNan", total, divisor, T=dtype)
 
     def _rows(self, number: int) -> str:
-        """Add the gather of each id's row in one table; returns its name."""
+        """Add the gather of each id's row in one table; return its name."""
         group = self._group
         table, ids = group.tables[number].as_input, group.ids[number].as_input
         if group.is_keyed:

@@ -31,17 +31,17 @@ _FUSED = re.compile(
 
 @cache
 def is_deeprec(op: str) -> bool:
-    """True for an operation whose name is known as DeepRec's."""
+    """True for an operation whose name is known to be DeepRec's."""
     return _KNOWN.fullmatch(op) is not None
 
 
 def is_convertible(op: str) -> bool:
-    """True for one of DeepRec's operations that `deeprec_conversion` rewrites where outputs need it."""
+    """True for an operation of DeepRec's that `deeprec_conversion` rewrites if outputs need it."""
     return op == HANDLE or op in GATHERS
 
 
 def is_fused(op: str) -> bool:
-    """True for one of DeepRec's operations that fuse a whole lookup, or those in a group of tables."""
+    """True for an operation of DeepRec's that fuses a whole lookup, or those in a group of tables."""
     return _FUSED.fullmatch(op) is not None
 
 
@@ -52,7 +52,7 @@ def is_deeprecs(nodes: Iterable[Proto]) -> bool:
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
     """Remove DeepRec's attributes of stock operations, in place; ForeignOperations if one has an effect."""
-    # One with the default value that the graph's own OpDefs give has none.
+    # An attribute with the default value in the graph's own OpDefs has no effect.
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:
         for name in foreign_attributes(node):
@@ -65,7 +65,9 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """A node's attributes that its stock operation lacks, but for `_names`; none for a foreign operation."""
+    """Return a node's attributes that its stock operation lacks, except `_names`; none for a foreign
+    operation.
+    """
     known = stock_attributes(node.op)
     if known is None:
         return []

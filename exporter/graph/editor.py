@@ -31,11 +31,13 @@ class GraphEditor(Struct):
     graph_def: Proto
     scope: str
     owner: str  # part of resources' names: TensorFlow 2's loader keeps those of all models in one place
-    _spelled: dict[str, str] = field(default_factory=dict)  # {wanted name: valid name, of this one alone}
+    _spelled: dict[str, str] = field(default_factory=dict)  # {wanted name: its own valid name}
 
     @classmethod
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
-        """An editor that adds nodes under `wanted`, or under `wanted_<n>` if the graph has names there."""
+        """Make an editor that adds nodes under `wanted`, or under `wanted_<n>` if the graph has names
+        there.
+        """
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
@@ -43,7 +45,7 @@ class GraphEditor(Struct):
         return cls(graph_def, next(free), owner)
 
     def _spell(self, name: str) -> str:
-        """A valid name for a node, of this one alone; a signature's may be `default:None`."""
+        """Return a valid, unique name for a node; a signature's may be `default:None`."""
         if name not in self._spelled:
             wanted = spelled = _NOT_IN_NAMES.sub("_", name)
             taken = {*self._spelled.values()} if wanted != name or wanted in self._spelled.values() else ()
@@ -63,7 +65,7 @@ class GraphEditor(Struct):
         device: str = "",
         **attrs: Any,
     ) -> str:
-        """Add a node and return its name, which is its first output; `after` names control inputs."""
+        """Add a node and return its name, which is its first output; `after` are its control inputs."""
         full = f"{self.scope}/{self._spell(name)}"
         self.graph_def.node.append(new_node(full, op, inputs, after=after, device=device, **attrs))
         return full
@@ -75,7 +77,7 @@ class GraphEditor(Struct):
         return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
 
     def resource(self, name: str, op: str, **attrs: Any) -> str:
-        """Add the handle of a new resource that lives on the CPU, and return its name."""
+        """Add the handle of a new resource on the CPU, and return its name."""
         shared = f"{self.scope}/{name}/{self.owner}".encode()
         return self.node(name, op, device=CPU, shared_name=shared, container=b"", **attrs)
 
@@ -121,10 +123,9 @@ class GraphEditor(Struct):
     ) -> PlacedFunction:
         """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), and add it.
 
-        It returns tensors, and calls functions of the graph by the names that `privately_named` gives.
-
-        With `as_written` TensorFlow's graph optimizers pass over it: optimizing a large function at its
-        first call costs seconds, and gains nothing where the work is reading files and writing rows.
+        It returns tensors, and calls functions of the graph by the names from `privately_named`. With
+        `as_written` TensorFlow's graph optimizers skip it: optimizing a large function at its first call
+        costs seconds, and gains nothing if the work is reading files and writing rows.
         """
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
@@ -157,7 +158,7 @@ class TracedFunction(Struct, frozen=True):
 def trace(
     part: Callable[..., Any], inputs: Mapping[str, tuple[DType, Any]], *, as_written: bool = False
 ) -> TracedFunction:
-    """The functions of a part, traced as `GraphEditor.function` says, to be added to any graph."""
+    """Trace the functions of a part, as in `GraphEditor.function`, to be added to any graph."""
     import tensorflow as tf
 
     specs = [
@@ -178,7 +179,7 @@ def trace(
 
 
 class PlacedFunction(Struct, frozen=True):
-    """A function of the graph: its name, and the dtypes that it takes and gives."""
+    """A function of the graph: its name, and the dtypes of its arguments and results."""
 
     name: str
     inputs: tuple[DType, ...]
@@ -208,17 +209,17 @@ def _merge_constants(function: Proto) -> None:
 
 
 def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
-    """A reference to a node (`^node`) or its output, with the node's new name, if it has one."""
+    """Return a reference to a node (`^node`) or its output, with the node's new name, if it has one."""
     control = "^" if reference.startswith("^") else ""
     node, colon, output = reference.removeprefix("^").partition(":")
     return control + renamed.get(node, node) + colon + output
 
 
 def _keep_as_written(function: Proto) -> None:
-    """Let graph optimizers pass over a function, at loading and when it is called, in place.
+    """Let graph optimizers skip a function, at loading and when it is called, in place.
 
-    Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which leaves functions of tf.data alone;
-    the `config_proto` of a call decides how its function is optimized.
+    Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which skips functions of tf.data; the
+    `config_proto` of a call decides how its function is optimized.
     """
     function.attr["_tf_data_function"].b = True
     for node in function.node_def:
@@ -240,11 +241,12 @@ _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
 def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
-    """A GraphDef of `nodes` and the functions that they need, under private names, to import into a part.
+    """Make a GraphDef of `nodes` and the functions that they need, under private names, to import into a
+    part.
 
-    `GraphEditor.function` gives the functions their own names back.
+    `GraphEditor.function` restores the functions' own names.
     """
-    # In a process TensorFlow has one function of a name, and it numbers those that it makes itself.
+    # A process of TensorFlow has only one function with a name, and it numbers those that it makes itself.
     graph_def = message_class("GraphDef")()
     graph_def.node.extend(nodes)
     definitions = {function.signature.name: function for function in library.function}
