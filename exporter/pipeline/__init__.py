@@ -1,1 +1,1 @@
-"""Run the stages in order: full exports, deltas, and work on published logs. Nothing else knows the order."""
+"""Run the stages in order: full exports, deltas, and work on published logs."""

@@ -45,15 +45,18 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph, and complete the rules from both sides."""
+    """Read the graph, and complete the rules from both sides.
+
+    UsageError or GraphError if the graph cannot be found or read, or does not go with the request.
+    """
     asked = GraphRequest.of(request, model_beside(catalog.prefix), catalog.naming)
     if asked.model is None:
         raise nothing_to_serve(request.ckpt_dir)
-    # Before it is loaded: what is edited meanwhile is refused later, not taken for what was loaded.
+    # Before loading, so that files edited meanwhile are refused later, not taken for the loaded ones.
     origin = GraphOrigin.of(asked, is_beside=asked.is_found) if request.updates else None
     source = load(asked)
     if origin is not None:
-        # Files of the trainer's directory differ for each checkpoint; their values are what is exported.
+        # Files in the trainer's directory differ for each checkpoint; their values are exported anyway.
         source = replace(source, code=source.code.without_files_of(catalog.prefix.parent))
         origin = origin.with_code(source.code)
     graph = clean(source)
@@ -67,7 +70,7 @@ def read_both(
 
 @contextmanager
 def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
-    """Add a hint to mapping errors of a block, where a Keras 3 builder meets a checkpoint of Keras 2."""
+    """Add a hint to mapping errors of the block if a Keras 3 builder meets a checkpoint of Keras 2."""
     try:
         yield
     except (MissingTensors, ObjectMismatch) as error:
@@ -77,7 +80,7 @@ def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
 
 
 def _builder_files(request: ExportRequest) -> list[str]:
-    """Return the path of the builder's source file; [] if the model is no builder, or of a module."""
+    """The path of the builder's source file; [] if the model is not a builder, or names a module."""
     model = request.model
     if callable(model):
         return [inspect.getsourcefile(inspect.unwrap(model)) or ""]
@@ -94,7 +97,7 @@ class Unmatchable(Struct, frozen=True):
 
 
 def compare_names(request: ExportRequest) -> Unmatchable:
-    """Return the variables and tensors that an export of this request would leave unmatched.
+    """The variables and tensors that an export of this request would leave unmatched.
 
     Raises:
         UsageError, CheckpointError, GraphError: see errors.py.

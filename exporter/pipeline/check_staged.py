@@ -1,4 +1,4 @@
-"""The steps that check what is staged, before it is published."""
+"""Steps that check the staged version before it is published."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from exporter.verify.version_files import verify_bytes, verify_files
 
 
 def check_staged(staged: Staged) -> None:
-    """Check files, bytes, indexes of tables and outputs against the checkpoint, as far as `--verify` says.
+    """Check files, bytes, indexes of tables and outputs against the checkpoint, to the extent of `--verify`.
 
-    VerificationError for what differs; the differences of outputs are noted in `staged`.
+    VerificationError for a difference; differences of outputs within the tolerance are recorded in `staged`.
     """
     planned, catalog = staged.plan, staged.variables.catalog
     request, layout = planned.request, planned.layout
@@ -41,7 +41,7 @@ def check_staged(staged: Staged) -> None:
 
 
 def check_published(staged: Staged) -> None:
-    """Check the values that servers get, increments among them: finite, and as golden requests say.
+    """Check the values that servers get, including increments: finite, and as golden requests expect.
 
     NotFinite or VerificationError if they are not.
     """
@@ -52,7 +52,7 @@ def check_published(staged: Staged) -> None:
 
 
 def _running(staged: Staged) -> Running:
-    """How graphs are run: in this process if the user trusts the model with code or has operations loaded."""
+    """The settings for running graphs: in this process only if the user allowed code or loads operations."""
     planned = staged.plan
     trusted = planned.source.trust.code or bool(planned.graph.foreign)
     return Running(staged.variables.catalog.bytes_, trusted)

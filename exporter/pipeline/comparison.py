@@ -1,8 +1,8 @@
 """`diff A B`: compare two states, checkpoints or published positions, by variables, rows and keys.
 
 A state is a checkpoint (directory or prefix), a published version, or a model with a position: `MODEL` for
-the newest, `MODEL@POSITION` for another, by number or name (`exporter.publish.tags`). Three parts follow each
-other below: tables that two checkpoints partition in different ways, tables by keys, and the comparison.
+the newest, `MODEL@POSITION` for another, by number or name (`exporter.publish.tags`). The module has three
+parts: tables that two checkpoints partition in different ways, tables by keys, and the comparison.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _Parts = Mapping[int, TensorRef]
 
 
 def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
-    """Return readers of `catalog`'s tensors by name, with rows in the order in which `other` has them."""
+    """Readers of `catalog`'s tensors by name, with rows in the order that they have in `other`."""
     tensors = _joined(_compared(catalog), _compared(other))
     theirs = _joined(_compared(other), _compared(catalog))
     moved = {
@@ -74,7 +74,7 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
 
 
 def _compared(catalog: Catalog) -> dict[str, TensorRef]:
-    """Return the tensors that can be compared: whole ones with values."""
+    """The tensors that can be compared: complete ones with values."""
     return {
         name: ref
         for name, ref in catalog.tensors.items()
@@ -83,7 +83,7 @@ def _compared(catalog: Catalog) -> dict[str, TensorRef]:
 
 
 def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """Return the tensors, with `<table>/part_<n>` as one table if `others` have it in other parts."""
+    """The tensors; parts `<table>/part_<n>` become one table if `others` has the table in other parts."""
     groups, other_groups = _groups(tensors), _groups(others)
     result = dict(tensors)
     for name, parts in groups.items():
@@ -98,7 +98,7 @@ def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -
 
 
 def _groups(tensors: Mapping[str, TensorRef]) -> dict[str, dict[int, TensorRef]]:
-    """Return the tensors called `<table>/part_<n>`, by the table's name and by n."""
+    """The tensors called `<table>/part_<n>`, by the table's name and by n."""
     found: dict[str, dict[int, TensorRef]] = {}
     for ref in tensors.values():
         if match := _PART.fullmatch(ref.name):
@@ -111,7 +111,7 @@ def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
 
 
 def _table(name: str, parts: _Parts) -> TensorRef | None:
-    """Return the parts as slices of one table; None if they do not fit together."""
+    """The parts as slices of one table; None if they do not fit together."""
     ordered = [parts[number] for number in sorted(parts)]
     first = ordered[0]
     fits = all(
@@ -133,13 +133,14 @@ def _boxes(ref: TensorRef) -> frozenset[SliceSpec]:
 
 
 def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
-    """Read how the trainer looked its tables up from the graph beside the checkpoint; {} without one."""
+    """The partition strategies of the tables, from the graph beside the checkpoint; {} without one."""
     path = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     return trained_strategies(read_metagraph(path)) if path.is_file() else {}
 
 
 def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
-    """Return a table's strategy; a slot, or an average, has that of the table whose name begins its own.
+    """A table's strategy; a slot or an average has its table's, found by the shortest name that begins its
+    own.
 
     None if no strategy is known.
     """
@@ -148,7 +149,7 @@ def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> Partiti
 
 
 def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
-    """True if the rows of a table take turns in its slices."""
+    """True if the rows of a table are distributed in turn over its slices."""
     if strategy is not PartitionStrategy.MOD or len(ref.slices) < 2:
         return False
     boxes = sorted(_boxes(ref), key=lambda box: box.starts)
@@ -168,13 +169,13 @@ class TableDifference(Struct, frozen=True):
     name: str
     """Its name."""
     keys: int
-    """How many keys both sides have."""
+    """The number of keys on both sides."""
     only_a: int
-    """How many keys only the first side has."""
+    """The number of keys only on the first side."""
     only_b: int
-    """How many keys only the second side has."""
+    """The number of keys only on the second side."""
     changed_rows: int
-    """How many keys of both have other rows."""
+    """The number of keys on both sides whose rows differ."""
     norm: float | None
     """The Euclidean norm of these rows' difference; null if it is not finite."""
     largest: float | None
@@ -205,7 +206,7 @@ class ServedKeys(Struct, frozen=True, eq=False):
         return self.table.row_values.dtype
 
     def values(self, places: Array) -> Array:
-        """The rows of the keys at these places of `keys`."""
+        """The rows of the keys with these indices in `keys`."""
         return self.table.state.rows_at(self.table.row_values.name, self.rows[places])
 
 
@@ -234,9 +235,9 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
 
 
 def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
-    """Read the embedding variables that both checkpoints have with rows of one kind.
+    """Read the embedding variables of both checkpoints that have rows of the same kind.
 
-    Returns those of each side by name, and the names of all tensors that they are made of.
+    Returns each side's tables by name, and the names of all tensors of which they consist.
     """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
@@ -258,7 +259,8 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """Yield how tables differ that both sides have with rows of one kind, in the order of the first side.
+    """Yield the difference of each table that both sides have with rows of the same kind, in the first side's
+    order.
 
     Rows of the variables `in_8_bits` are codes with a scale.
     """
@@ -273,7 +275,7 @@ def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: li
 
 
 def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDifference:
-    """Compare two tables by their keys; rows of keys that both have by their bits."""
+    """Compare two tables by their keys, and the rows of common keys bit for bit."""
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
     places_a, places_b = ours[in_both], theirs[in_ours]
@@ -293,11 +295,11 @@ def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDiff
     return TableDifference(name, len(places_a), gone, come, changed, norm, largest)
 
 
-_HASHER = BlockHasher(0)  # the hashes are not kept, and the tasks of one comparison are always the same
+_HASHER = BlockHasher(0)  # a fixed seed, as hashes are not kept: so a comparison has the same tasks again
 
 
 class ComparedState(Struct, frozen=True):
-    """One of two states: a position `at` of a `log`, or a checkpoint, `catalog`."""
+    """One of two states: position `at` of a `log`, or a checkpoint, `catalog`."""
 
     label: str
     at: Position | None
@@ -306,7 +308,7 @@ class ComparedState(Struct, frozen=True):
 
     @property
     def published(self) -> LayeredState | None:
-        """The values of a position; None of a checkpoint."""
+        """The values at a position; None for a checkpoint."""
         return self.log.state(self.at.position) if self.log is not None and self.at is not None else None
 
 
@@ -316,9 +318,9 @@ class VariableDifference(Struct, frozen=True):
     name: str
     """Its name."""
     changed_rows: int
-    """How many of its rows differ."""
+    """The number of its rows that differ."""
     rows: int
-    """How many rows it has."""
+    """The number of its rows."""
     norm: float | None
     """The Euclidean norm of the difference; null if it is not finite."""
     largest: float | None
@@ -326,8 +328,10 @@ class VariableDifference(Struct, frozen=True):
 
 
 class Differences(Struct, frozen=True):
-    """The differences of two states. `only_a` and `only_b` are variables that the other side lacks, or has
-    with another type or shape. `tables` are compared by their keys.
+    """The differences of two states.
+
+    `only_a` and `only_b` are variables that the other side lacks, or has with another type or shape. `tables`
+    are compared by their keys.
     """
 
     a: ComparedState
@@ -345,12 +349,12 @@ class Differences(Struct, frozen=True):
 
 
 def parse_side(text: str) -> ComparedState:
-    """Read the state that an argument of `diff` names.
+    """The state that an argument of `diff` names.
 
     Raises:
         UsageError: the position is malformed.
-        PositionUnknown: it is the name of none.
-        ExportError: what is named cannot be read, see errors.py.
+        PositionUnknown: no position has this name.
+        ExportError: the state cannot be read, see errors.py.
     """
     if Url.parse(text) is not None:
         path = mirror.local(Path(text))
@@ -371,7 +375,7 @@ def parse_side(text: str) -> ComparedState:
 
 
 def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) -> Differences:
-    """Compare two states bit for bit; with a `runner`, tables by its tasks.
+    """Compare two states bit for bit; with a `runner`, its tasks compare tables.
 
     Raises:
         ExportError: a side cannot be read, or they have nothing in common; see errors.py.
@@ -382,7 +386,7 @@ def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) ->
 
 
 def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
-    """Return a side whose rows can be read where they lie: an archive is copied into a bundle first."""
+    """A side whose rows can be read in place: an archive is first copied into a bundle."""
     if side.catalog is None or side.catalog.is_bundle:
         return side
     catalog = write_bundle(side.catalog, side.catalog.tensors.values(), directory / "model.ckpt")
@@ -390,7 +394,7 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
 
 
 def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:
-    """Compare two states whose rows can be read where they lie.
+    """Compare two states whose rows can be read in place.
 
     UsageError if they have no variable in common.
     """
@@ -431,7 +435,7 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """Compare the tables that both sides have; also return the variables that these are made of."""
+    """Compare the tables that both sides have; also return the variables of which these consist."""
     if a.log is None and b.log is None:
         assert a.catalog is not None
         assert b.catalog is not None
@@ -454,7 +458,7 @@ def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
 
 
 def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
-    """Read a position of a model, of logs that have ended, too; the newest if none is named."""
+    """A position of a model, also in logs that have ended; the newest if `position` is None."""
     there = Standing.of(model)
     at = there.newest if position is None else position
     there.require(at)
@@ -469,9 +473,9 @@ def _of_catalog(catalog: Catalog, label: str) -> ComparedState:
 
 
 def _variables(side: ComparedState, other: ComparedState, apart: Collection[str]) -> dict[str, RowReader]:
-    """Return readers of a side's variables: as served if either side is a log's, else one for each tensor.
+    """Readers of a side's variables: as served if either side is a log's, else one per tensor.
 
-    Those of tables that are compared by keys, `apart`, are left out.
+    Variables of tables that are compared by keys, `apart`, are left out.
     """
     if (published := side.published) is not None:
         return {name: reader for name, reader in published.stored.items() if name not in apart}
@@ -489,23 +493,23 @@ def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
-    """Return both halves (keys, values) of a lookup table by the name of either.
+    """Both halves (keys, values) of each lookup table, by the name of either.
 
-    They are compared whole: each position has as many entries as it has, whatever the base had.
+    They are compared whole, as the number of entries differs between positions.
     """
     pairs = side.log.schema.lookups if side.log is not None else ()
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
 
 
 def _as_compared(variable: RowReader) -> ServedVariable:
-    """Return the variable as one that is compared by rows, or whole if its rows cannot be read one by one."""
+    """The variable as one that is compared by rows, or whole if its rows cannot be read one by one."""
     by_rows = variable.is_row_addressable and math.prod(variable.shape) > 0
     kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
     return ServedVariable(variable.name, variable.dtype, variable.shape, kind)
 
 
 def _in_8_bits(side: ComparedState) -> set[str]:
-    """Return the names of a side's served tables whose rows are 8-bit codes with a scale."""
+    """The names of a side's served tables whose rows are 8-bit codes with a scale."""
     sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()
     return {part.served_name for source in sources if source.is_in_8_bits for part in source.variables}
 
@@ -513,7 +517,7 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 def _difference(
     variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
-    """Measure a change: how many rows it has, and how far they are from the old ones."""
+    """Measure a change: the number of its rows, and their distance from the old ones."""
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
         pairs: Iterable[tuple[Array, Array]] = (
@@ -531,12 +535,12 @@ def _difference(
 
 
 def _numbers(pairs: Iterable[tuple[Array, Array]], *, is_coded: bool) -> Iterable[tuple[Array, Array]]:
-    """Return pairs of served rows as numbers: codes are multiplied by their scale."""
+    """Pairs of served rows as numbers: codes are multiplied by their scale."""
     return ((values_of(old), values_of(new)) for old, new in pairs) if is_coded else pairs
 
 
 def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:
-    """Return the Euclidean norm and the largest element of a difference; None if values are no numbers."""
+    """The Euclidean norm and the largest element of a difference; None if values are not numbers."""
     squares = largest = 0.0
     for before, after in pairs:
         if before.dtype == object or before.dtype.kind == "b":

@@ -1,9 +1,9 @@
-"""How many bytes the next delta may hold, by `--delta-budget` and by what was published lately.
+"""Compute the size limit of the next delta, by `--delta-budget` and by the sizes of recent deltas.
 
-A rate is kept in any ten seconds: a delta may hold what the time since the publication before it allows, and
-together with the deltas of the last ten seconds no more than these allow. So a watch that had nothing to send
-saves up ten seconds at most. What was sent is read from the log, so that a restart forgets nothing of it.
-Merged deltas do not count: no server that follows takes one.
+A rate holds within any ten seconds: a delta may be as large as the time since the previous publication
+permits, and together with the deltas of the last ten seconds no larger than ten seconds permit. So a watch
+that had nothing to send saves up at most ten seconds. Sizes are read from the log, so that a restart forgets
+nothing. Merged deltas do not count: servers that follow the log do not read them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.storage.layout import MANIFEST_FILE
 
 WINDOW_SECONDS = 10.0
-"""No span of this length gets more than it allows."""
+"""The time over which a rate is kept: no such span gets more than its share."""
 _WORTH_SECONDS = 1.0
-"""A watch waits until a rate allows what this time allows, and what had to go with the delta before."""
+"""A watch waits until a rate permits the bytes of this time, and those the previous delta had to send."""
 
 
 class Allowance(Struct, frozen=True):
-    """The bytes that the delta may hold that is planned `now`, and the seconds since the one before it.
+    """The most bytes of the delta planned at `now`, and the seconds since the previous one.
 
-    `now` is in seconds since 1970. `is_worth` is False while a watch is to wait.
+    `now` is in seconds since 1970. `is_worth` is False while a watch should wait.
     """
 
     room: int
@@ -43,7 +43,10 @@ class Allowance(Struct, frozen=True):
         budget = DeltaBudget.parse("--delta-budget", text)
         entry, before, due = log.newest.entry, log.newest.manifest.created, 0
         if isinstance(entry, DeltaEntry) and entry.budget is not None:
-            before, due = entry.budget.planned, entry.budget.due  # what it took to publish it is not lost
+            before, due = (
+                entry.budget.planned,
+                entry.budget.due,
+            )  # publishing takes time, which must not be lost
         passed = now - before.timestamp()
         seconds = passed if passed >= 0 else WINDOW_SECONDS  # a clock was set back
         if not budget.is_rate:
@@ -54,18 +57,18 @@ class Allowance(Struct, frozen=True):
         return cls(room, seconds, now, room >= worth)
 
     def told(self, used: Used) -> Budgeted:
-        """What the delta's manifest says of its budget."""
+        """The record of the budget for the delta's manifest."""
         planned = datetime.fromtimestamp(self.now, timezone.utc)
         return Budgeted(**asdict(used), allowed=self.room, planned=planned, seconds=self.seconds)
 
 
 def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
-    """Yield the sizes of the deltas of the last ten seconds."""
+    """Yield the sizes in bytes of the deltas of the last ten seconds."""
     for delta in sorted(log.deltas, key=lambda one: one.end, reverse=True):
         if delta.entry.made is DeltaOrigin.MERGE:
             continue
         age = now - delta.manifest.created.timestamp()
         if age > WINDOW_SECONDS:
             return
-        if age >= 0:  # else a clock was set back: when it was published is not known
+        if age >= 0:  # otherwise a clock was set back, and the age is unknown
             yield delta.manifest.bytes_ + (delta.path / MANIFEST_FILE).stat().st_size

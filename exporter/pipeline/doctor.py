@@ -1,8 +1,8 @@
 """Examine a model on disk; each finding names its cause and the command that helps.
 
-`examine` runs the checks in the order in which problems should be repaired: what is published (damage, gaps,
-holds, orphaned and foreign files, times), then its surroundings (left-overs, permissions, clocks, checkpoints
-and links to them). What servers say, which `ask` asks, is judged by `exporter.publish.judge`.
+`examine` runs the checks in the order in which problems should be repaired: the published model (damage,
+gaps, holds, orphaned and foreign files, times), then its surroundings (left-overs, permissions, clocks,
+checkpoints and links to them). `ask` asks servers; `exporter.publish.judge` judges their answers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from exporter.verify.version_files import OVERWRITTEN_HINT
 
 
 class Check(StrEnum):
-    """What was looked at."""
+    """The subject of a check."""
 
     FILES = "files"
     WAYS = "ways"
@@ -135,14 +135,14 @@ CHECKS = {
 
 
 def check_of(finding: Finding) -> Check:
-    """What was looked at; what no other check finds is said of replicas."""
+    """The check that made a finding; REPLICAS for findings that no check on disk makes."""
     return Check(finding.check) if finding.check else CHECKS.get(finding.code, Check.REPLICAS)
 
 
 def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
-    """The error that a command ends with; None if nothing is wrong.
+    """The error with which a command ends; None if nothing is wrong.
 
-    What is wrong on disk counts first, then the checkpoint, then servers.
+    Problems on disk count first, then the checkpoint's, then servers'.
     """
     wrong = [finding for finding in findings if finding.level is Level.WRONG]
     if not wrong:
@@ -160,7 +160,7 @@ _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "
 
 
 def left_overs(model: Path) -> Iterator[Finding]:
-    """Find staging and trash of processes that died."""
+    """Yield the finding about staging and trash directories of processes that died."""
     found = dead_leftovers(model)
     if found:
         size = sum(map(size_of, found))
@@ -173,20 +173,22 @@ def left_overs(model: Path) -> Iterator[Finding]:
 
 
 def permissions(model: Path) -> Iterator[Finding]:
-    """Whether a server that runs as another user can read what is published, and whether we may publish."""
+    """Yield findings if a server of another user cannot read the model, or this user cannot publish."""
     yield from _closed_files(model)
     yield from _closed_above(model)
     yield from _not_writable(model)
 
 
 def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
-    """Find a checkpoint that the next full export cannot read, or has to copy where it could be linked."""
+    """Yield findings about a checkpoint that the next full export cannot read, or must copy instead of
+    linking.
+    """
     try:
         catalog = open_checkpoint(ckpt_dir)
     except CheckpointError as error:
         yield Finding(Code.CHECKPOINT, error.message, error.cause, _as_command(error.hint))
         return
-    if not catalog.is_bundle:  # its values are written again in any case
+    if not catalog.is_bundle:  # its values are rewritten in any case
         return
     yield from _written_over(model, catalog, ckpt_dir)
     try:
@@ -194,7 +196,7 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
     except CheckpointError as error:
         yield Finding(Code.CHECKPOINT, error.message, error.cause, _as_command(error.hint))
         return
-    except PublishError:  # `permissions` tells
+    except PublishError:  # `permissions` reports it
         same = catalog.prefix.parent.stat().st_dev == model.stat().st_dev
         reason = "" if same else "they lie on two file systems"
     if reason:
@@ -208,10 +210,10 @@ def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
 
 
 def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Finding]:
-    """Find a trainer that writes new checkpoints into the files of earlier ones, which versions may hold."""
+    """Yield the finding that a trainer writes new checkpoints into files to which versions have links."""
     for version in published_versions(model):
         written: list[Path] = []
-        with suppress(ExportError, OSError):  # damage is told by `damage`
+        with suppress(ExportError, OSError):  # `damage` reports it
             written = read_manifest(version.path).overwritten(version.path)
         for shard in catalog.shards:
             with suppress(OSError):
@@ -227,12 +229,14 @@ def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Fin
 
 
 def _deltas(model: Path) -> list[str]:
-    """The options of a new version that takes deltas if the model's does."""
+    """The options for a new version of this model: `--updatable` if it has deltas."""
     return ["--updatable"] if (model / DELTAS_DIRECTORY).is_dir() else []
 
 
 def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
-    """Find a file system whose time is not the one here; makes a directory, and removes it."""
+    """Yield the finding that a file system's clock differs from this machine's; makes and removes a
+    directory.
+    """
     try:
         with Staging(model, sweeps=False) as staging, writing(staging.path):
             ahead = staging.path.stat().st_mtime - now
@@ -248,11 +252,11 @@ def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
 
 
 def durability(model: Path) -> Iterator[Finding]:
-    """Find a file system on which what is published may not survive a power cut; makes a directory."""
+    """Yield the finding that publications may not survive a power cut here; makes and removes a directory."""
     try:
         with Staging(model, sweeps=False) as staging:
             is_durable = sync(staging.path)
-    except PublishError:  # `permissions` tells
+    except PublishError:  # `permissions` reports it
         return
     if not is_durable:
         where = command("findmnt", "-T", model)
@@ -260,7 +264,7 @@ def durability(model: Path) -> Iterator[Finding]:
 
 
 def _closed_files(model: Path) -> Iterator[Finding]:
-    """Published files that fewer may read than may look into the model's directory."""
+    """Yield the finding about published files that fewer users may read than may enter the directory."""
     allowed = _Readers.of(model)
     closed: list[tuple[Path, str]] = []
     trees = [child.path for child in published_versions(model)]
@@ -287,7 +291,7 @@ def _closed_files(model: Path) -> Iterator[Finding]:
 
 
 def _closed_above(model: Path) -> Iterator[Finding]:
-    """The nearest directory that keeps other users out, of the model's own and all above it."""
+    """Yield the finding about the nearest directory, the model's or one above, that keeps other users out."""
     top = model.resolve()
     for directory in (top, *top.parents):
         mode = directory.stat().st_mode
@@ -321,9 +325,9 @@ def _not_writable(model: Path) -> Iterator[Finding]:
 
 
 def _why_not_linked(model: Path, catalog: Catalog) -> str:
-    """Why the shards cannot be linked, found by linking each of them once; "" if they can.
+    """The reason why the shards cannot be linked, found by linking each of them once; "" if they can.
 
-    CheckpointError if a shard is not what its index was read for, PublishError if nothing can be written.
+    CheckpointError if a shard changed since its index was read, PublishError if nothing can be written.
     """
     with Staging(model, sweeps=False) as staging, writing(staging.path):
         new_file = NewFile.in_directory(staging.path)
@@ -335,23 +339,23 @@ def _why_not_linked(model: Path, catalog: Catalog) -> str:
 
 
 def _top(model: Path, path: Path) -> Path:
-    """The version or log that a published file belongs to."""
+    """The version or log to which a published file belongs."""
     inside = path.relative_to(model).parts
     return model.joinpath(*inside[: 2 if inside[0] == DELTAS_DIRECTORY else 1])
 
 
 def _as_command(hint: str) -> str:
-    """The command in a hint that ends with one, else the hint."""
+    """The command at the end of a hint; the hint itself if there is none."""
     _, found, rest = hint.partition("export-model ")
     return f"export-model {rest}" if found else hint
 
 
 class _Readers:
-    """Who may read a file, or list and enter a directory."""
+    """The users that may read a file, or list and enter a directory."""
 
     def __init__(self, found: os.stat_result) -> None:
         mode = found.st_mode
-        if stat.S_ISDIR(mode):  # to read is to list, and needs the right to enter as well
+        if stat.S_ISDIR(mode):  # reading a directory also needs the right to enter it
             mode &= (mode & 0o111) << 2
         self.uid, self.gid = found.st_uid, found.st_gid
         self.others = bool(mode & stat.S_IROTH)
@@ -362,7 +366,7 @@ class _Readers:
         return cls(path.lstat())
 
     def lost_by(self, other: _Readers) -> str:
-        """Users that may read this and not `other`: "others", "group", or "" for none."""
+        """The users that may read this and not `other`: "others", "group", or "" for none."""
         if self.others and not other.others:
             return "others"
         group = other.others or (other.group and other.gid == self.gid)
@@ -370,26 +374,26 @@ class _Readers:
 
 
 CANARY_SECONDS = 600.0
-"""A canary that takes longer to decide is not at work, or has no replica to go first."""
+"""Seconds after which an undecided canary is not running, or has no replica to go first."""
 
 PATIENCE = 60.0
-"""How long a server may take to serve what is published, in seconds."""
+"""Seconds that a server may take to serve a publication."""
 
 FUTURE_SECONDS = 60.0
-"""Clocks of machines differ; by less than this it is no matter."""
+"""Seconds by which clocks may differ without a finding."""
 
 
 LATELY, LEAST = 20, 5
-"""Deltas by which a budget is judged: at most, at least."""
+"""The most and the fewest deltas by which a budget is judged."""
 SMALL_SHARE = 0.25
-"""The part of the change below which a budget is too small: a tenth of the rows usually brings half of it."""
+"""The share of the change below which a budget is too small: a tenth of the rows usually has half of it."""
 
 SCARCE = 0.05
-"""The part of a dynamic table's rows below which free ones are few."""
+"""The share of free rows in a dynamic table below which they are few."""
 
 
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """What `verify` finds, each with the command that repairs it."""
+    """Yield the findings of `verify`, each with the command that repairs it."""
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
             yield _broken_hold(model, problem)
@@ -407,7 +411,9 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 
 
 def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Find deltas with NaN or infinity before which servers stay, because the model refuses them."""
+    """Yield the finding about deltas with NaN or infinity, which servers do not pass as the model refuses
+    them.
+    """
     log = found.log
     if log is None or found.damage or not log.base.entry.updates.finite:
         return
@@ -438,13 +444,13 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def _end(deltas: Collection[LogDelta], start: int) -> int:
-    """How far deltas lead a server."""
+    """The position that a server at `start` reaches by these deltas."""
     chain = furthest(deltas, start)
     return chain[-1].end if chain else start
 
 
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """Find holds that are set and can be read, and deltas that wait for a canary for too long."""
+    """Yield findings about readable holds, and about deltas that are pending for a canary for too long."""
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
         held = hold.for_servers()  # read once: it may be lifted meanwhile
@@ -465,7 +471,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
-    """Deltas that wait for a canary for so long that it cannot be at work."""
+    """Yield the finding about deltas pending for so long that no canary can be running."""
     with suppress(ManifestError, OSError):
         approved, by = log.approved, log.hold.by
         waiting = [delta for delta in log.deltas if approved is not None and delta.end > approved]
@@ -481,7 +487,7 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 
 
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Logs whose bases are all gone: no server can apply their deltas."""
+    """Yield findings about logs whose bases are all gone: no server can apply their deltas."""
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         yield Finding(
@@ -493,7 +499,7 @@ def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def strangers(model: Path) -> Iterator[Finding]:
-    """Names that servers take for versions, and that this program did not publish."""
+    """Yield findings about names that servers take for versions, and that this program did not publish."""
     found = version_dirs(model)
     newest = next((child.version for child in found if child.has_manifest), -1)
     for child in found:
@@ -509,12 +515,12 @@ def strangers(model: Path) -> Iterator[Finding]:
 
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """Find versions with a time in the future: what they replaced stays until then."""
+    """Yield the finding about publications dated in the future: what they replaced stays until then."""
     paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []
     for path in paths:
-        with suppress(ManifestError):  # which `damage` has reported
+        with suppress(ManifestError):  # `damage` has reported it
             created = read_head(path).created.timestamp()
             if created > now + FUTURE_SECONDS:
                 later.append((created, path))
@@ -531,7 +537,7 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def publisher(model: Path, now: float) -> Iterator[Finding]:
-    """Find a publisher that is silent for longer than it usually is, and publishers on several machines."""
+    """Yield findings about a publisher that is unusually silent, and about publishers on several machines."""
     seen = Model.read(model)
     found = Habit.of(seen).silence(datetime.fromtimestamp(now, timezone.utc))
     if found.is_too_long:
@@ -541,7 +547,7 @@ def publisher(model: Path, now: float) -> Iterator[Finding]:
 
 
 def room(model: Path) -> Iterator[Finding]:
-    """Find that the next base does not fit on the disk: it needs what the newest one does not share."""
+    """Yield the finding that the disk has no space for another base, by the newest one's unshared bytes."""
     newest = newest_version(model)
     if newest is None:
         return
@@ -559,10 +565,10 @@ def room(model: Path) -> Iterator[Finding]:
 
 
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Find dynamic tables that will soon have no room for new keys: then a delta is refused."""
-    if found.log is None or found.damage:  # which `damage` has reported: a table cannot be read past it
+    """Yield findings about dynamic tables with little room for new keys: a full one refuses deltas."""
+    if found.log is None or found.damage:  # reported by `damage`, and tables cannot be read past it
         return
-    for table in tables_of_log(read_log(model)):  # as it is now: retention may have been there
+    for table in tables_of_log(read_log(model)):  # read anew: retention may have removed deltas
         if table.free_rows < (table.keys + table.free_rows) * SCARCE:
             yield Finding(
                 Code.TABLE_FULL,
@@ -573,20 +579,20 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 
 
 def _lately(found: VerifiedModel) -> list[DeltaEntry]:
-    """What the newest deltas say of themselves, oldest first: `LATELY` of them at most, and no mergers."""
+    """The manifest entries of the newest deltas, oldest first: at most `LATELY`, without mergers."""
     deltas = () if found.log is None else found.log.deltas
     entries: list[DeltaEntry] = []
     for delta in sorted(deltas, key=lambda one: one.end, reverse=True):
         if len(entries) == LATELY:
             break
-        with suppress(ManifestError):  # which `damage` has reported
+        with suppress(ManifestError):  # `damage` has reported it
             if delta.entry.made is not DeltaOrigin.MERGE:
                 entries.append(delta.entry)
     return entries[::-1]
 
 
 def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Find that the newest delta holds, or holds back, rows beyond `--max-norm`."""
+    """Yield the finding that the newest delta holds, or holds back, rows beyond `--max-norm`."""
     entries = _lately(found)
     worst = max(entries[-1].wild if entries else (), key=lambda one: one.norm, default=None)
     if worst is not None:
@@ -599,7 +605,7 @@ def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def budget(found: VerifiedModel) -> Iterator[Finding]:
-    """Find that budgets of deltas were too small for what changes in the model."""
+    """Yield the finding that recent budgets of deltas were too small for the model's changes."""
     used = [entry.budget for entry in _lately(found) if entry.budget is not None]
     excess = [each for each in used if each.excess]
     if excess:
@@ -626,7 +632,7 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
 
 
 def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
-    """Find tags whose positions cannot come back."""
+    """Yield findings about tags whose positions cannot be restored."""
     for tag in found:
         if tag.gone:
             yield Finding(
@@ -638,7 +644,7 @@ def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
 
 
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Find that servers here restore the newest version, made to be mapped, or map it where they may die."""
+    """Yield the finding that servers here do not map tables made for it, or map them where they may crash."""
     newest = newest_version(model)
     if newest is None or not newest.has_manifest:
         return
@@ -670,12 +676,12 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
 
 
 def _is_version_of(model: Path, place: Path) -> bool:
-    """True for the version that a rollback published again: the new one maps its files."""
+    """True for a version of the same model: a rollback republished it, and the new version maps its files."""
     return place.parent.resolve() == model.resolve()
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of the files in a directory, as far as they can be looked at."""
+    """The bytes of all files below a directory; unreadable ones count as 0."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -694,7 +700,7 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 
 
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
-    """The command that repairs damage: remove what no server needs, or publish a new base."""
+    """The command that repairs damage: remove a file that no server needs, or publish a new base."""
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):
@@ -734,9 +740,9 @@ def _told(seconds: float) -> str:
 
 
 class Examination(Struct, frozen=True):
-    """What is published, what servers said, and what is wrong or soon will be.
+    """The published model, the servers' answers, and findings about present and coming problems.
 
-    `ckpt_dir` is None if checkpoints were not looked at.
+    `ckpt_dir` is None if checkpoints were not examined.
     """
 
     model: Path
@@ -753,7 +759,7 @@ class Examination(Struct, frozen=True):
 
 
 def ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
-    """Ask a server what it serves of a model; a server that does not answer has a `failure`."""
+    """Ask a server for its versions of a model; a server that does not answer has a `failure`."""
     from serving.client import ModelClient
     from serving.updates import read_served
 
@@ -773,11 +779,11 @@ def examine(
     servers: tuple[Server, ...] = (),
     patience: float = PATIENCE,
 ) -> Examination:
-    """Look at a model and, if they are named, at the checkpoints it is exported from, and judge its servers.
+    """Examine a model, its servers and, if `ckpt_dir` is given, the trainer's checkpoints.
 
-    Servers that lack what was published more than `patience` seconds ago are late. Nothing is changed. For a
-    moment there is a staging directory, to see which links the file system allows.
-    `is_remote`: the path stands for a model in a store, and what else is in it is of no interest.
+    Servers that lack a publication older than `patience` seconds are late. Nothing is changed, but for a
+    moment there is a staging directory, to see which links the file system permits. `is_remote`: the path
+    stands for a model in a store, and checks of this machine's files are skipped.
     """
     found = verify_model(model)
     looks: list[tuple[Check, Callable[[], Iterator[Finding]]]] = [
@@ -825,9 +831,9 @@ _OF_THIS_MACHINE = (
 
 
 def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """The findings of one look; what it may not look at is a finding, too, and ends no other look.
+    """The findings of one check; an error in it is a finding, too, and other checks still run.
 
-    What retention removes while it is looked at is looked at again.
+    A check is repeated up to twice if files vanish meanwhile, as by retention.
     """
     for is_last in (False, False, True):
         try:

@@ -1,7 +1,8 @@
 """Full exports: plan, stage, verify, publish.
 
 A plan is executed by steps, each in the module that knows how. They fill a staging directory, which is
-published at the end. `export` plans and executes, again where a trainer pruned the checkpoint meanwhile.
+published at the end. `export` plans and executes, and repeats that if a trainer pruned the checkpoint
+meanwhile.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from exporter.version import __version__
 __all__ = ["Exported", "Plan", "execute", "export", "export_unless_published", "plan"]
 
 _ATTEMPTS = 3
-"""Checkpoints that may vanish under our hands before we give up."""
+"""The number of tries if checkpoints vanish while they are exported."""
 
 
 class Exported(Struct, frozen=True):
-    """What an export did; `differences` is empty unless outputs were compared.
+    """The result of an export; `differences` is empty unless outputs were compared.
 
-    `is_new` is False if the checkpoint was published already, by the same plan: nothing was written, and
+    `is_new` is False if the checkpoint was published before by the same plan: nothing was written, and
     `published` is that version.
     """
 
@@ -70,7 +71,7 @@ def export(
     *,
     beyond: int = 0,
 ) -> Exported:
-    """Plan and execute; when a trainer prunes the checkpoint meanwhile, take the next newest.
+    """Plan and execute; if the trainer prunes the checkpoint meanwhile, export the newest one then.
 
     Raises:
         ExportError: any of errors.py.
@@ -86,7 +87,7 @@ def export(
 
 
 def export_unless_published(request: ExportRequest, progress: ProgressFactory) -> Exported:
-    """As `export`; a checkpoint that is published already is no error: the result has that version.
+    """Export as `export`; if the checkpoint is published already, return the version that has it.
 
     Raises:
         ExportError: any of errors.py.
@@ -103,7 +104,7 @@ def export_unless_published(request: ExportRequest, progress: ProgressFactory) -
 
 
 def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
-    """Yield the steps that stage what was planned, in their order."""
+    """Yield the steps that stage the planned version, in their order."""
     request = planned.request
     yield write_values
     yield lay_chosen_rows
@@ -126,10 +127,10 @@ def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: int = 0) -> Exported:
-    """Stage, verify and publish what was planned.
+    """Stage, verify and publish the planned version.
 
-    A base that takes deltas holds the trainer's increments, too, if its checkpoint is of an earlier step than
-    `beyond`.
+    A base that takes deltas also gets the trainer's increments, if its checkpoint is from an earlier step
+    than `beyond`.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
@@ -137,7 +138,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
         PublishError, VerificationError: see errors.py; nothing was published.
     """
     started, request = time.monotonic(), planned.request
-    digest = planned.digest  # before an archive becomes a bundle, which is another mapping
+    digest = planned.digest  # before an archive becomes a bundle, which changes the mapping
     permit = partial(require_new, request, planned.checkpoint, digest)
     with Staging(request.out) as staging, ExitStack() as jobs:
         staged = Staged.of(planned, staging, jobs, progress)
@@ -152,7 +153,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
             permit=(lambda: None) if request.again else permit,
         )
     keep_command(request)
-    if staged.entry is not None:  # caches beside the log: after the base is there, losing them costs time
+    if staged.entry is not None:  # caches beside the published log; losing them only costs time
         from exporter.pipeline.newest_base import note_sources
 
         note_sources(staged.plan, published, staged.entry)
@@ -161,7 +162,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
 
 
 def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
-    """The manifest of what is staged, without what publishing adds."""
+    """The manifest of the staged version, without the fields that publishing adds."""
     planned, entry = staged.plan, staged.entry
     if entry is not None:
         from exporter.pipeline.newest_base import entry_with_origin

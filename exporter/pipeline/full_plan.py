@@ -1,4 +1,4 @@
-"""Plan a full export: what is published, and where each value comes from. Nothing is written."""
+"""Plan a full export: the version's contents, and the source of each value. Nothing is written."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _MAPS: Version = (2, 4)
 
 
 class Plan(Struct, frozen=True, dict=True):
-    """What an export will do; nothing has been written yet."""
+    """The plan of an export; nothing has been written yet."""
 
     request: ExportRequest
     catalog: Catalog
@@ -87,7 +87,7 @@ class Plan(Struct, frozen=True, dict=True):
     golden: tuple[GoldenRequest, ...] = ()
     unmapped: tuple[Unmapped, ...] = ()
     hot: tuple[HotChoice, ...] = ()
-    overwritten: tuple[str, ...] = ()  # a warning that the trainer wrote into files of the newest version
+    overwritten: tuple[str, ...] = ()  # a warning if the trainer wrote into files of the newest version
 
     def __repr__(self) -> str:
         size = f"{len(self.mapping.sources)} variables"
@@ -101,7 +101,7 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def data(self) -> DataMode:
-        """How values reach the version: not by links to the files of a trainer that writes into them."""
+        """The way of values into the version; never by links to files that the trainer overwrites."""
         is_auto = self.request.data is DataMode.AUTO
         return DataMode.COMPACT if is_auto and self.overwritten else self.request.data
 
@@ -112,7 +112,9 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def work(self) -> tuple[int, int]:
-        """How many tasks write values, and how many bytes they read; an estimate where tables are indexed."""
+        """The number of tasks that write values, and the bytes that they read; estimates for indexes of
+        tables.
+        """
         if not self.catalog.is_bundle:
             return 0, 0
         most = self.request.jobs.task_bytes
@@ -124,16 +126,16 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
-        """The checkpoint's shards that the version links or copies; a checkpoint of archives has none."""
+        """The checkpoint's shards that the version links or copies; none if the checkpoint is archives."""
         if not self.catalog.is_bundle:
             return []
-        own = set(self.catalog.shards)  # what indexes the tables by keys is not there yet
+        own = set(self.catalog.shards)  # the shards with indexes of tables by keys do not exist yet
         planned = plan_shards(self.mapping, self.request.out, self.data)
         return [shard for shard in planned if shard.source in own]
 
     @property
     def server(self) -> Version | None:
-        """The TensorFlow of the servers that it is made for; None: the newest."""
+        """The TensorFlow version of the servers for which it is made; None: the newest."""
         return server_of(self.request)
 
     @property
@@ -146,7 +148,7 @@ class Plan(Struct, frozen=True, dict=True):
 
 
 def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
-    """Read the checkpoint and the graph and decide where every variable comes from.
+    """Read the checkpoint and the graph, and decide the source of every variable.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
@@ -160,7 +162,11 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
 
 
 def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
-    """As `plan`, also of what is published already; and whether the checkpoint is, by whatever plan."""
+    """Plan, even if it is published already; also return whether any plan published the checkpoint.
+
+    Raises:
+        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+    """
     require_local(request)
     version = VersionRule.parse(request.version)
     require_base_path(request.out)
@@ -231,7 +237,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
 
 
 def _overwritten(model: Path) -> tuple[str, ...]:
-    """A warning that the trainer wrote into files of a model's newest version; () if it did not."""
+    """A warning if the trainer wrote into files of a model's newest version, in a tuple; () if it did not."""
     newest = newest_version(model)
     if newest is not None and newest.has_manifest:
         with suppress(ManifestError):
@@ -240,7 +246,7 @@ def _overwritten(model: Path) -> tuple[str, ...]:
 
 
 def _require_consistent(request: ExportRequest) -> None:
-    """Refuse options that contradict each other."""
+    """Raise UsageError for options that contradict each other."""
     if request.plain and request.updates:
         raise UsageError(
             "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
@@ -258,12 +264,12 @@ def _require_consistent(request: ExportRequest) -> None:
 
 
 def server_of(request: ExportRequest) -> Version | None:
-    """The TensorFlow of the servers that a version is made for; None: the newest."""
+    """The TensorFlow version of the servers for which a version is made; None: the newest."""
     return version_of(request.for_server) if request.for_server else None
 
 
 def _require_mappable(request: ExportRequest) -> None:
-    """Refuse options that contradict mapped tables, whose paths are part of the graph."""
+    """Raise UsageError for options that contradict mapped tables, whose paths are part of the graph."""
     if request.overlay_rows is not None and not request.updates:
         raise UsageError(
             "--overlay-rows: this version takes no deltas, and has no overlay",
@@ -310,7 +316,7 @@ def _require_mappable(request: ExportRequest) -> None:
 
 
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
-    """Refuse to run or import a graph here that has operations which TensorFlow lacks, or that do harm."""
+    """Refuse to run or import a graph here if TensorFlow lacks its operations, or they may do harm."""
     has_state = bool(graph.state.importing)
     if request.updates and (graph.foreign or has_state):
         raise NotServable(
@@ -331,7 +337,7 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
 
 
 def _require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Refuse, by a UsageError, the trainer's directory as the model's: other rules prune and copy it."""
+    """Raise UsageError if the trainer's directory is the model's, too: other rules prune and copy it."""
     directory = catalog.prefix.parent
     if catalog.is_bundle and model.is_dir() and model.samefile(directory):
         raise UsageError(
@@ -342,7 +348,7 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 
 
 def _target_notes(model: Path) -> tuple[str, ...]:
-    """Return a warning of a plain version over one that takes deltas, else nothing: updates end with it."""
+    """A warning that a plain version ends updates, if the newest version takes deltas; else ()."""
     newest = newest_version(model)
     if newest is None:
         return ()
@@ -358,7 +364,7 @@ _LARGEST_TABLE_BYTES = 64 << 20  # each delta may hold all of a lookup table, wh
 
 
 def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
-    """Return notes on the deltas that a base will take; NotServable if a lookup table is too large."""
+    """Notes on the deltas that a base will take; NotServable if a lookup table is too large."""
     from exporter.subgraph.make_updatable import schema_of  # plain versions need none of it
 
     _refuse_large_tables(mapping)
@@ -369,7 +375,7 @@ def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: Variable
 
 
 def _refuse_large_tables(mapping: VariableMapping) -> None:
-    """Refuse lookup tables that are too large: a delta holds all of one that changed."""
+    """Raise NotServable for lookup tables that are too large: a delta holds all of one that changed."""
     sizes = {source.key: source.tensor.bytes_ for source in mapping.sources if not source.variables}
     for table in mapping.tables:
         size = sizes[table.keys] + sizes[table.values]
@@ -393,7 +399,7 @@ def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> No
 
 
 def permission(request: ExportRequest) -> Permission:
-    """Return which of a hold's and a log's protections the request overrides."""
+    """The protections of a hold and of a log that the request overrides."""
     return Permission(request.despite_hold, request.plain)
 
 
@@ -408,7 +414,7 @@ def _digest(planned: Plan) -> str:
         "training": None if training is None else [training.tag, _proto(training.meta_graph)],
         "warmup": [hashlib.sha256(line.record).hexdigest() for line in planned.warmup],
     }
-    if request.min_freq or request.max_age_steps is not None:  # so spelt since the first release
+    if request.min_freq or request.max_age_steps is not None:  # in this form since the first release
         told["admission"] = [request.min_freq, request.max_age_steps]
     if graph.dynamic_tables:
         tables = {variable.key for table in graph.dynamic_tables for variable in table.variables}
@@ -417,7 +423,7 @@ def _digest(planned: Plan) -> str:
 
 
 def _graph(graph: InferenceGraph) -> str:
-    """Return a digest of a graph; with names that change from run to run, one without these names."""
+    """A digest of a graph; names that change from run to run do not count."""
     graph_def = graph.meta_graph.graph_def
     shared = (node.attr[_SHARED].s for node in graph_def.node if _SHARED in node.attr)
     if graph_def.library.function or any(map(_UUID.search, shared)):
@@ -425,7 +431,7 @@ def _graph(graph: InferenceGraph) -> str:
     return _proto(graph.meta_graph)
 
 
-# The name under which a table is shared in a session: Keras' lookups have a random one.
+# The name by which a session shares a table: Keras' lookups have a random one.
 _SHARED, _UUID = "shared_name", re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -434,7 +440,7 @@ def _proto(message: Any) -> str:
 
 
 def _file(path: Path) -> str:
-    """Return the SHA-256 of a graph's file; MissingAsset if it cannot be read."""
+    """The SHA-256 of a graph's file; MissingAsset if it cannot be read."""
     try:
         with regular_file(path) as file:
             return sha256_of(file)
@@ -443,5 +449,5 @@ def _file(path: Path) -> str:
 
 
 def served_at(request: ExportRequest) -> Path:
-    """Return where servers see the model: `--served-at`, by default where it is published."""
+    """The model's directory as servers see it: `--served-at`, by default where it is published."""
     return Path(request.served_at) if request.served_at is not None else request.out.absolute()

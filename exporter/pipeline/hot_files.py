@@ -1,4 +1,4 @@
-"""The files of hot rows that `--hot-rows` names, and whether the tables that it names can have any.
+"""The files of hot rows in `--hot-rows`, and checks that its tables can have hot rows.
 
 A file holds an array of integers, the most read first: row numbers, or the keys of a table by keys. Row
 numbers are read in blocks; keys and counts are sorted in memory, about 24 bytes for each hot row.
@@ -38,7 +38,7 @@ HOW_TO_SAVE = (
 
 
 class NumberFile(Struct, frozen=True):
-    """A `.npy` file of one row of integers."""
+    """A `.npy` file with a one-dimensional array of integers."""
 
     path: Path
     offset: int
@@ -47,7 +47,7 @@ class NumberFile(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> NumberFile:
-        """Read the header of a file; UsageError for other contents, a CheckpointError for a damaged one."""
+        """Read a file's header; UsageError if the file cannot be read, is damaged, or has other contents."""
         from exporter.checkpoint.npz import BEGIN_BYTES, read_header  # late: other exports need none of it
 
         try:
@@ -82,9 +82,9 @@ class NumberFile(Struct, frozen=True):
 
 
 class HotChoice(Struct, frozen=True):
-    """What `--hot-rows` says of a table: the key of its variable, and the file; None: what is most counted.
+    """The hot rows of a table: the key of its variable, and the file with them; None: its most counted rows.
 
-    `table` is there of a table by keys.
+    `table` is set for a table by keys.
     """
 
     name: str
@@ -94,18 +94,18 @@ class HotChoice(Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """Who says which rows these are, for people."""
+        """The source of the choice, as a phrase."""
         if self.file is None:
             return "by the checkpoint's counts"
         return f"{count(self.file.count, 'row' if self.table is None else 'key')} of {self.file.path}"
 
     @property
     def text(self) -> str:
-        """The choice as it is typed."""
+        """The choice in the form of the option's value."""
         return f"{self.name}={AUTO if self.file is None else self.file.path}"
 
     def rows(self, rows: int) -> Iterator[Array]:
-        """Yield the file's row numbers; UsageError for one that a table of so many rows does not have."""
+        """Yield the file's row numbers; UsageError for one outside a table of `rows` rows."""
         assert self.file is not None
         for block in self.file.blocks():
             if len(wrong := block[(block < 0) | (block >= rows)]):
@@ -116,10 +116,11 @@ class HotChoice(Struct, frozen=True):
             yield block
 
     def check(self, rows: int) -> None:
-        """Read the file of a table of so many rows, before anything is staged; UsageError as `rows`.
+        """Check the file for a table of `rows` rows, before anything is staged; UsageError as `rows`, or for
+        a duplicate.
 
-        A row that is named twice is found if both lie in one block, as in all but large files; the export
-        finds the others.
+        A duplicate is found if both rows are in one block, as in all but large files; the export finds the
+        others.
         """
         for block in self.rows(rows):
             ordered = np.sort(block)
@@ -136,7 +137,7 @@ def choose_hot(
 ) -> tuple[HotChoice, ...]:
     """Read the files that a request names; UsageError if one is not for a mapped table, or has wrong rows.
 
-    Of files of keys only the headers are read: keys that a table does not have are left out.
+    Only the headers of files of keys are read: keys that a table does not have are ignored.
     """
     plans = {} if layout is None else {plan.name: plan for plan in layout.tables}
     sources = {source.key: source for source in mapping.sources}
@@ -175,7 +176,7 @@ def choose_hot(
 
 
 def _no_table(name: str, plans: Mapping[str, TablePlan], sources: Mapping[str, TensorSource]) -> UsageError:
-    """The error to raise for a name that no table has."""
+    """The error for a name that no table has."""
     of_plans = {f"{plan}/{VALUES}" for plan in plans}
     mapped = [*plans, *(key for key, source in sources.items() if source.is_mapped and key not in of_plans)]
     near = nearest(name, mapped)
@@ -191,7 +192,7 @@ def _has_counts(plan: TablePlan) -> bool:
 
 
 def _require_placed(name: str, graph: InferenceGraph, source: TensorSource) -> None:
-    """Refuse, by a UsageError, a table that the graph reads otherwise than by gathers of rows."""
+    """Raise UsageError for a table that the graph does not only read by gathers of rows."""
     reads = {v.node: PlacedReads(v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
     try:
         change_uses(deepcopy(graph.meta_graph.graph_def), reads)

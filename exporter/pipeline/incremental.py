@@ -1,8 +1,8 @@
-"""Incremental exports: publish what changed since the newest position as a delta; the first time, a base.
+"""Incremental exports: publish the changes since the newest position as a delta; the first time, a base.
 
-A plan tells what is published, what the trainer has, and what leads from one to the other; executing it
-publishes a delta. A log begins with a base that takes deltas, which a full export makes: TensorFlow is
-imported for that alone.
+A plan has the published position, the trainer's state, and the changes between them; executing it publishes a
+delta. A log begins with a base that takes deltas, which a full export makes: TensorFlow is imported only for
+that.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def export_base(
     beyond: int = 0,
     is_watching: bool = False,
 ) -> Exported:
-    """Begin a log by a full export, which holds increments, too, if the checkpoint's step is before `beyond`.
+    """Begin a log by a full export, with the increments, too, if the checkpoint's step is before `beyond`.
 
-    A watch gets CheckpointNotFound while the graph, which a trainer writes last, is not there.
+    In a watch, CheckpointNotFound while the graph, which a trainer writes last, does not exist.
     """
     # The stages of a full export take as long to import as a delta to make.
     from exporter.pipeline.full import export
@@ -101,9 +101,10 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """Return the request of a base: it takes deltas as the base before did, unless its options say how.
+    """The request of a base: it takes deltas as the previous base did, unless the request has options for
+    that.
 
-    It publishes a checkpoint again, too: that of the base before, where the log broke.
+    The base may be of a checkpoint that is published already, as after a broken log.
     """
     request = replace(request, again=True)
     before, mapped, server = Updates(), None, None
@@ -120,13 +121,13 @@ def as_base(request: ExportRequest) -> ExportRequest:
 
 
 class IncrementalPlan(Struct, frozen=True):
-    """What an incremental export will do; `position` is where the log stands after it.
+    """The plan of an incremental export; `position` is the log's position after it.
 
-    `waiting` are the rows that were left out so far: laid over what is published, they give the trainer's
-    state; None if there are none, or they are not known any more. With `resends` they compete for the next
-    delta, also if the trainer has no news. `lookups` are the changed contents of lookup tables, of which
-    increments say nothing. `is_nothing`: the newest of the trainer's states is published, or a budget says
-    when: that is `allowance`. `allowed` is how far what is served may be from it.
+    `waiting` are the rows that were left out so far: applied to the published state, they give the trainer's;
+    None if there are none, or they are lost. With `resends` they compete for the next delta, even if the
+    trainer has nothing new. `lookups` are the changed contents of lookup tables, which increments lack.
+    `is_nothing`: the trainer's newest state is published, or the budget (`allowance`) says to wait. `allowed`
+    is the tolerated difference between served and trained values.
     """
 
     request: ExportRequest
@@ -143,14 +144,16 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people: on this log's deltas in general, and on what this one takes back."""
+        """Notes for people: on this log's deltas in general, and on values that this one takes back."""
         base = self.log.base
         written = overwritten_notes(base.manifest, base.path)
         return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks, *written)
 
     @property
     def _for_the_next_base(self) -> tuple[str, ...]:
-        """Notes on options that the base was made without: a delta does not change how tables lie."""
+        """Notes on options that the present base was made without: a delta cannot change the layout of
+        tables.
+        """
         mapped = self.log.base.manifest.mapped
         has_hot = mapped is not None and any(table.hot_rows for table in mapped.tables)
         asked = {
@@ -165,7 +168,7 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def setbacks(self) -> tuple[str, ...]:
-        """Notes that the model goes back to an earlier step, or that an abandoned increment is left out."""
+        """Notes that the model goes back to an earlier step, or that an abandoned increment is skipped."""
         step, published = self.trainer.plan.step, self.log.at.step
         full, abandoned = self.trainer.catalog, self.trainer.abandoned
         is_back = not self.is_nothing and full.step is not None and step < (published or 0)
@@ -178,12 +181,12 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def step(self) -> int | None:
-        """The training step that the next delta leads to; None if the checkpoint tells none."""
+        """The training step at the end of the next delta; None if the checkpoint does not record steps."""
         return None if self.trainer.catalog.step is None else self.trainer.plan.step
 
     @property
     def span(self) -> Span:
-        """The positions between which the next delta leads."""
+        """The positions at which the next delta starts and ends."""
         return Span(self.log.at.position, self.position)
 
 
@@ -197,15 +200,15 @@ def plan_incremental(
 ) -> IncrementalPlan:
     """Read the newest position of the target's log and the trainer's files, and plan the next delta.
 
-    The target's `versions` are listed unless they are given. In a watch, a plan after a full checkpoint is to
-    do nothing while the next increment is due, instead of comparing. For `marker_seconds` from this process's
-    first look at a full checkpoint, the plan says if the trainer's hook may still mark it. A watch looks
-    again after `look_seconds`: rows are sent now that would have waited for too long then.
+    The target's `versions` are listed unless they are given. In a watch, a plan after a full checkpoint does
+    nothing while the next increment is due, instead of comparing. For `marker_seconds` after this process
+    first saw a full checkpoint, the plan reports whether the trainer's hook may still mark it. A watch looks
+    again after `look_seconds`: rows that would then have waited too long are sent now.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
-        SchemaChanged: the checkpoint, or the rules of the request, do not fit what is published.
-        ModelHeld: as both, but a rollback brought back what is published, and holds the model.
+        SchemaChanged: the checkpoint, or the rules of the request, do not fit the published base.
+        ModelHeld: instead of both, if the newest publication is a rollback that holds the model.
         CheckpointError, ManifestError: see errors.py.
     """
     require_local(request)
@@ -239,7 +242,7 @@ def _plan(
         entry.mapping_spec,
         log.schema,
         published if waiting is None else replace(published, left_out=None),
-        -math.inf if resends else math.inf,  # what may not stay away is sent again
+        -math.inf if resends else math.inf,  # with `resends` no row may stay behind
         files.archives,
         is_watching=is_watching,
         marker_seconds=marker_seconds,
@@ -255,11 +258,11 @@ def _plan(
         allowance = Allowance.of(log, request.delta_budget, now)
         allowed = replace(allowed, room=allowance.room)
         is_nothing = is_watching and not allowance.is_worth and not is_overdue
-    # A watch goes on while the next model is being prepared; only a delta must be of the same graph.
+    # A watch may idle while the next model is being prepared; only a delta needs the same graph.
     is_idle = is_watching and is_nothing
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog, files)
     step = None if trainer.catalog.step is None else trainer.plan.step
-    # Where there is nothing to do, no other log has to be listed.
+    # With nothing to do, no other log has to be listed.
     position = log.at.position if is_nothing else next_delta_position(log, step)
     return IncrementalPlan(
         request, log, trainer, position, is_nothing, allowed, allowance, waiting, resends, graph, lookups
@@ -267,12 +270,12 @@ def _plan(
 
 
 def _state_key(log: DeltaLog) -> dict[str, Any]:
-    """Return the arguments by which caches of a log's newest state are found."""
+    """The arguments that identify caches of a log's newest state."""
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
 
 def _check_server(request: ExportRequest, log: DeltaLog) -> None:
-    """Raise SchemaChanged if the request names another server than the base was made for."""
+    """Raise SchemaChanged if the request names another server than the base's."""
     made_for = log.base.manifest.for_server
     if request.for_server not in (None, made_for):
         was = f"--for-server {made_for}" if made_for else "without --for-server"
@@ -283,7 +286,7 @@ def _check_server(request: ExportRequest, log: DeltaLog) -> None:
 
 
 def _rules(request: ExportRequest) -> MappingRules:
-    """Return all rules that a request gives, those of its file of names among them."""
+    """All rules of a request, including those in its file of names."""
     rules = parse_rules(request)
     if request.rename_file is None:
         return rules
@@ -291,9 +294,9 @@ def _rules(request: ExportRequest) -> MappingRules:
 
 
 def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | None:
-    """Return the rows that were left out; None without any, or if they are lost: then all is compared.
+    """The rows that were left out; None without any, or if they are lost: then everything is compared.
 
-    It is compared, too, where a bound alone left them out, and is lower now.
+    Everything is also compared if only a bound left them out, and it is lower now.
     """
     left_out = log.trained.left_out
     if left_out is None:
@@ -308,14 +311,17 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
 
 
 def _since(left_out: LeftOut, now: float) -> float:
-    """Return since when a row waits at most of which no time is known, `now` if a clock was set back."""
+    """The earliest time at which a row of unknown time can have begun to wait, in seconds since 1970.
+
+    `now` if that is not recorded, or a clock was set back.
+    """
     return now if left_out.since is None else min(now, left_out.since.timestamp())
 
 
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
-    """True if rows that were left out may be sent although the trainer has no news.
+    """True if rows that were left out may be sent although the trainer has nothing new.
 
-    In a watch with a budget of each delta they wait for the next one, or the budget would be that of a look.
+    In a watch with a budget per delta they wait for the next delta, or each look would use up a budget.
     """
     if left_out is None:
         return False
@@ -329,16 +335,16 @@ def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: 
 
 _REMOVE_EVERY_S = 10  # however many deltas a watch publishes meanwhile
 _MARKER_POLL_S = 0.25
-"""Between looks where the kernel reports nothing: network file systems, object stores."""
+"""Seconds between looks where the kernel reports no changes: network file systems, object stores."""
 _ATTEMPTS = 3
-"""Times that a trainer may prune, or another exporter publish, under our hands."""
+"""The number of tries if the trainer prunes, or another exporter publishes, meanwhile."""
 
 
 class ExportedDelta(Struct, frozen=True):
-    """What an incremental export did; `published` is None if there was nothing to do.
+    """The result of an incremental export; `published` is None if there was nothing to do.
 
-    `compared_bytes` counts the served bytes that were compared; 0 if increments list what changed.
-    `warnings` are what went wrong after the delta was published, which therefore is no failure.
+    `compared_bytes` are the served bytes that were compared; 0 if increments list the changes. `warnings` are
+    failures after the delta was published.
     """
 
     plan: IncrementalPlan
@@ -355,7 +361,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """Rows that were held back, and how far they are from the trainer's; None if there are none."""
+        """Rows that were held back, and their distance from the trainer's; None if there are none."""
         if self.published is None:
             return self.plan.log.trained.left_out
         entry = self.published.manifest.incremental
@@ -363,7 +369,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def rounded(self) -> Rounded | None:
-        """The changed rows that are served rounded, or all that are if nothing changed; None without any."""
+        """The changed rows that are served rounded, or all such rows if nothing changed; None without any."""
         if self.published is None:
             return self.plan.log.trained.rounded
         entry = self.published.manifest.incremental
@@ -371,13 +377,13 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def budgeted(self) -> Budgeted | None:
-        """How the delta used its budget; None without a delta, or a budget."""
+        """The delta's use of its budget; None without a delta, or a budget."""
         entry = None if self.published is None else self.published.manifest.incremental
         return entry.budget if isinstance(entry, DeltaEntry) else None
 
     @property
     def wild(self) -> tuple[WildRows, ...]:
-        """The rows that are beyond `--max-norm`, by table."""
+        """The rows beyond `--max-norm`, by table."""
         entry = None if self.published is None else self.published.manifest.incremental
         return entry.wild if isinstance(entry, DeltaEntry) else ()
 
@@ -393,15 +399,15 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and keep which rows it leaves out or rounds for a later one.
+    """Publish the planned delta, and remember the rows that it leaves out or rounds, for a later one.
 
-    `published` is None in what is returned if there is nothing to publish.
+    `published` in the result is None if there is nothing to publish.
 
     Raises:
-        TableFull, OverlayFull: the published base has no room for what changed.
+        TableFull, OverlayFull: the published base has no room for the changes.
         SchemaChanged: the checkpoint has other tables than the base.
         PositionMoved: another process published meanwhile.
-        CheckpointChanged: the trainer replaced what was planned for.
+        CheckpointChanged: the trainer replaced files since the plan was made.
         CheckpointError, NotFinite, PublishError: see errors.py; nothing was published.
     """
     started = time.monotonic()
@@ -425,7 +431,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         what = replace(what, entry=entry, packing=planned.request.delta_dtype)
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
         published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
-        # Inside the staging: changes may lie in its scratch files.
+        # Inside the staging, as changes may be in its scratch files.
         _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
     rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
     variables = len(found.changes)
@@ -447,7 +453,7 @@ def _verify_bytes(written: Catalog) -> None:
 
 
 def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> OverlaidRows:
-    """Return the rows of mapped tables that a log with these changes has changed; OverlayFull if too many."""
+    """All rows of mapped tables that the log, with these changes, has changed; OverlayFull if too many."""
     overlaid = OverlaidRows.of(planned.log)
     overlaid.add({name: change.ids for name, change in changes.items() if isinstance(change, Rows)})
     overlaid.require_room()
@@ -455,7 +461,7 @@ def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> Overla
 
 
 def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, state: str) -> None:
-    """Write the caches of the new state. Errors are passed over: the delta is published."""
+    """Write the caches of the new state. Errors are ignored: the delta is published."""
     log = planned.log
     planned.graph.save(log.path)
     with suppress(OSError, PublishError):
@@ -483,12 +489,12 @@ def export_incremental(
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
     A trainer's hook marks each full checkpoint a moment after it was saved; without the marker all rows are
-    compared. If a hook has written here, the marker is waited for, up to `marker_seconds`: in this call, or
-    by a watch, which returns with nothing published and looks again. A process that trains, too, must not
+    compared. If a hook has written here before, the marker is awaited for up to `marker_seconds`: in this
+    call, or by a watch, which gets nothing published and looks again. A process that also trains must not
     wait in the thread that trains.
 
-    A watch begins a new log by itself where a dynamic table has no room for new keys. A log that takes the
-    place of another begins with the trainer's increments, so that no server goes back.
+    A watch begins a new log by itself if a dynamic table has no room for new keys. A log that replaces
+    another begins with the trainer's increments, so that no server goes back.
 
     Raises:
         ExportError: any of errors.py.
@@ -498,8 +504,8 @@ def export_incremental(
         try:
             return export_base(request, progress, is_watching=is_watching)
         except PositionMoved:
-            # Another began the log at the same time, often with this checkpoint: then a delta follows, or
-            # nothing is to do. `carry` looks again by itself, and builders run once.
+            # Another process began the log at the same time, often with this checkpoint: a delta follows,
+            # or nothing. `carry` looks again by itself, and builders run once.
             if mirror.is_remote(request.out) or request.check_graph or not is_begun(request):
                 raise
         versions = None
@@ -512,7 +518,7 @@ def export_incremental(
             is_known = isinstance(error, TableFull) and has_room(planned.log, planned.trainer)
             if not (full_on_mismatch or is_watching) or is_known:
                 raise
-            # An increment that is too large for the overlay would be so again: the new base holds it.
+            # An increment too large for the overlay would be so again: the new base includes it.
             beyond = planned.trainer.plan.step if isinstance(error, OverlayFull) else 0
             return _new_log(request, progress, error, is_watching=is_watching, beyond=beyond)
         except PositionMoved:
@@ -542,7 +548,7 @@ def _planned(
 ) -> IncrementalPlan:
     """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more.
 
-    Raises what `plan_incremental` raises, PositionErrors among them.
+    Raises the errors of `plan_incremental`, including PositionErrors.
     """
     planned = plan_incremental(
         request,
@@ -570,7 +576,7 @@ def _new_log(
     is_watching: bool,
     beyond: int = 0,
 ) -> Exported:
-    """Publish a base, not a delta; unless its checkpoint is named, at no earlier step than is served."""
+    """Publish a base instead of a delta; unless its checkpoint is named, at no earlier step than served."""
     beyond = 0 if is_named(request.ckpt_dir) else max(beyond, _served_step(request.out))
     done = export_base(request, progress, beyond=beyond, is_watching=is_watching)
     said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
@@ -578,17 +584,17 @@ def _new_log(
 
 
 def _served_step(model: Path) -> int:
-    """Return the training step of the log's newest position; 0 if there is no log, or it cannot be read."""
+    """The training step of the log's newest position; 0 if there is no log, or it cannot be read."""
     with suppress(NotUpdatable, ManifestError, CheckpointError):
         return read_log(model).at.step or 0
     return 0
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:
-    """Merge and remove deltas that are due; return the error that hindered it, or of the hold, as a warning.
+    """Merge and remove deltas that are due; return the error of that, or of the hold, as a warning.
 
-    The delta is published, and the next one tries again. Of deltas that follow each other quickly, few look
-    for spare files, which stay for minutes anyway.
+    The delta is published, and the next one tries again. Deltas are removed at most once in ten seconds,
+    however quickly they follow each other, as spare files stay for minutes anyway.
     """
     try:
         with writing(log.path):
@@ -608,7 +614,7 @@ def _header(planned: IncrementalPlan) -> DeltaHeader:
 
 
 class _Found(Struct, frozen=True):
-    """The changes of a delta, and the caches and figures that come with them."""
+    """The changes of a delta, and their caches and figures."""
 
     changes: dict[str, Change]
     compared_bytes: int = 0
@@ -618,7 +624,7 @@ class _Found(Struct, frozen=True):
     def told(
         self, allowance: Allowance | None
     ) -> tuple[LeftOut | None, Rounded | None, Budgeted | None, tuple[WildRows, ...]]:
-        """What the manifest says of rows left out, rounded and wild, and of the budget."""
+        """The manifest's records of rows left out and rounded, of the budget, and of wild rows."""
         if (found := self.divided) is None:
             return None, None, None, ()
         budgeted = None if found.used is None or allowance is None else allowance.told(found.used)
@@ -660,13 +666,13 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
 
 
 def _new_rows(changes: Mapping[str, Change], spec: MappingSpec) -> dict[str, Array]:
-    """Return the rows of new keys, by variable: what is served there is of other keys, or of none."""
+    """The rows of new keys, by variable: the values served there are another key's, or of none."""
     found = ((table.keys[3], changes.get(table.keys[2])) for table in spec.dynamic)
     return {values: change.ids for values, change in found if isinstance(change, Rows)}
 
 
 def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounded | None:
-    """Return how many rows are served rounded, with increments also earlier deltas'; None if none are."""
+    """The number of rows served rounded, after increments including earlier deltas'; None without any."""
     before = planned.log.trained.rounded
     if not planned.trainer.plan.is_known:
         return rounded
@@ -674,7 +680,7 @@ def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounde
 
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
-    """Return the hashes of the published rows: those of the trainer's, without rows that stay `stale`."""
+    """The hashes of the published rows: the trainer's, without the rows that stay `stale`."""
     from exporter.delta.row_hashes import without_rows
 
     tables = dict(index.tables)
@@ -688,7 +694,7 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
 def _all_changes(
     planned: IncrementalPlan, published: Callable[[], LayeredState], scratch: Path, progress: ProgressFactory
 ) -> _Found:
-    """Find all changes since the newest position: from increments, else by comparing every row."""
+    """Find all changes since the newest position: from increments, or else by comparing every row."""
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:
         remembered = () if planned.waiting is None else (planned.waiting.changes,)
@@ -701,7 +707,7 @@ def _all_changes(
     from exporter.delta.row_hashes import BlockHasher, HashIndex, most_bytes, read_index
 
     spec = log.base.entry.mapping_spec
-    # Workers elsewhere do not see the bundle that an archive becomes here.
+    # Workers on other machines cannot see the bundle that an archive becomes here.
     runner = _runner(planned.request) if trainer.archive is None else None
     trainer = trainer.in_bundle(spec, scratch / "source" / "model.ckpt", progress)
     compared = ordinary(log.schema, spec)
@@ -709,7 +715,7 @@ def _all_changes(
     known = read_index(log.path / HASHES_DIRECTORY, **_state_key(log), limit=limit)
     with progress("compare", trainer.mapping.bytes_) as bar:
         hasher = known.hasher if known else BlockHasher.fresh()
-        if known is None and runner is not None:  # else no job would be gone on with
+        if known is None and runner is not None:  # a fixed seed, so that a later run can continue the job
             hasher = BlockHasher.of(f"{log.lineage} {log.at.position}")
         how = Comparison(scratch, known, hasher, progress=bar, runner=runner)
         found = diff(published(), trainer.state(), compared, how)
@@ -719,7 +725,7 @@ def _all_changes(
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """Return a runner whose tasks compare, if an engine is named, else None."""
+    """A runner whose tasks compare, if an engine is named; else None."""
     if request.jobs.engine is None:
         return None
     from exporter.jobs.runner import Runner

@@ -1,4 +1,4 @@
-"""Look at a `.meta` file: what could be asked of its graph."""
+"""Examine a `.meta` file: the tensors that could be requested from its graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exporter.wire.protos import Proto
 
 
 def inspect_graph(path: Path) -> GraphView:
-    """The view of a `.meta` file."""
+    """The view of a `.meta` file; GraphError if it is damaged."""
     meta_graph = read_metagraph(path)
     index = GraphIndex.of(meta_graph)
     nodes = meta_graph.graph_def.node

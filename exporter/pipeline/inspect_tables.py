@@ -1,4 +1,4 @@
-"""Look at the tables by keys of a checkpoint, a SavedModel, or a log."""
+"""Examine the tables by keys of a checkpoint, a SavedModel, or a log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from exporter.wire.protos import Proto
 
 
 def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
-    """The view of a checkpoint."""
+    """The view of a checkpoint; damaged tables become its `problem`."""
     kinds = tuple(classify_extras(catalog))
     try:
         return CheckpointView(catalog, kinds, tuple(embedding_tables(catalog)))
@@ -33,9 +33,9 @@ def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
 
 
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
-    """The embedding variables of a checkpoint; slots are listed with the variable that they belong to.
+    """Yield the embedding variables of a checkpoint; slots are listed with their variable.
 
-    CheckpointError if their tensors are damaged or of no known layout.
+    CheckpointError if their tensors are damaged or of an unknown layout.
     """
     variables = embedding_variables(catalog)
     for variable in variables.values():
@@ -57,7 +57,7 @@ def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
 
 
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
-    """The tables of a SavedModel's graphs, as its variables hold them."""
+    """Yield the tables of a SavedModel's graphs, by its variables."""
     firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
     for name, first in sorted(firsts.items()):
         found = [catalog.tensors.get(f"{name}/{part}") for part in PARTS]
@@ -71,7 +71,7 @@ def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[Serv
 
 
 def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
-    """The dynamic tables of a log at its newest position.
+    """Yield the dynamic tables of a log at its newest position.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -95,10 +95,10 @@ def _geometry(
 
 
 def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
-    """What people see of a table whose rows are stored as `width` numbers of `dtype`.
+    """The view of a table whose rows are stored as `width` numbers of `dtype`.
 
-    CorruptFile if the index leads to rows that are not there.
-    Rows of int8 are codes with a scale behind them: trainers' tables of integers are not served by keys.
+    CorruptFile if the index points to rows that do not exist. Rows of int8 are codes followed by a scale:
+    trainers' tables of integers are not served by keys.
     """
     try:
         keys = int(np.count_nonzero(live_rows(geometry, state)))

@@ -1,4 +1,4 @@
-"""What `inspect` found, as values: a checkpoint, a graph, a published version, a model with its versions."""
+"""The results of `inspect` as values: a checkpoint, a graph, a version, a model with its versions."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ class EmbeddingTable(Struct, frozen=True):
     dtype: str
     """The type of its rows."""
     dimension: int
-    """How many numbers a row has."""
+    """The number of values in a row."""
     keys: int
-    """How many keys have a row."""
+    """The number of keys with a row."""
     bytes: int
     """Bytes of the rows."""
     filtered_keys: int
-    """How many more keys were seen, but too seldom to get a row."""
+    """The number of further keys, which were seen too seldom to get a row."""
     parts: int
-    """In how many parts it is stored."""
+    """The number of parts in which it is stored."""
     slots: tuple[str, ...]
     """The optimizer's slots beside it."""
     keys_by_remainder: tuple[int, ...]
-    """For 0 to 999: how many keys have this remainder of a division by 1000."""
+    """The number of keys for each remainder, 0 to 999, of a division by 1000."""
 
 
 class ServedTableView(Struct, frozen=True):
-    """A dynamic table as it is served: rows have arbitrary integers as keys."""
+    """A dynamic table as served: its rows have arbitrary integers as keys."""
 
     name: str
     """Its name."""
     dtype: str
     """The type of its rows."""
     dimension: int
-    """How many numbers a row has."""
+    """The number of values in a row."""
     keys: int
-    """How many keys it holds."""
+    """The number of keys in it."""
     free_rows: int
-    """How many new keys there is room for."""
+    """The number of new keys for which there is room."""
     load_factor: float
-    """Which part of its index's places is taken."""
+    """The share of its index's places in use."""
     bytes: int
-    """Bytes of its rows, free ones among them."""
+    """The bytes of its rows, including free ones."""
     index_bytes: int
-    """Bytes of what leads from keys to rows."""
+    """The bytes of its index from keys to rows."""
 
 
 class TensorSpec(Struct, frozen=True):
     """An input or output of a signature, or a tensor of a graph."""
 
     name: str
-    """What requests call it."""
+    """Its name in requests."""
     tensor: str
     """The tensor in the graph."""
     dtype: str
@@ -92,9 +92,9 @@ class Signature(Struct, frozen=True):
     method: str
     """`predict`, `classify` or `regress`, or another method's name."""
     inputs: tuple[TensorSpec, ...]
-    """What a request holds."""
+    """The inputs of a request."""
     outputs: tuple[TensorSpec, ...]
-    """What an answer holds."""
+    """The outputs of an answer."""
 
     def __str__(self) -> str:
         inputs, outputs = (", ".join(map(str, specs)) for specs in (self.inputs, self.outputs))
@@ -105,17 +105,17 @@ class ProposedInput(Struct, frozen=True):
     """A tensor that an answer needs, and the name that requests could have for it."""
 
     name: str
-    """What requests could call it."""
+    """The name that requests could use."""
     tensor: str
     """The tensor in the graph."""
     feeds: tuple[str, ...]
-    """The variables that it is first used with."""
+    """The variables with which it is first used."""
 
 
 class CheckpointView(Struct, frozen=True):
-    """A checkpoint: all its tensors, with what each is probably for, and its tables by keys.
+    """A checkpoint: all its tensors with their probable purpose, and its tables by keys.
 
-    `problem` says why they cannot be read.
+    `problem` says why the tables cannot be read; None if they can.
     """
 
     catalog: Catalog
@@ -128,12 +128,12 @@ class CheckpointView(Struct, frozen=True):
 
 
 class GraphView(Struct, frozen=True):
-    """A `.meta` file: what could be asked of it with `--input` and `--output`.
+    """A `.meta` file: the tensors that could be named with `--input` and `--output`.
 
-    `batches` are the tensors that queues and iterators give in training, `likely_outputs` what looks like
-    answers, the likeliest first. `embedding_variables` are the tables by keys that it looks up.
-    `feeds` says which variables each of the first two is used with. `read_tensors` yields every output of
-    every node, by name.
+    `batches` are the tensors that queues and iterators give in training, `likely_outputs` the probable
+    answers, the likeliest first. `embedding_variables` are the tables by keys that it looks up. `feeds` has
+    the variables with which each placeholder or batch is used. `read_tensors` yields every output of every
+    node, by name.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class BundleView(Struct, frozen=True):
     """A SavedModel with the signatures of its graphs for serving, or of all if it has none.
 
     `manifest` is None if another program wrote it, `catalog` if it has no variables. `tables` are its dynamic
-    tables. `mapped` says what servers here do with tables that were made to be mapped; None if none were.
+    tables. `mapped` is the state, on servers here, of tables made for mapping; None if there are none.
     `oldest_server` is the oldest TensorFlow whose servers load it.
     """
 
@@ -168,8 +168,8 @@ class BundleView(Struct, frozen=True):
 class ModelView(Struct, frozen=True):
     """A model base path with its versions, newest first.
 
-    `at` is the newest position, which deltas lead to; None if it is not known. `tables` are the dynamic
-    tables of its log, as they are then.
+    `at` is the newest position, deltas included; None if it is not known. `tables` are the dynamic tables of
+    its log at that position.
     """
 
     path: Path
@@ -202,7 +202,7 @@ def _spec(alias: str, info: Proto) -> TensorSpec:
 
 
 def shape_of(shape: Proto) -> tuple[int, ...] | None:
-    """The sizes of a TensorShapeProto, -1 for any; None of an unknown rank."""
+    """The sizes in a TensorShapeProto, -1 for any size; None if the rank is unknown."""
     return None if shape.unknown_rank else tuple(int(dim.size) for dim in shape.dim)
 
 

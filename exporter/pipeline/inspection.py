@@ -1,4 +1,4 @@
-"""Read what lies at a path: a checkpoint, a graph, a published version, or a model with its versions."""
+"""Read a path of any kind: a checkpoint, a graph, a published version, or a model with its versions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def inspect(path: Path) -> Inspection:
 
 
 def _bundles(model: Path) -> tuple[BundleView, ...]:
-    """Read the versions of a model, newest first; those that retention removes meanwhile are left out."""
+    """Read the versions of a model, newest first; versions that retention removes meanwhile are skipped."""
     versions = [child.path for child in version_dirs(model)] if model.is_dir() else []
     found = []
     for version in versions:
@@ -67,7 +67,7 @@ def _bundles(model: Path) -> tuple[BundleView, ...]:
 
 
 def _newest_position(model: Path, newest: BundleView) -> Position | None:
-    """Return the newest position of a log, or of plain versions; None if it cannot be read."""
+    """The newest position of a log, or of plain versions; None if it cannot be read."""
     try:
         return read_log(model).at
     except ManifestError:

@@ -1,13 +1,13 @@
-"""What operators do with a published model: merge its deltas, roll it back, resume, and tidy.
+"""Operators' work on a published model: merge its deltas, roll it back, resume, and tidy.
 
-Each has a plan that reads and checks what it would read, and writes nothing. How earlier values come back,
-and what servers see of it, is in `exporter.pipeline.restoration`.
+Each operation has a plan that reads and checks the same input, and writes nothing.
+`exporter.pipeline.restoration` restores earlier values, and says what servers see of it.
 
-Other processes publish to a log meanwhile, and tidy it. `undisturbed` does a command's work again if they
-removed what it was reading. `skip_abandoned` leads past an abandoned upload to a store: nothing else may ever
-be published at its path, because its process may only be slow, and still write there (see
-`exporter.transfer.head`). Exports take another number. A merged delta has its place: so the log goes on by a
-delta without changes, and the merged delta ends behind that.
+Other processes publish to a log meanwhile, and tidy it. `undisturbed` repeats a command's work if they
+removed files that it was reading. `skip_abandoned` gets past an abandoned upload to a store: its path may
+never be used again, because the process may only be slow, and still write there (see
+`exporter.transfer.head`). Exports choose another number. A merged delta cannot: so the log gets a delta
+without changes, and the merged delta ends after that.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RACE_SECONDS = 60.0
-"""How long an operator's command tries again while others remove what it reads."""
+"""Seconds for which an operator's command tries again while others remove files that it reads."""
 
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
-    """Where a delta of this span is published."""
+    """The directory of a delta with this span."""
     return log.path / span_name(span.start, span.end)
 
 
 class Merged(Struct, frozen=True):
-    """A merger: the deltas that become one, its span and path, and how many tasks write it.
+    """A merger: the deltas that become one, its span and path, and the number of tasks that write it.
 
-    `published` is None of a plan; `meets` says what it would meet in a store.
+    `published` is None for a plan; `meets` lists what a plan would meet in a store.
     """
 
     parts: tuple[LogDelta, ...]
@@ -104,13 +104,18 @@ def merge(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
 ) -> Merged | None:
-    """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
+    """Merge the deltas between `start` (by default the newest base) and `end` (by default the newest
+    position).
 
-    Returns None if there is nothing to merge: at most one delta leads there. Positions are numbers or names
-    (`exporter.publish.tags`).
+    Returns None if there is nothing to merge: at most one delta is between them. Positions are numbers or
+    names (`exporter.publish.tags`).
 
     Raises:
-        DeltaGap, StaleDelta: no deltas lead so.
+        UsageError: `start` is not before `end`.
+        PositionUnknown: one of them is not a position of the newest log.
+        DeltaGap, StaleDelta: deltas do not reach from `start` to `end`.
+        ModelHeld: the merged delta would bring servers to a position that was rolled back.
+        NotFinite: the merged delta would have values that the model refuses.
         CheckpointError: a delta is damaged.
         PublishError: see errors.py; nothing was published.
     """
@@ -127,12 +132,12 @@ def merge(
 
 
 def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs: Jobs) -> Merged | None:
-    """Return what `merge` would do now; the deltas are read and checked, and nothing is written.
+    """The plan of `merge`, now: the deltas are read and checked, and nothing is written.
 
     None if there are not two deltas to merge, or they are merged already.
 
     Raises:
-        DeltaGap, StaleDelta, CheckpointError, ModelHeld: as `merge`.
+        UsageError, PositionUnknown, DeltaGap, StaleDelta, ModelHeld, NotFinite, CheckpointError: as `merge`.
     """
     start, end = _positions(model, start, end)
 
@@ -157,14 +162,14 @@ def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs
 
 
 def _positions(model: Path, *named: int | str | None) -> list[int | None]:
-    """Return the positions that are meant by these; None stays."""
+    """The positions with these names; None stays None."""
     return [None if each is None else resolve_position(each, model) for each in named]
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
-    """Return the deltas that lead from `start` to `end`; at both, something published has to stand.
+    """The deltas from `start` to `end`; both must be published positions of the log.
 
-    UsageError if `start` does not come before `end`.
+    UsageError if `start` is not before `end`.
     """
     for position in (start, end):
         if position is not None and not log.has(position):
@@ -180,7 +185,7 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 
 
 def _require_not_ended(log: DeltaLog, position: int) -> None:
-    """Refuse a position of another log, whose deltas are merged no more."""
+    """Raise PositionUnknown for a position of another log, whose deltas are no longer merged."""
     other = Standing(log.model, log, log.versions).log_at(position)
     if other is not None:
         raise PositionUnknown(
@@ -195,7 +200,8 @@ def merge_run(
 ) -> Merged | None:
     """Publish neighbouring deltas as one.
 
-    None if that one is published already, NotFinite if the model refuses it.
+    None if that one is published already. NotFinite if the model would refuse it, ModelHeld if it would bring
+    servers to a position that was rolled back.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
@@ -213,7 +219,7 @@ def merge_run(
 def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
-    """Return the writer of the merged delta, whose files go to `directory`, and the publication to be."""
+    """The writer of the merged delta into `directory`, and the publication to be made."""
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
     from exporter.pipeline.restoration import packing_of
 
@@ -227,7 +233,7 @@ def _merger(
 
 
 def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
-    """Refuse a merger with NaN or infinities, where the model wants finite values."""
+    """Raise NotFinite for a merger with NaN or infinity, if the model wants finite values."""
     hint = (
         "train on until these values are finite, and merge again; or take them back: "
         f"export-model rollback {quoted(log.model)} --to {quoted(str(run[0].start))}"
@@ -242,19 +248,18 @@ def tidy(
     removes: bool = True,
     clock: Callable[[], float] = time.time,
 ) -> tuple[tuple[Merged, ...], RetiredDeltas]:
-    """Merge the deltas that are due and, if it `removes`, remove spare ones; neither while the log is held.
+    """Merge the deltas that are due and, if `removes`, remove spare ones; do neither while the log is held.
 
-    Returns the mergers and what was removed. `log` is the model's as it was read last, under the lock. Under
-    a canary's hold, deltas behind the hold stay as they are: they may be reverted.
+    Returns the mergers and the removed deltas. `log` is the model's, as last read under the lock. Under a
+    canary's hold, deltas beyond the hold stay as they are: they may be reverted. If the model wants finite
+    values, deltas that an earlier release published unchecked are merged with later ones, as soon as these
+    are finite, so that servers get past them.
 
-    Where the model wants finite values, deltas that an earlier release published unchecked are merged with
-    those that follow, as soon as these are finite: so servers that refused one pass it.
-
-    ExportError if the log cannot be read or a merger be published; what was merged before stays.
+    ExportError if the log cannot be read or a merger cannot be published; earlier mergers stay.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
-    if log.hold.binds:  # it may still be reverted, delta by delta
+    if log.hold.binds:  # the rollback may still be reverted, delta by delta
         return (), RetiredDeltas()
     while run := merge_due(judged(log)):
         try:
@@ -284,7 +289,7 @@ def tidy(
 
 
 def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """Return the deltas from the first that was not checked for NaN to the newest; () without one."""
+    """The deltas from the first that was not checked for NaN to the newest; () without one."""
     if not log.base.entry.updates.finite:
         return ()
     deltas = judged(log)
@@ -293,13 +298,13 @@ def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
 
 
 class RollbackResult(Struct, frozen=True):
-    """A rollback or resumption: where the model stood, whose values it gets, and how.
+    """A rollback or resumption: the model's position before, whose values it gets, and how.
 
-    `path` is what is published at `position`, None if the values do not have to change. `is_canary`: the hold
-    that is left is a canary's. `was_held` is False where there is no hold to lift: there is nothing to do.
-    `published` is None of a plan, and if the values did not have to change. `replaced` is the hold of a
-    person whose place a rollback's takes. `made` is the form in which the values come back: a base, where
-    they are of a log that has ended. None if they stay. `meets` says what a plan would meet in a store.
+    `path` is the publication at `position`; None if the values do not have to change. `is_canary`: the
+    remaining hold is a canary's. `was_held` is False if there was no hold to lift: nothing was done.
+    `published` is None for a plan, and if the values did not have to change. `replaced` is a person's hold
+    that a rollback's replaces. `made` is the form of the restored values, a base if their log has ended; None
+    if the values stay. `meets` lists what a plan would meet in a store.
     """
 
     before: Position
@@ -321,15 +326,15 @@ def rollback(
     """Publish the values of position `to`, a number or a name, as the next position; hold the model there.
 
     Values of a log that has ended are published as a new base; those of a version that takes no deltas, as
-    the newest version. The `reason` is kept with what is published. `if_canary`: only if a canary's hold
-    stands at `to`; others may have decided meanwhile. What of the `reason` is not Unicode is kept escaped.
+    the newest version. The `reason` is kept in the manifest, with characters that are not Unicode escaped.
+    `if_canary`: only if a canary's hold is at `to`, as others may have decided meanwhile.
 
     Raises:
-        PositionUnknown: nothing published stands at `to`, or its values are gone.
+        PositionUnknown: `to` is not a published position, or its values are gone.
         UsageError: `to` is the newest position.
-        ModelHeld: a canary decides about the log, and the values of `to` did not pass; or the store of this
-            copy holds it.
-        PositionMoved: no canary's hold stands at `to`, if one is to.
+        ModelHeld: a canary decides about the log, and rejected the values of `to`; or the store of this copy
+            holds it.
+        PositionMoved: with `if_canary`, there is no canary's hold at `to`.
         TargetBusy: another exporter had the model's lock for too long.
         VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold
             is as it was.
@@ -358,19 +363,19 @@ def rollback(
 
 
 def _replaced(hold: Hold) -> HeldBy | None:
-    """Return the hold that a rollback takes the place of; None if nobody set one, or nothing says who."""
+    """The hold that a rollback replaces; None if there is none, or its author is not recorded."""
     return hold.by if hold.binds else None
 
 
 def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> RollbackResult:
-    """Return what `rollback` would do now; its input is read and checked, and nothing is written.
+    """The plan of `rollback`, now: its input is read and checked, and nothing is written.
 
     Raises:
-        PositionUnknown, UsageError, ModelHeld, PositionMoved, NotFinite, VerificationError,
-            CheckpointError: as `rollback`.
+        PositionUnknown, UsageError, ModelHeld, PositionMoved, NotFinite, VerificationError, CheckpointError:
+            as `rollback`.
     """
     first, to = restorer_of(model), resolve_position(to, model)
-    _require_canary(first.hold, to, if_canary)  # not below: it would be tried again as a disturbance
+    _require_canary(first.hold, to, if_canary)  # not in `plan`, which is repeated for such an error
 
     def plan(restorer: Restorer) -> RollbackResult:
         _require_own(model, restorer, "rollback", f"--to {to}")
@@ -381,7 +386,7 @@ def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> Rol
 
 
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
-    """Raise PositionMoved, if a canary asks, unless its hold stands at `to`."""
+    """With `if_canary`, raise PositionMoved unless a canary's hold is at `to`."""
     if if_canary and hold.approved() != to:
         raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
 
@@ -389,7 +394,7 @@ def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
 def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> None:
     """Raise ModelHeld if the hold in force was set in the store of which `model` is a copy.
 
-    There it is decided for all copies: what one of them decided alone would lead its servers another way.
+    The store decides for all copies: a decision in one of them alone would send its servers another way.
     """
     holds = {hold.directory: hold for hold in (restorer.hold, *binding(model, restorer.log))}
     for hold in holds.values():
@@ -405,22 +410,23 @@ def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> 
 
 
 def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
-    """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
+    """Lift the hold; after a rollback without later publications, publish the values before it again.
 
-    Where a canary approved what was published, its hold takes the place of the rollback's: it is to approve
-    what comes back, too. That hold is lifted with `lift_canary` alone: servers then take whatever is
-    published, also what no canary has passed. After several rollbacks, the values are those of before the
-    first of those that are still in force. With `lift_only` they stay those of the rollback.
+    Where a canary had approved publications, its hold replaces the rollback's: it must approve the resumed
+    values, too. Only `lift_canary` lifts that hold: servers then apply everything, also what no canary has
+    approved. After several rollbacks, the values are those before the first that is still in force. With
+    `lift_only` the values stay the rollback's.
 
-    Where nothing is held, or by a canary alone, there is nothing to do.
+    Without a hold, or with a canary's hold alone, nothing is done.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
         ModelHeld: the model is a copy, and its store holds it.
-        PositionUnknown: the values of before the rollback are gone.
-        TargetBusy: the canary of a running agent would have its hold back at once; or as everywhere.
+        PositionUnknown: the values before the rollback are gone.
+        TargetBusy: the canary of a running agent would set its hold again at once; or another exporter had
+            the lock.
         VerificationError, CheckpointError, ManifestError, PublishError: see errors.py; the model is still
-            held, whether or not the values are published: running it again goes on from there.
+            held, whether or not the values are published: running it again continues.
     """
     with _operating(model) as (restorer, staging):
         asked, approved, was_held = _resumption(model, restorer, lift_only, lift_canary)
@@ -430,7 +436,7 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
             at = Position(asked.of, done.manifest.step)
         try:
             if approved is not None and restorer.hold.binds:
-                # First, and in one rename: servers must not pass what no canary has seen, not for an instant.
+                # First, and in one rename: servers must not for an instant pass the canary's approval.
                 restorer.hold.put(approved, staging, canary=True)
             for hold in binding(model, restorer.log):
                 hold.lift(staging)
@@ -448,10 +454,10 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
 
 
 def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
-    """Return what `resume` would do now; its input is read and checked, and nothing is written.
+    """The plan of `resume`, now: its input is read and checked, and nothing is written.
 
     Raises:
-        UsageError, PositionUnknown, TargetBusy, VerificationError, CheckpointError: as `resume`.
+        UsageError, ModelHeld, PositionUnknown, TargetBusy, VerificationError, CheckpointError: as `resume`.
     """
 
     def plan(restorer: Restorer) -> RollbackResult:
@@ -463,7 +469,7 @@ def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = Fal
 def _rollback_plan(
     restorer: Restorer, asked: Restoration | None, approved: int | None = None, was_held: bool = True
 ) -> RollbackResult:
-    """Return the plan of a restoration; `approved` is where a canary's hold is left, None if none is."""
+    """The plan of a restoration; `approved` is the position of the remaining canary's hold, or None."""
     at, is_canary = restorer.at, approved is not None
     if asked is None:
         return RollbackResult(at, at, None, at.position, approved, is_canary, was_held)
@@ -476,11 +482,11 @@ def _rollback_plan(
 def _resumption(
     model: Path, restorer: Restorer, lift_only: bool, lift_canary: bool
 ) -> tuple[Restoration | None, int | None, bool]:
-    """Return what a resumption publishes, where a canary's hold is left, and whether it lifts any hold.
+    """The restoration that a resumption publishes, the position of the remaining canary's hold, and whether
+    it lifts.
 
-    UsageError if the hold of a rollback was lifted before.
-
-    Nothing is published (None) where the values stay: nothing is held, or they have come back already.
+    The restoration is None if the values stay: nothing is held, or they have come back already. UsageError if
+    the hold of a rollback was lifted before.
     """
     _require_own(model, restorer, "resume", "--lift-only" if lift_only else "")
     if lift_canary and restorer.log is not None:
@@ -505,7 +511,7 @@ def _resumption(
 
 
 def restorer_of(model: Path) -> Restorer:
-    """Read what is published of a model: a log, or plain versions; NotUpdatable if nothing is."""
+    """Read a published model, with a log or plain versions; NotUpdatable if nothing is published."""
     from exporter.pipeline.restoration import Restorer  # late: deltas bring nothing back
 
     versions = version_dirs(model)
@@ -518,7 +524,7 @@ def restorer_of(model: Path) -> Restorer:
 
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
-    """Return a plan of what is published; it is made again if other processes removed files meanwhile."""
+    """Return a plan for the published model, made again if other processes removed files meanwhile."""
     from exporter.pipeline.restoration import Restorer
 
     if first.published is None:
@@ -528,11 +534,11 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
 
 @contextmanager
 def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
-    """Read a model and keep its lock for a block: no other process publishes, merges or tidies.
+    """Read a model and lock it for a block: no other process publishes, merges or tidies.
 
-    NotUpdatable, and nothing is made, where nothing is published.
+    NotUpdatable if nothing is published; then no file is made.
     """
-    if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
+    if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)
     with Staging(model) as staging, writing(staging.path), model_lock(model):
         restorer = restorer_of(model)
@@ -542,9 +548,10 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _lift_unborn(model: Path, versions: Sequence[VersionDir]) -> None:
-    """Lift the hold of a log without base and deltas: of a rollback that was killed before its base came.
+    """Lift the hold of a log without base and deltas, which a killed rollback left before its base was
+    published.
 
-    A copy's puller and canary hold a log before its base, too: those holds stay.
+    A copy's puller and canary also hold a log before its base: those holds stay.
     """
     newest = max(version.version for version in versions)
     for path in log_directories(model):
@@ -556,7 +563,7 @@ def _lift_unborn(model: Path, versions: Sequence[VersionDir]) -> None:
 
 
 def _require_no_canary_at_work(model: Path) -> None:
-    """Raise TargetBusy while an agent's canary is at work: it would have its hold back within a second."""
+    """Raise TargetBusy while an agent's canary is running: it would set its hold again within a second."""
     if not (model / CANARY_LOCK_FILE).exists():
         return
     try:
@@ -571,12 +578,12 @@ def _require_no_canary_at_work(model: Path) -> None:
 
 
 def position_of_merger(log: DeltaLog, path: Path) -> int:
-    """Return where a merger of the whole log ends: at the newest position, or the next if `path` is lost."""
+    """The end of a merger of the whole log: the newest position, or the next if `path` may not be used."""
     return next_delta_position(log, None) if is_taken(log.model, path) else log.at.position
 
 
 def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
-    """Publish a delta without changes if nothing may be published at `path` any more; return the log then."""
+    """Publish a delta without changes if `path` may not be used; return the log afterwards."""
     last = log.at
     end = position_of_merger(log, path)
     if end == last.position:
@@ -589,7 +596,7 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
 
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
-    """Return the runner of a merger. The job of a single task is not kept, unless an engine is named."""
+    """The runner of a merger; the job of a single task is not kept, unless an engine is named."""
     from exporter.jobs.runner import Runner
 
     is_kept = jobs.engine is not None or tasks > 1
@@ -597,13 +604,14 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """Return `action` of the model's log; it is tried again if others removed what it was reading.
+    """Return the result of `action` on the model's log; repeat it if others removed files that it was
+    reading.
 
-    The log is read for each try; for the first, unless it is given.
+    The log is read for each try; for the first only if it is not given.
 
     Raises:
-        PositionMoved: that went on for `RACE_SECONDS`.
-        ExportError: of `action`, or the log cannot be read.
+        PositionMoved: this went on for `RACE_SECONDS`.
+        ExportError: from `action`, or the log cannot be read.
     """
     deadline = time.monotonic() + RACE_SECONDS
     while True:
@@ -611,7 +619,9 @@ def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | No
         try:
             return action(log)
         except (CheckpointError, PositionMoved, VerificationError) as error:
-            if mirror.is_remote(model):  # `carry` refreshes the copy and tries again; here nothing changes
+            if mirror.is_remote(
+                model
+            ):  # `carry` refreshes the copy and tries again; here the copy stays the same
                 raise
             if not isinstance(error, PositionMoved) and all(delta.path.exists() for delta in log.deltas):
                 raise

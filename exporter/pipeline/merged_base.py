@@ -1,7 +1,7 @@
-"""Stage a base that holds a log's values at a position: of the same log, or of a new one.
+"""Stage a base with a log's values at a position: for the same log, or for a new one.
 
-Tasks write the base's variables with the deltas applied on top, and read each byte once. The graph stays, but
-for the position that its variables begin with; in a new log also for the log and the lineage. Where no delta
+Tasks write the base's variables with the deltas applied on top, and read each byte once. The graph stays,
+except for the initial position of its variables; in a new log also for the log and the lineage. If no delta
 is merged, the base's files are linked.
 """
 
@@ -57,7 +57,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 FIRST_POSITION = "first_position"
-"""The constant of the incremental subgraph that holds position and step of its base, and -1."""
+"""The constant of the incremental subgraph with position and step of its base, and -1."""
 
 
 class BasePlace(Struct, frozen=True):
@@ -79,12 +79,12 @@ def write_base(
 ) -> tuple[ManifestDraft, int]:
     """Stage a base with a log's values at `of`; return its draft and the number of tasks that wrote it.
 
-    `runner` returns what runs so many tasks, each of `task_bytes`.
+    `runner` returns the runner for a number of tasks, each of `task_bytes`.
 
     Raises:
         VerificationError: the log's base is damaged.
         CheckpointError: a delta is damaged.
-        PositionError: no base leads there.
+        PositionError: no base is left from which deltas reach it.
     """
     base, chain = way_to(log, of.at.position)
     bundle, at, trained = staging.path, of.at, of.entry.trained
@@ -100,7 +100,7 @@ def write_base(
     verify_files(bundle, tensor_entries(catalog))
     draft = ManifestDraft(
         tensors=tensor_entries(catalog),
-        # It holds what increments made of that checkpoint: no checkpoint has these contents.
+        # It has that checkpoint with increments on top: no checkpoint has these contents.
         source=replace(base.manifest.source, checkpoint=trained.checkpoint.name, digest=None),
         exporter=__version__,
         step=at.step,
@@ -116,7 +116,10 @@ def write_base(
 
 
 def way_to(log: DeltaLog, position: int) -> tuple[LogBase, tuple[LogDelta, ...]]:
-    """The base of a log from which the fewest deltas lead to a position, and these deltas."""
+    """The base of a log from which the fewest deltas reach a position, and these deltas.
+
+    PositionUnknown if there is none.
+    """
     bases = {base.at.position: base for base in log.bases}
     base = bases[nearest_base(log.deltas, bases, position)]
     return base, log.chain(base.at.position, position)
@@ -136,7 +139,9 @@ def _write_merged(
         try:
             merger.write(stack, runner(merger.tasks), lambda: log.state(of.at.position), bar)
         except CorruptFile:
-            verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))  # says what is wrong with a base
+            verify_bytes(
+                read_catalog(base.path / VARIABLES_PREFIX)
+            )  # a more exact error if the base is damaged
             raise
         catalog, hot = _laid_again(base, read_catalog(bundle / VARIABLES_PREFIX), bundle)
     return catalog, merger.tasks, hot
@@ -155,7 +160,7 @@ def _link_variables(base: LogBase, bundle: Path) -> Catalog:
 def merger_of(
     log: DeltaLog, base: LogBase, chain: Sequence[LogDelta], bundle: Path, task_bytes: int
 ) -> BaseMerger:
-    """Return the writer of the base's variables with the deltas of `chain` applied on top."""
+    """The writer of the base's variables with the deltas of `chain` applied on top."""
     return BaseMerger(
         bundle,
         base.entry.mapping_spec,
@@ -169,7 +174,7 @@ def merger_of(
 
 
 def require_local(base: LogBase) -> None:
-    """Refuse, by a UsageError, a base with hot rows in an object store: before anything is written there."""
+    """Raise UsageError for a base with hot rows in an object store, before anything is written there."""
     if mirror.is_remote(base.path) and any(table.hot_rows for table in _mapped_tables(base)):
         raise UsageError(
             "a base with hot rows is laid out in files, and the model is in an object store",
@@ -183,7 +188,7 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
 
 
 def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog, Mapping[str, HotTable]]:
-    """Lay the rows that are hot in a base behind its merged tables, too; the catalog, and tables by name.
+    """Append the base's hot rows to its merged tables, too; return the catalog, and tables by name.
 
     CorruptFile if the base's places are damaged.
     """
@@ -210,7 +215,7 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
 def _mapped_again(
     base: LogBase, written: Catalog, position: int, hot: Mapping[str, HotTable]
 ) -> MappedRecord | None:
-    """Return the record of the new base's mapped tables: the same ones, in other files, with another id.
+    """The record of the new base's mapped tables: the same tables, in other files, with another id.
 
     None, or a record without tables, is returned as it is.
     """
@@ -229,7 +234,7 @@ def _mapped_again(
 
 
 def _mapped_elsewhere(record: MappedRecord | None, position: int) -> MappedRecord | None:
-    """Return the record of mapped tables of another version, with another id."""
+    """The record of mapped tables for another version, with a new id."""
     if record is None or not record.tables:
         return record
     directory = str(Path(record.directory).parent / str(position))
@@ -239,12 +244,12 @@ def _mapped_elsewhere(record: MappedRecord | None, position: int) -> MappedRecor
 def _copy_graph(
     log_base: LogBase, bundle: Path, place: BasePlace, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Copy a base without its variables, for another position, log, and files to map.
+    """Copy a base without its variables, changed for another position, log, and mapped files.
 
-    Its files are verified first; ManifestError if the graph has no incremental subgraph that is known.
+    Its files are verified first; ManifestError if the graph has no incremental subgraph of a known form.
     """
     base, position = log_base.path, place.position
-    for file in log_base.manifest.files:  # the new manifest would vouch for what is damaged here
+    for file in log_base.manifest.files:  # otherwise the new manifest would vouch for damaged files
         if not file.path.startswith(f"{VARIABLES_DIRECTORY}/"):
             verify_file(base, file)
     saved_model = read_saved_model(base)
@@ -265,7 +270,7 @@ def _copy_graph(
             move_tries(meta_graph.graph_def, position, (before.id, mapped.id), files)
         (bundle / MAPPED_ID_FILE).write_text(mapped.id)
     (bundle / SAVED_MODEL_FILE).write_bytes(saved_model.SerializeToString(deterministic=True))
-    for file in log_base.manifest.files:  # and no other: the new manifest would vouch for those, too
+    for file in log_base.manifest.files:  # only these, as the new manifest vouches for every file
         if PurePosixPath(file.path).parts[0] in (ASSETS_DIRECTORY, EXTRA_DIRECTORY):
             make_directories((bundle / file.path).parent)
             copy_file(base / file.path, bundle / file.path)
@@ -275,9 +280,9 @@ def _copy_graph(
 
 
 def _first_position(saved_model: Proto) -> Proto | None:
-    """Find the constant with the base's position, in the scope of the update signature; None without one.
+    """The constant with the base's position, in the scope of the update signature; None without one.
 
-    The subgraph gets another scope where the user's own model has one called `incremental`.
+    The scope has another name if the user's own model has a scope `incremental`.
     """
     for meta_graph in saved_model.meta_graphs:
         names = {f"{scope}/{FIRST_POSITION}" for scope in _scopes(meta_graph)}
@@ -288,13 +293,13 @@ def _first_position(saved_model: Proto) -> Proto | None:
 
 
 def _scopes(meta_graph: Proto) -> set[str]:
-    """Return the scope of the nodes of a graph's incremental subgraph; empty without one."""
+    """The scope of the nodes of a graph's incremental subgraph, in a set; empty without one."""
     signature = meta_graph.signature_def.get(UPDATE_SIGNATURE)
     return {info.name.partition("/")[0] for info in signature.outputs.values()} if signature else set()
 
 
 def _move_log(saved_model: Proto, base: LogBase, place: BasePlace) -> None:
-    """Change the log and the lineage that are constants of a base's graph, and part of its resources' names.
+    """Change the log and the lineage in a base's graph, where they are constants and in names of resources.
 
     ManifestError if it has no such constants.
     """

@@ -1,7 +1,7 @@
-"""The steps of a base that takes deltas, which may begin its log at the newest of the trainer's increments.
+"""The steps of a base that takes deltas, which may begin its log at the trainer's newest increment.
 
-A base links the bytes of a full checkpoint, and its first delta brings the increments since. Servers answer
-by the base until they have applied that delta. Where they already serve more than the checkpoint holds, that
+A base links the bytes of a full checkpoint, and its first delta has the increments since. Servers answer by
+the base until they have applied that delta. Where they already serve newer values than the checkpoint's, that
 would be a step back: there the increments are applied on top of the staged variables, which are rewritten.
 """
 
@@ -58,16 +58,18 @@ from exporter.subgraph.make_updatable import (
 
 
 def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
-    """Give the planned graph the incremental subgraph, at the position that the base will be published at.
+    """Give the planned graph the incremental subgraph, at the position where the base will be published.
 
-    The base holds the trainer's increments, too, if its checkpoint is of an earlier step than `beyond`. Its
-    warm-up catches up with the log before a server lets the version answer, first and last: the requests
-    between may take seconds in which more is published. They are those of the base's own signatures, and the
-    given ones, or generated ones.
+    The base gets the trainer's increments, too, if its checkpoint is from an earlier step than `beyond`. Its
+    warm-up requests catch up with the log first and last, before a server lets the version answer: the
+    requests between may take seconds in which more is published. These are for the base's own signatures, and
+    the given ones, or generated ones.
+
+    UsageError if there are too many warm-up requests.
     """
     planned, request = staged.plan, staged.plan.request
     trained = _find_state(staged, beyond)
-    # Now, as the graph holds the number; publishing fails if another takes it meanwhile.
+    # Now, as the graph has the number; publishing fails if another process uses it meanwhile.
     place = staged.place = reserve_position(request.out, staged.step)
     graph, staged.mapping = as_served(planned.graph, planned.mapping)
     schema, staged.lineage = schema_of(graph), secrets.token_hex(16)
@@ -101,7 +103,7 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
 
 
 def _find_state(staged: Staged, beyond: int) -> TrainerVersion:
-    """Return the trainer's state that the base will hold; set its step, and the increments to apply."""
+    """The trainer's state that the base will have; sets its step, and the increments to apply."""
     planned = staged.plan
     full, step = _trained(planned), planned.catalog.step
     if step is None or beyond <= step or planned.training is not None:
@@ -120,7 +122,7 @@ def _spec(planned: Plan) -> MappingSpec:
 
 
 def _trained(planned: Plan) -> TrainerVersion:
-    """The checkpoint's state; increments beside it may say how new its events are."""
+    """The checkpoint's state; increments beside it may record the time of its newest event."""
     prefix = planned.catalog.prefix
     digest = planned.checkpoint.content_digest()  # of the files whose values are staged, or it raises
     checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, digest)
@@ -131,9 +133,9 @@ def _trained(planned: Plan) -> TrainerVersion:
 
 
 def lay_increments_over(staged: Staged) -> None:
-    """Write the staged variables once more, with the trainer's increments on top; nothing without any.
+    """Rewrite the staged variables with the trainer's increments on top; does nothing without any.
 
-    Mapped tables get files of their own again, whose names the graph holds, so that it is written again, too.
+    Mapped tables get new files, whose names are in the graph, so that the graph is rewritten, too.
 
     Raises:
         CorruptFile: a staged value, or an increment, is damaged.
@@ -146,7 +148,7 @@ def lay_increments_over(staged: Staged) -> None:
     why = "increments applied on top of the checkpoint"
     sizes = zip(written.shards, written.shard_sizes, strict=True)
     shards = tuple(ShardReport(None, ShardOrigin.REWRITTEN, why, size, path=path) for path, size in sizes)
-    # `rounded` stays: it is of the checkpoint's rows, and increments hold few.
+    # `rounded` stays: it counts the checkpoint's rows, and increments have few.
     staged.variables = replace(staged.variables, catalog=written, shards=shards, work=(0, 0), job=None)
     lay_chosen_rows(staged)
     if staged.tables.files:
@@ -156,9 +158,9 @@ def lay_increments_over(staged: Staged) -> None:
 def merge_increments(
     entry: BaseEntry, trainer: TrainerState, bundle: Path, scratch: Path, mapped: Collection[str] = ()
 ) -> Catalog:
-    """Replace a bundle's variables by these with increments on top; return the catalog of the new ones.
+    """Replace a bundle's variables by the same with increments on top; return the new variables' catalog.
 
-    The increments become one delta in `scratch`, where the old variables go, too. Memory is bounded.
+    The increments become one delta in `scratch`, to which the old variables are moved. Memory is bounded.
     """
     before, prefix = scratch / "full", scratch / DELTA_NAME
     with writing(bundle):  # a rename: nothing that is staged is copied
@@ -180,15 +182,15 @@ def merge_increments(
     deltas, task_bytes = [read_tensors(prefix, schema)], LOCAL.task_bytes
     merger = BaseMerger(bundle, spec, schema, stored, deltas, task_bytes=task_bytes, mapped=mapped)
     with writing(bundle), ExitStack() as stack:
-        # By threads of this process: workers elsewhere do not see what is staged here.
+        # By threads of this process: workers on other machines cannot see the staged files.
         merger.write(stack, LOCAL, lambda: state)
     return read_catalog(bundle / VARIABLES_PREFIX)
 
 
 def entry_with_origin(staged: Staged) -> BaseEntry | None:
-    """The base's entry with digests of what it was made from; of its tables' files, of the copies in it.
+    """The base's entry with digests of its sources, and of the copies of tables' files in it.
 
-    Without an origin the entry as it is; None if the version takes no deltas.
+    The entry unchanged without an origin; None if the version takes no deltas.
     """
     entry, origin, bundle = staged.entry, staged.plan.origin, staged.bundle
     if entry is None or origin is None:
@@ -199,7 +201,7 @@ def entry_with_origin(staged: Staged) -> BaseEntry | None:
 
 
 def note_sources(planned: Plan, published: PublishedVersion, entry: BaseEntry) -> None:
-    """Keep beside the log where the graph's files lie, and that tables' indexes are checked."""
+    """Remember, beside the log, the paths of the graph's files, and that tables' indexes are verified."""
     log = log_path(planned.request.out, entry.log)
     places = {asset.file_name: asset.source for asset in planned.graph.assets}
     SourceFiles(places, code=CodePlaces.of(planned.source.code)).save(log)

@@ -1,8 +1,8 @@
-"""The norms beyond which rows of tables are taken for rubbish, by the rules of `--max-norm`.
+"""The norms beyond which rows of tables count as wild, by the rules of `--max-norm`.
 
 `auto` learns a table's bound from the base: ten times the norm that 99.99 % of its rows stay below, and at
-least ten for each square root of an element, since rows of a young model are small. Of a large table some
-hundred thousand rows are looked at, in ranges that lie evenly in it. What was learned is kept beside the log.
+least ten times the square root of the number of elements, since rows of a young model are small. Of a large
+table some hundred thousand rows are sampled, in evenly spaced ranges. Learned bounds are kept beside the log.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _MAX_BYTES = 64 << 20
 
 
 def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> dict[str, float]:
-    """The bound of each variable that a rule names, of a table's rows or of all of another; the first counts.
+    """The bound for rows of each variable that a rule names (or for all of one that is not a table); the
+    first counts.
 
-    The tables `coded` hold rows in 8 bits.
+    The tables `coded` have rows in 8 bits.
     """
     parsed = [NormRule.parse("--max-norm", text) for text in rules]
     found: dict[str, float] = {}
@@ -42,7 +43,7 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
     for variable in log.schema.variables:
         if variable.dtype.is_floating or variable.name in coded:
             named = (rule for rule in parsed if rule.is_for(variable.name))
-            # A number for all tables says nothing of variables of any size that are served whole.
+            # A number for all tables does not apply to variables of any size that are served whole.
             rule = next((rule for rule in named if variable.is_table or rule.is_of_whole), None)
             if rule is not None and rule.bound is not None:
                 found[variable.name] = rule.bound
@@ -52,7 +53,7 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
 
 
 def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collection[str]) -> dict[str, float]:
-    """The bounds that the newest base gives; those that are known are read from the cache."""
+    """The bounds learned from the newest base; known ones are read from the cache."""
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
     known: dict[str, float] = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):

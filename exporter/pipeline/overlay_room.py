@@ -1,11 +1,11 @@
-"""Whether the rows that a log has changed since its base have room beside the base's mapped tables.
+"""Check that the rows that a log has changed since its base fit into the overlays of mapped tables.
 
 A server keeps a changed row of a mapped table in an overlay of bounded size (`exporter.subgraph.overlay`),
-and refuses a delta for which there is no room. So the exporter counts: of each such table it keeps which rows
+and refuses a delta for which there is no room. So the exporter records, for each such table, the rows that
 deltas of the log have changed. A server that began with the base has used no more places.
 
-They are a cache in the log's directory. If it is lost, the row numbers of the deltas that lead from the base
-to the newest position tell the same.
+The record is a cache in the log's directory. If it is lost, the row numbers in the deltas from the base to
+the newest position give the same.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from exporter.wire.dtypes import Array, DType
 _MOST_ROWS = (1 << 30) - 1
 """A slot is an int32, place 0 is never used, and a row has two places."""
 _USUAL_SHARE, _LARGE_SHARE, _LARGE_BYTES = 0.25, 0.125, 8 << 30
-"""Memory is taken by the rows that change, twice by those that change twice. So a bound is what a host needs
-that has room for the mapped model alone; with a quarter of the rows, lookups of many ids take 1.6 times as
-long. Of a large table it is an eighth: Linux refuses a server more address space at once than the machine has
-memory, and both places of all rows are one tensor.
+"""Memory is used by rows that change, and twice by rows that change twice. So a host with memory only for the
+mapped model needs a bound; with a quarter of the rows, lookups of many ids take 1.6 times as long. For a
+large table it is an eighth: Linux refuses a server more address space at once than the machine has memory,
+and both places of all rows are one tensor.
 """
 
 
 def room_for(table: GraphVariable | ServedVariable, asked: int | None) -> int:
-    """Return for how many changed rows of a table there is room; `asked` is `--overlay-rows`."""
+    """The number of changed rows of a table that fit in its overlay; `asked` is `--overlay-rows`."""
     rows, size = table.shape[0], math.prod(table.shape) * (table.dtype.itemsize or 1)
     usual = math.ceil(rows * (_USUAL_SHARE if size <= _LARGE_BYTES else _LARGE_SHARE))
     return min(rows, usual if asked is None else asked, _MOST_ROWS)
 
 
 def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str, int]:
-    """Return the room for changed rows of each mapped table, by its node; {} for a plain version."""
+    """The room for changed rows of each mapped table, by its node; {} for a plain version."""
     if not request.updates:
         return {}
     mapped = (source for source in mapping.sources if source.is_mapped)
@@ -61,7 +61,7 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
 
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
-    """Return the `--overlay-rows` that a base was made with; None if it was not given."""
+    """The `--overlay-rows` with which a base was made; None if it was not given."""
     mapped = {variable.name: variable for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
     if all(room == room_for(mapped[name], None) for name, room in rooms.items()):
@@ -70,7 +70,7 @@ def asked_room(schema: Schema, record: MappedRecord) -> int | None:
 
 
 class OverlaidTable(Struct, frozen=True):
-    """A mapped table of a base: how many changed rows there are, and for how many there is room."""
+    """A mapped table of a base: the number of its changed rows, and the number that fit."""
 
     name: str
     rows: int
@@ -80,9 +80,9 @@ class OverlaidTable(Struct, frozen=True):
 class OverlaidRows(Struct, frozen=True):
     """The rows that a log has changed since its base.
 
-    Of each table `found` has their numbers, int64 [n], increasing; where these would be larger, one bit for
-    each row, uint8 [rows / 8], the lowest one first. So it costs what has changed, not what the table has: of
-    250 M rows the bits are 30 MB, which to read, count and write takes 0.11 s for each delta; numbers of
+    For each table `found` has their numbers, int64 [n], increasing; or, where these would be larger, one bit
+    per row, uint8 [rows / 8], the lowest one first. So the cost depends on the changes, not on the table: for
+    250 M rows the bits are 30 MB, which take 0.11 s per delta to read, count and write; the numbers of
     1,000,000 changed rows take 0.01 s.
     """
 
@@ -92,7 +92,7 @@ class OverlaidRows(Struct, frozen=True):
 
     @classmethod
     def of(cls, log: DeltaLog) -> OverlaidRows:
-        """Read the rows that the log's deltas changed so far; none if the base maps no tables."""
+        """Read the rows that the log's deltas have changed; none if the base maps no tables."""
         record = log.base.manifest.mapped
         room = {t.name: t.overlay_rows for t in record.tables if t.overlay_rows is not None} if record else {}
         rows = {each.name: each.shape[0] for each in log.schema.variables if each.name in room}
@@ -108,17 +108,17 @@ class OverlaidRows(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OverlaidTable, ...]:
-        """The mapped tables, and how full a server's overlays of them are at most."""
+        """The mapped tables, with the largest possible fill of a server's overlays."""
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 
     def add(self, changed: Mapping[str, Array]) -> None:
-        """Add the rows that a delta changes: of tables their numbers, increasing."""
+        """Add the rows that a delta changes, given by table as increasing numbers."""
         for name, found in self.found.items():
             if len(ids := changed.get(name, _NONE)):
                 self.found[name] = _with(found, ids, self.rows[name])
 
     def require_room(self) -> None:
-        """Raise OverlayFull if servers would refuse the delta for want of room."""
+        """Raise OverlayFull if servers would refuse the delta for lack of room."""
         for table in self.tables:
             if table.rows > table.capacity:
                 raise OverlayFull(
@@ -127,7 +127,7 @@ class OverlaidRows(Struct, frozen=True):
                 )
 
     def save(self, log: DeltaLog, position: int, state: str) -> None:
-        """Keep the rows beside the log, for the delta that follows this position; remove older ones."""
+        """Keep the rows beside the log, for the delta after this position; remove older records."""
         if not self.found:
             return
         prefix = _prefix(log, position, state)
@@ -147,7 +147,7 @@ def _prefix(log: DeltaLog, position: int, state: str) -> Path:
 
 
 def _load(prefix: Path, rows: Mapping[str, int]) -> dict[str, Array] | None:
-    """Read the rows that `save` kept; None if they are not whole. `rows` are the tables' sizes."""
+    """Read the rows that `save` kept; None if they are incomplete. `rows` are the tables' sizes."""
     with suppress(CheckpointError):
         catalog, found = read_catalog(prefix), {}
         for name, count in rows.items():
@@ -164,12 +164,12 @@ _NONE = np.empty(0, np.int64)
 
 
 def _bytes(rows: int) -> int:
-    """Return how many bytes a bit for each row takes."""
+    """The number of bytes for one bit per row."""
     return -(-rows // 8)
 
 
 def _with(found: Array, ids: Array, rows: int) -> Array:
-    """Return the found rows with more, `ids`, which increase; bits are set in place."""
+    """The found rows with `ids`, which increase, added; bits are set in place."""
     if found.dtype != np.uint8:
         new = ids[~among(ids, found)]
         if (len(found) + len(new)) * ids.itemsize <= _bytes(rows):

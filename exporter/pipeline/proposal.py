@@ -1,7 +1,8 @@
-"""Propose a first export of a checkpoint: its graph, and inputs that are named by what they are used with.
+"""Propose a first export of a checkpoint: its graph, and inputs named by the variables that they are used
+with.
 
-A proposal is planned before it is made. Where the plan is refused and the error names an option that is safe
-to add, it is added and planned again; any other refusal leads to the beginning of a builder.
+A proposal is planned before it is made. If the plan is refused and the error names an option that is safe to
+add, it is added and planned again; any other refusal gives the beginning of a builder.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from exporter.wire.dtypes import DType
 
 
 class Proposal(Struct, frozen=True):
-    """The options of a first export; `builder` is the text of a file to begin with where no graph is served.
+    """The options of a first export; `builder` is the text of a file to begin with if no graph is served.
 
-    A graph with signatures of its own needs no inputs and outputs. `options` are others, as they are typed.
-    `refused` is why the graph beside the checkpoint is not served.
+    A graph with signatures of its own needs no inputs and outputs. `options` are others, in the form in which
+    they are typed. `refused` is the reason why the graph beside the checkpoint is not served; None if it is.
     """
 
     catalog: Catalog
@@ -56,9 +57,9 @@ class Proposal(Struct, frozen=True):
     refused: ExportError | None = None
 
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
-        """The command line of the export; `builder` is the file that the builder was written to."""
+        """The command line of the export; `builder` is the file to which the builder was written."""
         words = ["export-model", "--ckpt-dir", quoted(ckpt_dir), "--out", quoted(out)]
-        if self.model is None:  # an export finds a graph that lies beside the checkpoint, and the next one's
+        if self.model is None:  # otherwise exports find the graph beside this checkpoint, and beside the next
             words += ["--model", quoted(f"{builder or 'model.py'}:serving")]
         for one in self.inputs:
             words += ["--input", quoted(f"{one.name}={one.tensor}")]
@@ -88,7 +89,7 @@ _MOST_TRIES = 8
 
 
 def propose(ckpt_dir: Path) -> Proposal:
-    """Read the newest checkpoint and the graph beside it, and propose how to serve them.
+    """Read the newest checkpoint and the graph beside it, and propose an export of them.
 
     The proposal was planned, unless it is a builder to be completed.
 
@@ -119,13 +120,13 @@ def _from_graph(catalog: Catalog, model: str) -> Proposal:
 
 
 def _has_default(index: GraphIndex, one: ProposedInput) -> bool:
-    """True for one number with a default, as a part of units to keep: no request has to give it."""
+    """True for a single number with a default, such as a dropout rate: requests need not give it."""
     node = index.nodes[endpoint(one.tensor).node]
     return node.op == "PlaceholderWithDefault" and attr_shape(node) == ()
 
 
 def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
-    """Yield the placeholders behind answers that are one boolean each: they switch training on."""
+    """Yield the placeholders before answers that are a single boolean each: they switch training on."""
     needed = all_before(index.nodes, answers)
     for node in (index.nodes[name] for name in needed):
         is_switch = node.op.startswith("Placeholder") and attr_dtype(node, "dtype") is DType.BOOL
@@ -134,14 +135,14 @@ def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
 
 
 def _with_options(found: Proposal, options: list[tuple[str, str]]) -> Proposal:
-    """A proposal with more options, without inputs that these fix."""
+    """The proposal with more options, without inputs that these fix."""
     fixed = {value.rpartition("=")[0] for option, value in options if option == "--feed"}
     inputs = tuple(one for one in found.inputs if endpoint(one.tensor).node not in fixed)
     return replace(found, inputs=inputs, options=(*found.options, *options))
 
 
 def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
-    """A proposal with the options without which its plan is refused, or with a builder in place of its graph.
+    """The proposal with the options that its plan needs, or with a builder in place of its graph.
 
     CheckpointError if the checkpoint is damaged.
     """
@@ -166,7 +167,7 @@ def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
 
 
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
-    """The placeholders, and the tensors of input pipelines, that answers are computed from."""
+    """Yield the placeholders, and the tensors of input pipelines, from which answers are computed."""
     needed = all_before(index.nodes, answers)
     given = {node.name for node in input_placeholders(index)}
     given |= {name for name in needed if hands_over_batches(index.nodes[name].op)}
@@ -213,6 +214,6 @@ def _builder_lines(catalog: Catalog) -> Iterator[str]:
 
 
 def _identifier(name: str) -> str:
-    """A name of Python that looks like a variable's."""
+    """A Python name that resembles a variable's name."""
     found = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"{found}_" if iskeyword(found) or found == "tf" else re.sub(r"^(?=[0-9])", "_", found)

@@ -1,6 +1,6 @@
 """Merge a base and its deltas into a new base of the same log (`exporter.pipeline.merged_base`).
 
-Servers load the new base beside the old one; deltas that lead on from its position fit both.
+Servers load the new base beside the old one; deltas after its position apply to both.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from exporter.terminal.progress import ProgressFactory, no_progress
 
 
 class Rebased(Struct, frozen=True):
-    """A new base: its place, where it stands, how many deltas it holds, and how many tasks write it.
+    """A new base: its path and position, the deltas merged in it, and the number of tasks that write it.
 
-    `published` is None of a plan; `meets` says what it would meet in a store.
+    `published` is None for a plan; `meets` lists what a plan would meet in a store.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class Rebased(Struct, frozen=True):
 
 
 def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | None:
-    """Return what `rebase` would do now; the deltas are read and checked, the base's values are not.
+    """The plan of `rebase`, now: the deltas are read and checked, the base's values are not.
 
-    None if the newest base stands at the newest position.
+    None if the newest base is at the newest position.
 
     Raises:
-        UsageError, ModelHeld, CheckpointError, PositionMoved: as `rebase`.
+        UsageError, ModelHeld, CheckpointError, NotFinite, PositionMoved: as `rebase`.
     """
     permission = Permission(despite_hold)
 
@@ -73,14 +73,15 @@ def rebase(
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
 ) -> Rebased | None:
-    """Publish a base at the newest position of the log; None if the newest base stands there already.
+    """Publish a base at the newest position of the log; None if there is one already.
 
-    Deltas that are published meanwhile lead on from it. Servers load a base by themselves: under a canary's
-    hold it stands at what is approved.
+    Deltas that are published meanwhile apply to it, too. Servers load a base by themselves, so under a
+    canary's hold it has the approved position.
 
     Raises:
-        UsageError: the base has hot rows, and lies in an object store.
+        UsageError: the base has hot rows, and is in an object store.
         ModelHeld: the model is held, unless `despite_hold`.
+        NotFinite: it would have values that the model refuses.
         VerificationError: the old base is damaged.
         CheckpointError: a delta is damaged.
         PositionMoved, PublishError: see errors.py; nothing was published.
@@ -122,6 +123,6 @@ def _rebase(
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
-    """Return the base or delta that leads to the newest position; under a canary, to the newest approved."""
+    """The base or delta at the newest position; under a canary, at the newest approved one."""
     approved = approved_by_canary(log)
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)

@@ -1,44 +1,44 @@
-"""How the values of an earlier position come back: by a delta in a log, by a version where there is no log.
+"""Restore the values of an earlier position: by a delta in a log, by a version where there is no log.
 
-`exporter.pipeline.log_maintenance` decides when they do. A rollback goes forward: it publishes the values of
-an earlier position as the next one, and holds the model there, so that the trainer's next publication does
-not overrun it. Resuming publishes the values of before the rollback again, and lifts the hold.
+`exporter.pipeline.log_maintenance` decides when. A rollback goes forward: it publishes the values of an
+earlier position as the next one, and holds the model there, so that the trainer's next publication does not
+overrun it. Resuming publishes the values before the rollback again, and lifts the hold.
 
-*In a log* it is a delta, so that servers take it as they take any other. What servers see of a rollback from
-B to G, which becomes position R = B + 1: they follow `up_to = -1`, and of the deltas that fit they take the
-one that leads furthest without passing the hold.
+*In a log* it is a delta, so that servers apply it like any other. What servers see of a rollback from B to G,
+which becomes position R = B + 1: they follow `up_to = -1`, and of the deltas that fit they apply the one with
+the greatest end that is not beyond the hold.
 
-1. The model's lock is taken: no other process publishes, merges or tidies until the end. That may take as
-   long as the rows since G take to read; a watch waits, or reports it and tries again.
+1. The model is locked: no other process publishes, merges or tidies until the end. That may take as long as
+   the rows since G take to read; a watch waits, or reports it and tries again.
 2. The hold goes to G, unless it is lower. Servers at G or before stop there; the others stay where they are.
-3. The delta to R is staged. It fits every server from the earliest position on from which some delta leads
-   past G, and holds all rows touched since then: so no server passes B on the way to R.
+3. The delta to R is staged. It fits every server from the earliest position on at which some delta past G
+   starts, and has all rows touched since then: so no server passes B on the way to R.
 4. The hold becomes a link to the file `hold` of the staged delta's future place. It cannot be read: no server
    moves by itself.
-5. The delta is renamed into place. With this one call it can be seen, and the hold is R: all go to R, at
-   once, and no further.
-6. The link is replaced by a file that says the same.
+5. The delta is renamed into place. With this one call it becomes visible, and the hold is R: all servers go
+   to R, at once, and no further.
+6. The link is replaced by a file with the same content.
 
 A process that is killed in 1-4 has not rolled back, and no server has moved towards B; running the command
-again, or `resume`, goes on from there. Killed in 5-6, it has. A server lists the deltas after it has read the
-hold: one that knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R, and
-a server that is before G can be led on to B until 5; its next call leads to R.
+again, or `resume`, continues from there. Killed in 5-6, it has. A server lists the deltas after it has read
+the hold: one that knows the hold of 5 sees the delta, too. Where links cannot be made, 4 sets the hold to R,
+and until 5 a server before G can go on to B; its next call brings it to R.
 
-*Under a canary's hold* at G all servers but the canary stop there already, and publishers go on: only such a
-rollback may be asked for that finds this hold (`by_canary`). It leaves out 2 and 4; killed between 5 and 6,
-the canary is judged again.
+*Under a canary's hold* at G all servers except the canary stop there already, and publishers go on: a
+rollback may then only be requested for this hold (`by_canary`). It skips 2 and 4; killed between 5 and 6, the
+canary is judged again.
 
 *Where versions take no deltas* an older one is published again as the newest. Its files are linked, not
 copied, after they were compared with their manifest and checksums. Servers load the newest version by
-themselves; what a rollback must keep off is the trainer's next export. So the model is held before the
-version is there, and lifted after the other one is: a process that is killed in between has not rolled back,
-or not resumed, and the same command again does it.
+themselves; a rollback must only block the trainer's next export. So the model is held before the version
+appears, and a resumption lifts the hold after its version appears: if a process is killed in between, the
+same command again completes it.
 
-*Values of a log that has ended*, as after a change of structure, come back by a base that begins a log of its
-own: its graph, and base and deltas merged (`exporter.pipeline.rebase`). First servers of the newest log are
-stopped where they are, which binds publishers, too; then the new log is held, in which there is no base yet;
-then the base appears. What a killed process leaves binds publishers until the command is run again, or
-`resume`. Resuming brings the newer structure back in the same way.
+*Values of a log that has ended*, as after a change of structure, come back by a base that begins a new log:
+the old graph, with base and deltas merged (`exporter.pipeline.rebase`). First servers of the newest log are
+held where they are, which binds publishers, too; then the new log is held, which has no base yet; then the
+base appears. After a kill in between, publishers stay bound until the command, or `resume`, is run again.
+Resuming brings the newer structure back in the same way.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Restored(StrEnum):
 class Restoration(Struct, frozen=True):
     """Values of an earlier position or version, to be published as the next one.
 
-    `before` is where resuming leads to. `is_canaried`: a canary decides about the log, or did until it was
-    rolled back. `by_canary`: it is the canary that rolls back, because the values failed.
+    `before` is the position to which resuming returns. `is_canaried`: a canary decides about the log, or did
+    until it was rolled back. `by_canary`: the canary itself rolls back, because it rejected the values.
     """
 
     of: int
@@ -127,7 +127,7 @@ class Restoration(Struct, frozen=True):
 
     @property
     def told(self) -> RestoredValues:
-        """What the manifest of a version says of it."""
+        """The record of it in a version's manifest."""
         made: Literal["rollback", "resume"] = "rollback" if self.is_rollback else "resume"
         return RestoredValues(made, self.of, self.before, self.reason)
 
@@ -147,11 +147,11 @@ class Planned(Struct, frozen=True):
 
 
 class Restorer:
-    """What is published of a model at one moment, and how earlier values of it come back.
+    """A published model at one moment, from which earlier values can be published again.
 
     `versions` are as `version_dirs` lists them, at least one of them published by this program; `published`
-    is the newest version's log, None where that takes no deltas. `at` is where the model stands, `hold` the
-    hold that a rollback sets first.
+    is the newest version's log; None if that takes no deltas. `at` is the model's position, `hold` the hold
+    that a rollback sets first.
     """
 
     def __init__(self, model: Path, versions: Sequence[VersionDir], published: DeltaLog | None) -> None:
@@ -171,12 +171,12 @@ class Restorer:
         return None if self.published is None else self.published.number
 
     def rollback_of(self, to: int) -> Restoration:
-        """Return the rollback that leads to the values of `to`.
+        """The rollback to the values of `to`.
 
         Raises:
             UsageError: `to` is the newest position.
-            PositionUnknown: nothing published stands there, or no base leads there any more.
-            ModelHeld: a canary decides about the log, and the values did not pass.
+            PositionUnknown: it is not a published position, or no base is left from which deltas reach it.
+            ModelHeld: a canary decides about the log, and rejected the values.
         """
         at = self.at.position
         if to == at:
@@ -192,17 +192,17 @@ class Restorer:
                 hint="let it judge again what was reverted: export-model resume "
                 f"{quoted(self.model)}; to do without it: --lift-canary",
             )
-        before = self.before_rollbacks() if self.hold.binds else None  # those that were lifted are accepted
+        before = self.before_rollbacks() if self.hold.binds else None  # lifted rollbacks are accepted
         if before is None:
-            # All servers load a base: what no canary has approved does not come back in one.
+            # All servers load a base: so it must not restore values that no canary has approved.
             approved = None if way.made is Restored.DELTA else self.approved_by_canary()
             before = at if approved is None else min(at, approved)
         return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
 
     def before_rollbacks(self) -> int | None:
-        """Return where the model stood before the first rollback still in force; None without one.
+        """The model's position before the first rollback still in force; None without one.
 
-        Delta rollbacks of earlier releases begin where the log stood before.
+        Delta rollbacks of earlier releases start at that position.
         """
         if self.published is None:
             return _before(self._manifest)
@@ -224,19 +224,19 @@ class Restorer:
         return told is not None and told.back_to == position
 
     def approved_by_canary(self) -> int | None:
-        """Return how far a canary approved the log, also if a rollback holds it there; None without one."""
+        """The position that a canary has approved, also if a rollback holds the log there; or None."""
         return None if self.published is None else approved_by_canary(self.published)
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Return what `publish` would do; its input is read and checked, and nothing is written."""
+        """The plan of `publish`: its input is read and checked, and nothing is written."""
         return self._way(restoration.of).plan(restoration)
 
     def form_of(self, restoration: Restoration) -> Restored:
-        """Return the form in which the values come back."""
+        """The form in which the values come back."""
         return self._way(restoration.of).made
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
-        """Publish the values; of a rollback the model is held before they can be seen.
+        """Publish the values; for a rollback the model is held before they are visible.
 
         The caller has the model's lock.
         """
@@ -250,14 +250,14 @@ class Restorer:
         return done
 
     def _way(self, of: int) -> _Way:
-        """Return how the values of a position come back; PositionUnknown if they cannot."""
+        """The way to restore the values of a position; PositionUnknown if they cannot be restored."""
         if self.published is not None and self.published.has(of):
             return _ByDelta(self.published)
         there = Standing(self.model, self.published, self.versions)
         if why := there.loss(of):
             for child in self.versions:
                 if child.version == of and child.has_manifest:
-                    read_manifest(child.path)  # says what is wrong with one that is damaged
+                    read_manifest(child.path)  # raises the more exact error if it is damaged
             known = ", ".join(map(str, sorted(there.paths)[-20:]))
             hint = f"list the positions: export-model history {quoted(self.model)}"
             if self.hold.binds:
@@ -274,9 +274,9 @@ class Restorer:
         return _ByVersion(self.model, self.versions, self.published) if log is None else _ByBase(log)
 
     def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
-        """Hold the model before a version replaces what it serves: servers stop where they are, or before."""
+        """Hold the model before a base or version replaces what it serves; a delta sets its own hold."""
         if isinstance(way, _ByDelta):
-            return  # which begins with a hold of its own
+            return  # `_ByDelta.publish` begins with its own hold
         if self.published is None:
             if isinstance(way, _ByBase):
                 self.hold.put(way.next_position(), staging, why=why)
@@ -292,27 +292,27 @@ class Restorer:
 
 
 def _before(manifest: Manifest) -> int | None:
-    """Return where the model stood before the rollback that published a version; None if none did."""
+    """The model's position before the rollback that published a version; None if none did."""
     told = manifest.taken_back
     return told.before if told is not None and told.made == "rollback" else None
 
 
 class _Way(ABC):
-    """How the values of one position come back."""
+    """A way to restore the values of one position."""
 
     made: ClassVar[Restored]
 
     @abstractmethod
     def plan(self, restoration: Restoration) -> Planned:
-        """As `Restorer.plan`."""
+        """Plan as `Restorer.plan`."""
 
     @abstractmethod
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
-        """As `Restorer.publish`."""
+        """Publish as `Restorer.publish`."""
 
 
 class _ByDelta(_Way):
-    """Values of the newest version's log come back by a delta."""
+    """Restore values of the newest version's log by a delta."""
 
     made = Restored.DELTA
 
@@ -320,7 +320,7 @@ class _ByDelta(_Way):
         self.log, self.hold = log, log.hold
 
     def plan(self, restoration: Restoration) -> Planned:
-        """As `Restorer.plan`."""
+        """Plan as `Restorer.plan`."""
         log, of = self.log, restoration.of
         _, step = log.trained_at(of)
         taken_back, values = [log.open(delta).changes for delta in self._since(restoration)], log.state(of)
@@ -333,9 +333,9 @@ class _ByDelta(_Way):
         return Planned(self.made, LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
-        """As `Restorer.publish`."""
+        """Publish as `Restorer.publish`."""
         log, of = self.log, restoration.of
-        # Before the hold: what servers would refuse would leave them held at the values that are to go.
+        # Before the hold: a delta that servers refuse would leave them held at the values to be replaced.
         self._require_room(restoration)
         if restoration.is_rollback:
             self._stop_at(of, staging, restoration.reason)
@@ -368,7 +368,8 @@ class _ByDelta(_Way):
         return publish_changes(log, staging, changes, what, last=log.last, under_lock=how)
 
     def _require_room(self, restoration: Restoration) -> None:
-        """Refuse rows that servers have no room for: those that changed before the base may come back now.
+        """Raise OverlayFull if servers lack room for the rows, as rows that changed before the base may come
+        back.
 
         Nothing is read unless the base maps tables: the hold must not wait.
         """
@@ -385,9 +386,9 @@ class _ByDelta(_Way):
             raise
 
     def _span(self, restoration: Restoration) -> Span:
-        """Return the span of the restoring delta.
+        """The span of the restoring delta.
 
-        A rollback's starts so early that no server can take a merged delta past these values first.
+        A rollback's starts so early that no server can apply a merged delta past these values first.
         """
         log, of = self.log, restoration.of
         start = log.at.position
@@ -396,7 +397,7 @@ class _ByDelta(_Way):
         return Span(start, next_delta_position(log, None))
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
-        """Return the deltas whose rows a restoration takes back; PositionUnknown if none leads on."""
+        """The deltas whose rows a restoration replaces; PositionUnknown if there are none."""
         chain = self.log.chain(min(restoration.of, self._span(restoration).start))
         if not chain:
             raise PositionUnknown(f"no delta leads on from position {restoration.of}")
@@ -413,7 +414,7 @@ class _ByDelta(_Way):
             mirror.held(self.log.model)
 
     def _instead(self, restoration: Restoration) -> str:
-        """Return the hint for values that the model, which wants finite ones, refuses."""
+        """The hint for values that the model refuses because it wants finite ones."""
         model = self.log.model
         if restoration.is_rollback:
             return f"go back further: export-model history {quoted(model)} lists the positions"
@@ -421,23 +422,23 @@ class _ByDelta(_Way):
 
 
 def is_canaried(log: DeltaLog) -> bool:
-    """True if a canary's hold stands, or stood when the log was rolled back."""
+    """True if a canary's hold is in force, or was when the log was rolled back."""
     if log.hold.is_canary or not log.hold.binds:
         return log.hold.is_canary
     try:
         held = log.standing(log.hold.read() or 0)
-    except (ManifestError, PositionUnknown):  # the hold says nothing, or no rollback set it
+    except (ManifestError, PositionUnknown):  # the hold cannot be read, or no rollback set it
         return False
     return isinstance(held, LogDelta) and held.entry.canary
 
 
 def approved_by_canary(log: DeltaLog) -> int | None:
-    """Return how far a canary approved the log, also where a rollback holds it there; None without one."""
+    """The position that a canary has approved, also if a rollback holds the log there; None without one."""
     return log.hold.read() if is_canaried(log) else None
 
 
 def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
-    """Return the packing of the newest packed delta: what is made of these holds rows that pack so.
+    """The packing of the newest packed delta: rows from these deltas can be packed in that form.
 
     None if no delta is packed.
     """
@@ -445,7 +446,7 @@ def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
 
 
 class _ByBase(_Way):
-    """Values of a log that has ended come back by a base that begins a log of its own."""
+    """Restore values of a log that has ended by a base that begins a new log."""
 
     made = Restored.BASE
 
@@ -453,14 +454,14 @@ class _ByBase(_Way):
         self.log = log
 
     def plan(self, restoration: Restoration) -> Planned:
-        """As `Restorer.plan`."""
+        """Plan as `Restorer.plan`."""
         self._check(restoration.of)
         self.log.state(restoration.of)
         position, step = self.next_position(), self.log.trained_at(restoration.of)[1]
         return Planned(self.made, self.log.model / str(position), position, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
-        """As `Restorer.publish`."""
+        """Publish as `Restorer.publish`."""
         from exporter.pipeline.merged_base import BasePlace, write_base
         from exporter.pipeline.same_graph import SourceFiles
 
@@ -479,11 +480,13 @@ class _ByBase(_Way):
         return done
 
     def next_position(self) -> int:
-        """Return the position that the base will have."""
+        """The position that the base will have."""
         return reserve_position(self.log.model, None).position
 
     def _check(self, of: int) -> None:
-        """Refuse what the log's finiteness, or its hot rows in a store, do not allow."""
+        """Raise NotFinite or UsageError if the log's rule of finite values, or hot rows in a store, forbid
+        it.
+        """
         from exporter.pipeline.merged_base import require_local, way_to
 
         base, chain = way_to(self.log, of)
@@ -496,10 +499,7 @@ _RESTORING = Permission(despite_hold=True, plain=True)
 
 
 class _ByVersion(_Way):
-    """Values of a version that takes no deltas come back by a version.
-
-    `published` is the log that it ends; None if the newest version takes no deltas either.
-    """
+    """Restore values of a version that takes no deltas by a version."""
 
     made = Restored.VERSION
 
@@ -507,13 +507,13 @@ class _ByVersion(_Way):
         self._model, self.versions, self.hold = model, versions, Hold(model)
 
     def plan(self, restoration: Restoration) -> Planned:
-        """As `Restorer.plan`."""
+        """Plan as `Restorer.plan`."""
         manifest = self._whole(restoration.of)
         number = self._next(manifest)
         return Planned(self.made, self._model / str(number), number, manifest.step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
-        """As `Restorer.publish`."""
+        """Publish as `Restorer.publish`."""
         manifest = self._whole(restoration.of)
         with self.hold.put_back_on_failure(staging):
             if restoration.is_rollback:
@@ -539,7 +539,7 @@ class _ByVersion(_Way):
             return publish_version(staging, draft, permission=_RESTORING, is_locked=True)
 
     def _next(self, manifest: Manifest) -> int:
-        """Return the number that `publish_version` will give this one."""
+        """The number that `publish_version` will give this version."""
         last = last_position(self._model, self.versions)
         newest = greatest(self.versions[0].version, taken(self._model).version)
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]

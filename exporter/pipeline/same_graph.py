@@ -1,8 +1,8 @@
-"""Check that graph and table files are still those that the base was made from.
+"""Check that the graph and its tables' files are still those from which the base was made.
 
 <model>/deltas/<log>/.state/sources.json     paths of these files, and digests that need not be computed again
 
-Paths of a trainer's files are kept beside what is published, not in it.
+Paths of a trainer's files are kept beside the publications, not in them.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MAX_BYTES = 64 << 20  # a path and a digest for each source and asset
 class SourceFiles(Struct):
     """Paths and digests of the files behind a log's graph; losing them costs time, or a note.
 
-    `places` says where the file of each asset is. `graph` is the digest of a finished graph's file that
-    differs from the base's, and was found to hold the same inference graph. `archives` are the digests of
-    the newest checkpoint's files, where it is no tensor bundle. `code` says where the builder's modules are,
-    and `same` has digests of those that were found to make the same graph, although they differ.
+    `places` has the path of each asset's file. `graph` is the digest of a finished graph's file that differs
+    from the base's, but was found to have the same inference graph. `archives` are the digests of the newest
+    checkpoint's files, if it is not a tensor bundle. `code` has the paths of the builder's modules, and
+    `same` the digests of those that were found to make the same graph although they differ.
     """
 
     places: Mapping[str, Path] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class SourceFiles(Struct):
 
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
-        """Read what was kept beside a log; empty if there is nothing, or it is damaged."""
+        """Read the record beside a log; empty if there is none, or it is damaged."""
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             found = json.loads(read_regular(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}
@@ -64,7 +64,7 @@ class SourceFiles(Struct):
         return cls()
 
     def save(self, log: Path) -> None:
-        """Keep it beside a log. Errors are passed over: what is published does not depend on it."""
+        """Write the record beside a log. Errors are ignored: publications do not depend on it."""
         document: dict[str, Any] = {
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
@@ -87,13 +87,13 @@ class SourceFiles(Struct):
 
 
 class SameGraph(Struct, frozen=True):
-    """A comparison's result in words, `said`, and files to save once a delta is published."""
+    """The result of a comparison in words, `said`, and the record to save once a delta is published."""
 
     said: str = ""
     files: SourceFiles | None = None
 
     def save(self, log: Path) -> None:
-        """Keep the files beside a log, if they are new."""
+        """Save the record beside a log, if there is a new one."""
         if self.files is not None:
             self.files.save(log)
 
@@ -101,9 +101,10 @@ class SameGraph(Struct, frozen=True):
 def check_same_graph(
     log: DeltaLog, request: ExportRequest, catalog: Catalog, before: SourceFiles
 ) -> SameGraph:
-    """Compare graph and table files with the base's, `before` being known; SchemaChanged if they differ.
+    """Compare the graph and its tables' files with the base's, given the record `before`; SchemaChanged if
+    they differ.
 
-    UsageError if outputs are to be verified, or the graph checked and what it was made from is not known.
+    UsageError if outputs are to be verified, or the graph is to be checked and its source is not known.
     """
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
@@ -133,7 +134,7 @@ def check_same_graph(
         if {*unknown} & {*origin.opened} or not callable(asked.model):
             files, differences = _compare_built(log, origin, asked, files)
             said = f"built again, because of {', '.join(unknown)}, and the same"
-        else:  # the program that runs may have them as they were
+        else:  # the running program may have loaded them before they changed
             said = f"{said}; not compared: {', '.join(unknown)}"
     if differences:
         _require_meant(asked)
@@ -161,7 +162,7 @@ def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> Sam
 
 
 def _require_meant(asked: GraphRequest) -> None:
-    """Refuse a file of Python without its function, which no new base would mend; UsageError."""
+    """Raise UsageError for a Python file without its function, which a new base would not help."""
     from exporter.graph.load import require_function_named  # late: most deltas compare and find no difference
 
     if isinstance(asked.model, str):
@@ -169,7 +170,7 @@ def _require_meant(asked: GraphRequest) -> None:
 
 
 def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
-    """Return the error to raise."""
+    """The error for a graph or files that differ from the base's."""
     return SchemaChanged(
         f"the graph or its files are not those {base}",
         cause="; ".join(dict.fromkeys(differences)),
@@ -180,7 +181,7 @@ def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
 def _source_files(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, before: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Return the files behind the requested graph, and how a finished one differs from the base's."""
+    """The record for the requested graph, and the differences of a finished graph from the base's."""
     try:
         digest = origin.finished_graph(asked, before.digests)
     except OSError as error:
@@ -192,7 +193,7 @@ def _source_files(
     directory = Path(str(asked.model))
     if not directory.is_dir():
         return before, []
-    # A SavedModel brings its files along, whatever the one was called that the base was made of.
+    # A SavedModel contains its files, whatever the directory of the base's SavedModel was called.
     names = {name: before.places.get(name, Path(name)).name for name in origin.assets}
     places = {name: directory / ASSETS_DIRECTORY / file for name, file in names.items()}
     return replace(before, places=places), []
@@ -201,7 +202,7 @@ def _source_files(
 def _compare_finished(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Compare a finished graph of other bytes, which may be the same inference graph.
+    """Compare a finished graph whose bytes differ, which may be the same inference graph.
 
     Only a model that an archive describes needs TensorFlow.
     """
@@ -216,7 +217,8 @@ def _compare_finished(
 def _compare_built(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Load the requested inference graph; return its files, and how graph or files differ from the base's.
+    """Load the requested inference graph; return its files, and all differences from the base's graph or
+    files.
 
     UsageError, GraphError, CheckpointError or OSError if it cannot be loaded.
     """
@@ -240,7 +242,7 @@ def _compare_built(
 
 
 def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
-    """Return the lookups with another vocabulary than in the base; [] where its graph cannot be read."""
+    """The lookups whose vocabulary differs from the base's; [] if the base's graph cannot be read."""
     from exporter.graph.filled_lookups import differing_lookups
     from exporter.graph.graph_files import read_saved_model
 
@@ -251,7 +253,7 @@ def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
 
 
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:
-    """Return the request with the base's options for those that are not given."""
+    """The request, with the base's options where it gives none."""
     signatures = asked.signatures
     if signatures is None and "--signatures" in options:
         signatures = scratch / "signatures.json"

@@ -1,4 +1,4 @@
-"""The step that writes the graph, and what a plain version needs beside it."""
+"""The step that writes the graph, and the step that prepares a plain version for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from exporter.publish.manifest import MappedRecord, MappedTable, UnmappedTable
 
 
 def name_plain_version(staged: Staged) -> None:
-    """Decide a plain version's tables by keys and warm-up; for mapped tables, reserve the number in paths."""
+    """Decide a plain version's tables by keys and warm-up; reserve its number if paths of mapped tables need
+    it.
+    """
     planned = staged.plan
     mapped = [source for source in staged.mapping.sources if source.is_mapped]
     apart = [variable.node for source in mapped for variable in source.variables]
@@ -33,21 +35,22 @@ def name_plain_version(staged: Staged) -> None:
 
 
 def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
-    """The given requests; without any, generated ones for mapped tables: their first reads are slow, too."""
+    """The given warm-up requests; without any, generated ones if tables are mapped: first reads of these are
+    slow.
+    """
     request = planned.request
     if request.warmup or request.no_warmup or not request.map_tables:
         return planned.warmup
     try:
-        require_harmless(
-            planned.graph.outside, "warm-up", is_allowed=request.allows("code")
-        )  # it is tried here
+        # Requests run here while they are made.
+        require_harmless(planned.graph.outside, "warm-up", is_allowed=request.allows("code"))
         return made_up_requests(as_served(planned.graph, planned.mapping)[0])
-    except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph works without
+    except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph needs no warm-up
         return ()
 
 
 def write_graph(staged: Staged) -> None:
-    """Write `saved_model.pb` and assets; where tables are mapped, with the paths of the staged shards."""
+    """Write `saved_model.pb` and assets; if tables are mapped, with the paths of the staged shards."""
     files = mapped_files(staged.plan.mapping, staged.variables.catalog)
     staged.tables = NOTHING_MAPPED
     if files:
@@ -66,7 +69,7 @@ def write_graph(staged: Staged) -> None:
 
 
 def mapped_record(staged: Staged) -> MappedRecord | None:
-    """The manifest's list of mapped tables, and of those that could not be; None if none was asked for."""
+    """The manifest's record of mapped tables, and of those that could not be; None if not asked for."""
     if not staged.plan.request.map_tables:
         return None
     written = {shard.path.name: shard.bytes_ for shard in staged.variables.shards}

@@ -1,4 +1,4 @@
-"""The step that lays hot rows behind staged tables: those of a file, or the most counted of a checkpoint."""
+"""The step that appends hot rows to staged tables: rows from a file, or the most counted of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from exporter.tables.parts import KEYS
 from exporter.wire.dtypes import Array
 
 _COUNTED_SHARE = 10
-"""`auto` takes a tenth of a table's rows."""
+"""`auto` chooses a tenth of a table's rows."""
 _WHY = "hot rows lie behind a table"
 
 
 def lay_chosen_rows(staged: Staged) -> None:
-    """Lay the rows that are hot behind the staged tables, and note which lie there; nothing without any."""
+    """Append hot rows to the staged tables, and record them in `staged.hot`; does nothing without any."""
     chosen = {choice.key: choice for choice in staged.plan.hot}
     if not chosen:
         return
@@ -49,7 +49,7 @@ def lay_chosen_rows(staged: Staged) -> None:
 
 
 def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
-    """The numbers of hot rows; UsageError for one that the table does not have."""
+    """The numbers of hot rows, in blocks; UsageError for a row that the table does not have."""
     rows, file = source.tensor.shape[0], choice.file
     if choice.table is not None:
         layout = staged.plan.layout
@@ -60,7 +60,9 @@ def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
 
 
 def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
-    """The rows of the keys in a file, in their order, as the staged table has them; others are left out."""
+    """The rows of a file's keys, in their order, by the staged table; keys that it does not have are left
+    out.
+    """
     from exporter.delta.row_reader import served_in  # late: other exports need none of it
 
     keys = np.concatenate([np.empty(0, np.int64), *file.blocks()])
@@ -78,7 +80,7 @@ def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
 
 
 def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
-    """The rows whose keys were seen most often, a tenth of the table, those seen most first."""
+    """At most a tenth of the table's rows, those with counts, most often seen first (int64)."""
     plan = next(each for each in layout.tables if each.name == choice.name)
     most = -(-plan.variable.rows // _COUNTED_SHARE)
     counts, rows = np.empty(0, np.int64), np.empty(0, np.int64)

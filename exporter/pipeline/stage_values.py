@@ -15,11 +15,11 @@ from exporter.publish.versions import is_trusting
 
 
 def write_values(staged: Staged) -> None:
-    """Write `variables/`; what is in no tensor bundle goes into one first.
+    """Write `variables/`; a checkpoint that is not a tensor bundle is first converted into one.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
-        LinkRefused: links are asked for, and the checkpoint is no tensor bundle.
+        LinkRefused: links are asked for, and the checkpoint is not a tensor bundle.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
     data, runner = (
@@ -31,7 +31,7 @@ def write_values(staged: Staged) -> None:
         if data is DataMode.LINK:
             raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes have to be rewritten")
         _convert(staged)
-        # The new bundle is on this machine alone, so its keys are indexed here, too.
+        # The new bundle is only on this machine, so its keys are indexed here, too.
         data, indexer = DataMode.AUTO, Runner(task_bytes=runner.task_bytes)
     index_tasks, index_bytes = _write_indexes(staged, indexer)
     # Indexes first: they are sources of this mapping, linked like the checkpoint's own shards.
@@ -52,7 +52,7 @@ def write_values(staged: Staged) -> None:
 
 
 def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
-    """Write the indexes of dynamic tables; how many tasks did it, and how many bytes they read."""
+    """Write the indexes of dynamic tables; return the number of tasks, and the bytes that they read."""
     layout, admission = staged.plan.layout, staged.plan.admission
     if layout is None:
         return 0, 0
@@ -66,10 +66,12 @@ def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
 
 
 def _convert(staged: Staged) -> None:
-    """Write what an archive holds of the mapping into a bundle beside the staged one, and map from there."""
+    """Write the tensors that the mapping needs from an archive into a bundle beside the staged one; map from
+    there.
+    """
     mapping, layout = staged.plan.mapping, staged.plan.layout
     laid_out = layout.shapes if layout is not None else {}
-    # By name: one may be served cast, and kept as it is for a training graph.
+    # By name: one tensor may be served with a cast, and kept without it for a training graph.
     needed = {item.tensor.name: item.tensor for item in mapping.sources if item.tensor.name not in laid_out}
     if layout is not None:
         needed |= {name: staged.plan.catalog.tensors[name] for name in layout.stored_names}

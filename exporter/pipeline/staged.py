@@ -1,4 +1,4 @@
-"""A full export in progress: what its steps hand on to each other."""
+"""A full export in progress: the values that its steps pass to each other."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Staged(Struct):
-    """A version that is being staged. Steps read what earlier ones have set, and set what later ones need.
+    """A version that is being staged. Steps read fields that earlier ones set, and set fields for later ones.
 
-    `plan` follows the values: its mapping leads to the checkpoint, then to a bundle made of an archive, and
-    to indexes of tables. `graph` and `mapping` are as they are published: in a base that takes deltas, with
-    the incremental subgraph, whose node `counter` counts updates. `jobs` are left when it is published, so
-    that a second run finds what tasks have done. `increments` are those that staged values do not hold yet.
-    `hot` are the tables with hot rows behind them, by their names as served.
+    `plan` follows the values: its mapping refers to the checkpoint, then to a bundle made from an archive,
+    and to indexes of tables. `graph` and `mapping` are the ones to publish: in a base that takes deltas, with
+    the incremental subgraph, whose node `counter` counts mapped tables. `jobs` are closed after publication,
+    so that until then a second run finds completed tasks. `increments` are those that staged values do not
+    include yet. `hot` are the tables with hot rows, by their names as served.
     """
 
     plan: Plan
@@ -57,7 +57,7 @@ class Staged(Struct):
 
     @classmethod
     def of(cls, planned: Plan, staging: Staging, jobs: ExitStack, progress: ProgressFactory) -> Staged:
-        """Nothing is staged yet."""
+        """The state before the first step."""
         graph, mapping, step = planned.graph, planned.mapping, planned.catalog.step
         nothing = VariablesReport(mapping.catalog, ())
         return cls(planned, staging, jobs, progress, graph, mapping, nothing, planned.version, step, ())
@@ -68,9 +68,9 @@ class Staged(Struct):
         return self.staging.path
 
     def scratch(self, name: str) -> Path:
-        """A path beside the bundle for files that go with the staging."""
+        """A path beside the bundle for files that are removed with the staging."""
         return self.staging.path.with_name(name)
 
 
 Step: TypeAlias = Callable[[Staged], object]
-"""Writes into the bundle and sets fields for later steps, or raises."""
+"""A function that writes into the bundle and sets fields for later steps, or raises."""

@@ -1,4 +1,4 @@
-"""What changed in a log's dynamic tables: as increments report it, or found by comparing keys and rows."""
+"""The changes in a log's dynamic tables: as increments report them, or found by comparing keys and rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from exporter.storage.layout import CHECKED_DIRECTORY
 
 
 class TableChanges(Struct, frozen=True):
-    """Changes by served variable, and the served bytes that were compared for them."""
+    """Changes by served variable, and the number of served bytes that were compared for them."""
 
     changes: dict[str, Change]
     compared_bytes: int = 0
 
 
 def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
-    """Return the schema without the variables of dynamic tables."""
+    """The schema without the variables of dynamic tables."""
     if not mapping_spec.dynamic:
         return schema
     others = {key for table in mapping_spec.dynamic for key in table.keys}
@@ -37,18 +37,18 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
 
 
 def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
-    """Return the changes without those of dynamic tables' indexes, which people do not count as rows."""
+    """The changes without those of dynamic tables' indexes, which people do not count as rows."""
     index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
     return {name: change for name, change in changes.items() if name not in index}
 
 
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """Return the changes that lead the log's dynamic tables to the trainer's state.
+    """The changes that bring the log's dynamic tables to the trainer's state.
 
-    They are those that increments report, else the differences of keys and rows. DeepRec's increments report
-    no deletions: these come with the comparison, after the next full checkpoint. The published index is
-    checked before anything is placed by it: CorruptFile if it is damaged. TableFull if a table has no room,
-    SchemaChanged if the checkpoint lacks one.
+    They are the changes that increments report, or else the differences of keys and rows. DeepRec's
+    increments report no deletions: these come with the comparison, after the next full checkpoint. The
+    published index is verified before it is used: CorruptFile if it is damaged. TableFull if a table has no
+    room, SchemaChanged if the checkpoint lacks one.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -60,7 +60,7 @@ def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableC
 def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     """True if the log began with the trainer's full checkpoint, and with room for all increments since.
 
-    If a table of such a log is full, because keys crowd in its index, it would be full in a new base, too.
+    If a table of such a log is full, because keys collide in its index, it would be full in a new base, too.
     """
     if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
         return False
@@ -102,7 +102,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
 
 
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
-    """Return the table changes that increments report; the published index is checked first.
+    """The table changes that increments report; the published index is verified first.
 
     CorruptFile, TableFull, SchemaChanged: as `table_changes`.
     """
@@ -115,10 +115,10 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 def told_changes(
     spec: MappingSpec, schema: Schema, published: LayeredState, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
-    """Return the table changes of increments after the increment `since` (None: of all).
+    """The table changes reported by increments after the increment `since` (None: by all).
 
-    Rows that `since` held with the same values are left out. `published` is read at any place, so it must
-    have been checked. TableFull, SchemaChanged: as `table_changes`.
+    Rows that `since` had with the same values are left out. Any part of `published` may be read, so it must
+    be verified before. TableFull, SchemaChanged: as `table_changes`.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -141,7 +141,7 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """Return what the trainer's increments report of tables, merged, by the checkpoint's names.
+    """The merged reports of the trainer's increments about tables, by the checkpoint's names.
 
     SchemaChanged if rows have another dtype or dimension than the checkpoint's.
     """
@@ -160,7 +160,7 @@ def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, Keyed
 
 
 def note_index_written(base: LogBase, log: Path) -> None:
-    """Note that a base's table indexes are checked: their checksums were taken while they were written.
+    """Record that a base's table indexes are verified: their checksums were computed while they were written.
 
     So the first delta need not read all of them, however small it is.
     """
@@ -174,9 +174,9 @@ def note_index_written(base: LogBase, log: Path) -> None:
 
 
 def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
-    """Verify the checksums of the tables' indexes, unless that was done and their files are the same.
+    """Verify the checksums of the tables' indexes, unless the same files were verified before.
 
-    Writes down what was verified; CorruptFile if one differs.
+    The result is recorded; CorruptFile if one differs.
     """
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
@@ -186,7 +186,7 @@ def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> N
 
 
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """Return how the trainer's keys and rows differ from those that are published.
+    """The differences of the trainer's keys and rows from the published ones.
 
     CorruptFile, TableFull, SchemaChanged: as `table_changes`.
     """

@@ -1,4 +1,4 @@
-"""Lay out the dynamic tables of a graph: find them in the checkpoint, and give the graph their sizes."""
+"""Lay out the dynamic tables of a graph: find them in the checkpoint, and set their sizes in the graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_HEAD_ROOM = 0.25
 
 
 class WrittenTables(Struct, frozen=True):
-    """A mapping to tensors that are written, indexes of tables among them, and the job that built these."""
+    """A mapping to written tensors, including indexes of tables, and the job that built these."""
 
     mapping: VariableMapping
     job: Job
@@ -49,8 +49,8 @@ def lay_out_tables(
 ) -> tuple[InferenceGraph, TableLayout | None]:
     """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if tables need one.
 
-    Those of a published version, taken as checkpoint, do not. UsageError for options about tables that it
-    lacks, or a head room that is negative.
+    Tables of a published version, given as checkpoint, do not. UsageError for options about tables without
+    any, or a negative head room.
     """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
@@ -90,12 +90,12 @@ def lay_out_tables(
 def map_laid_out(
     graph: InferenceGraph, catalog: Catalog, layout: TableLayout | None, rules: MappingRules
 ) -> VariableMapping:
-    """Map a graph's variables, those of its laid out tables among them."""
+    """Map a graph's variables, including those of laid out tables."""
     if layout is None:
         return build_mapping(graph, catalog, rules)
     # A table's slices are in the order of its rows.
     ordered = dict.fromkeys(layout.shapes, PartitionStrategy.DIV)
-    named = {name: name for name in layout.shapes}  # no object of an object-based checkpoint holds them
+    named = {name: name for name in layout.shapes}  # object-based checkpoints do not have them as objects
     rules = replace(rules, trained={**rules.trained, **ordered}, tensors={**rules.tensors, **named})
     return build_mapping(graph, layout.catalog, rules)
 
@@ -119,7 +119,7 @@ def write_tables(
 
 
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """Find unmatched variables and tensors; a table stands for all tensors that it is made of."""
+    """The unmatched variables and tensors; a table counts as all tensors of which it consists."""
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
     lost, taken = [], {ref.name for refs in served.values() for ref in refs}
@@ -139,7 +139,7 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
-    """Return a table that the checkpoint lacks, with the embedding variables of its kind."""
+    """A table that the checkpoint lacks, with the checkpoint's embedding variables of its kind."""
     like = [
         variable
         for variable in known.values()
@@ -159,7 +159,7 @@ def _published(
     catalog: Catalog,
     rules: MappingRules,
 ) -> dict[str, list[TensorRef]]:
-    """The four tensors of each table that the checkpoint, a published version, has laid out, by its name."""
+    """The four tensors of each table, by its name, if the checkpoint is a published version with it."""
     served = dict[str, list[TensorRef]]()
     for table in graph.dynamic_tables:
         names = [rules.renamed(variable.key) or variable.key for variable in table.variables]
@@ -171,9 +171,8 @@ def _published(
 
 
 def _check_rows(table: GraphDynamicTable, catalog: Catalog, values: TensorRef) -> None:
-    """Refuse published rows that have another size than the graph's, and other rows for absent keys.
-
-    Raises ShapeMismatch or MappingError.
+    """Raise ShapeMismatch or MappingError if published rows, or rows for absent keys, differ from the
+    graph's.
     """
     dtype, shape, count = values.dtype, values.shape, len(table.defaults)
     if dtype is not table.value_dtype or len(shape) != 2 or shape[1] != table.dim or shape[0] < count:
@@ -206,7 +205,9 @@ def _plan(
     head_room: float,
     awaited: Mapping[str, int],
 ) -> TablePlan:
-    """Plan a table with room for more keys; MissingTensors, or ShapeMismatch, if none is its like."""
+    """Plan a table with room for more keys; MissingTensors or ShapeMismatch if the checkpoint has no such
+    table.
+    """
     name = rules.renamed(table.name) or table.name
     found = find_variable(known, name)
     if found is None:
@@ -221,9 +222,9 @@ def _plan(
 
 
 def _awaited_keys(catalog: Catalog) -> Counter[str]:
-    """Count the keys of each table in the increments on top of a checkpoint; 0 if these are damaged.
+    """The number of each table's keys in the increments on top of a checkpoint; empty if these are damaged.
 
-    Some may be new: without room for them a base could not take its first delta.
+    Some may be new: without room for them a base could not apply its first delta.
     """
     try:
         return keys_to_come(catalog)

@@ -23,9 +23,9 @@ from exporter.storage.files import writing
 
 
 class Tagging(Struct, frozen=True):
-    """A change of a tag: what it names after it, and before; None where there is no such tag.
+    """A change of a tag: the tag after it, and before; None where there is no such tag.
 
-    `meets` says what a plan would meet in a store.
+    `meets` lists what a plan would meet in a store.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Tagging(Struct, frozen=True):
 
     @property
     def changes(self) -> bool:
-        """False if the tag is as it was asked to be."""
+        """False if the tag is already as requested."""
         then, now = self.before, self.tag
         if then is None or now is None:
             return then is not now
@@ -53,11 +53,11 @@ def set_tag(
     reason: str | None = None,
     dry_run: bool = False,
 ) -> Tagging:
-    """Name a position, which is kept by retention from now on; a tag of this name moves there.
+    """Set a tag to a position, which retention keeps from now on; an existing tag of this name moves.
 
     Raises:
-        UsageError: no tag can have the name, or `position` names none; there are too many tags.
-        PositionUnknown: nothing published leads to the position.
+        UsageError: a tag cannot have the name, or `position` is not one; or there are too many tags.
+        PositionUnknown: the values of the position cannot be restored.
         TargetBusy: another exporter had the model's lock for too long.
         ExportError: the model or its tags cannot be read or written; the tags are as they were.
     """
@@ -74,8 +74,8 @@ def set_tag(
 
 
 def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
-    """Do a change under the model's lock, unless there is nothing to do; a dry run takes no lock."""
-    if newest_version(model) is None:  # where nothing is published nothing is made, not even a lock
+    """Make a change under the model's lock, unless nothing differs; a dry run does not lock."""
+    if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)
     if dry_run:
         return change(read_tags(model))
@@ -89,10 +89,10 @@ def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
 
 
 def delete_tag(model: Path, name: str, *, dry_run: bool = False) -> Tagging:
-    """Delete a tag; its position may be removed by retention from now on.
+    """Delete a tag; retention may then remove its position.
 
     Raises:
-        UsageError: no tag can have the name.
+        UsageError: a tag cannot have the name.
         PositionUnknown: there is no such tag.
         TargetBusy, ExportError: as `set_tag`.
     """

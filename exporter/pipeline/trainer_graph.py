@@ -1,4 +1,4 @@
-"""The trainer's graph beside a checkpoint: to serve it, to keep it, or to read how it looks tables up."""
+"""The trainer's graph beside a checkpoint: to serve it, to keep it, or to learn how it partitions tables."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from exporter.wire.protos import Proto
 
 
 def require_graph(request: ExportRequest, catalog: Catalog) -> None:
-    """Raise CheckpointNotFound while a Saver's graph, which it writes last, is to be served and not there.
+    """Raise CheckpointNotFound while a Saver's graph, which it writes last, does not exist but is to be
+    served.
 
-    A watch goes on then. Beside archives and objects no graph comes: planning says that it is missing.
+    A watch continues then. Beside archives and objects there is never a graph: planning reports that.
     """
     if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
         return
@@ -37,11 +38,11 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
 
 
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
-    """Return the rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
+    """The rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
 
-    AutoDist cuts variables that its user's program has whole, and looks its cuts up by ranges of rows. What a
-    SavedModel has whole lies in its own `variables/` by ranges of rows, too; so do tables by keys, which
-    its graph may hold joined.
+    AutoDist partitions variables that are whole in its user's program, by ranges of rows. A SavedModel's own
+    `variables/` also has variables that are whole in its graph partitioned by ranges of rows; so are tables
+    by keys, which its graph may have joined.
     """
     sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
     meta, saved_model = meta_beside(catalog.prefix), saved_model_around(catalog.prefix)
@@ -60,21 +61,21 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
 
 
 def _whole(meta_graph: Proto) -> set[str]:
-    """Return the keys of variables that a graph has whole."""
+    """The keys of variables that a graph has unpartitioned."""
     keys = variable_keys(meta_graph, GraphIndex.of(meta_graph)).values()
     return {key.key for key in keys if key.part is None}
 
 
 def _of_tables(catalog: Catalog) -> set[str]:
-    """Return the names of tables' variables in a published version."""
+    """The names of tables' variables in a published version."""
     firsts = [name for name in catalog.tensors if name.endswith(f"/{INDEX_SEEDS}")]
     return {f"{name.removesuffix(INDEX_SEEDS)}{part}" for name in firsts for part in PARTS}
 
 
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
-    """Read the graph that `--train-tag` names from the source SavedModel; None without the option.
+    """The graph of `--train-tag` in the source SavedModel; None without the option.
 
-    UsageError if there is none, or it goes with deltas or `--format metagraph`.
+    UsageError if there is no SavedModel, or the option is used with deltas or `--format metagraph`.
     """
     if request.train_tag is None:
         return None

@@ -37,11 +37,12 @@ from exporter.wire.dtypes import Array
 
 
 class TrainerState(Struct, frozen=True):
-    """The trainer's files, how the served variables lie in them, and the changes since what is published.
+    """The trainer's files, the places of served variables in them, and the changes since the published state.
 
-    `awaits_marker`: the trainer may say in a moment where its newest full checkpoint stands. `abandoned` is
-    an increment that is not of the full checkpoint, although its step is higher; "" if there is none.
-    `archive` are the looks of the files of what is no tensor bundle; None of a bundle, which has checksums.
+    `awaits_marker`: the trainer may soon mark its newest full checkpoint's place among increments.
+    `abandoned` is an increment that does not follow the full checkpoint, although its step is higher; "" if
+    there is none. `archive` is the identity of the files of a checkpoint that is not a tensor bundle; None
+    for a bundle, which has checksums.
     """
 
     catalog: Catalog
@@ -53,29 +54,30 @@ class TrainerState(Struct, frozen=True):
     archive: Identity | None = None
 
     def in_bundle(self, spec: MappingSpec, prefix: Path, progress: ProgressFactory) -> TrainerState:
-        """The same state as rows that can be read one by one: an archive is copied into a bundle at `prefix`.
+        """The same state with rows that can be read one by one: an archive is copied into a bundle at
+        `prefix`.
 
-        CheckpointChanged if the archive was replaced since it was planned for.
+        CheckpointChanged if the archive was replaced since the plan was made.
         """
         if self.archive is None:
             return self
         needed, stored = {s.tensor.name: s.tensor for s in self.mapping.sources}, self.catalog.tensors
         known = embedding_variables(self.catalog) if spec.dynamic else {}
-        for table in spec.dynamic:  # which are compared by keys, and are in no mapping
+        for table in spec.dynamic:  # these are compared by keys, and not in the mapping
             variable = find_variable(known, spec.trained_name(table))
             for part in variable.parts if variable else ():
                 needed |= {name: stored[name] for name in part.tensor_names if name in stored}
         with progress("read", sum(ref.bytes_ for ref in needed.values())) as bar:
             written = write_bundle(self.catalog, needed.values(), prefix, bar)
-        # Each read noticed another file, and none what was written into this one after its last block.
+        # Reads notice a replaced file, but not writes into the file after its last block was read.
         self.archive.require_same_files()
         return replace(self, catalog=written, mapping=self.mapping.over(written), archive=None)
 
     def layers(self) -> tuple[Changes, ...]:
-        """Return the plan's increments as changes of served variables, oldest first, every checksum verified.
+        """The plan's increments as changes of served variables, oldest first, every checksum verified.
 
-        Of a table in 8 bits each row is in the newest of them alone: NaN has no codes, and must not stand in
-        the way once it is trained to a number.
+        A row of a table in 8 bits is only in the newest increment that has it: NaN has no codes, and an old
+        NaN must not fail the export once the row is finite again.
         """
         by_tensor = {source.tensor.name: source for source in self.mapping.sources}
         newer: dict[str, Array] = {}
@@ -89,10 +91,11 @@ class TrainerState(Struct, frozen=True):
         return LayeredState({variable.name: variable for variable in stored}, layers)
 
     def changed_lookups(self, log: DeltaLog) -> Changes:
-        """Return the lookup tables that changed, where increments report everything else; else {}.
+        """The lookup tables that changed, if increments report everything else; else {}.
 
-        Increments say nothing of lookup tables: at each position they are as in the full checkpoint before.
-        They are compared, and nothing else is read, where the published one is another.
+        Increments do not include lookup tables: at each position they are as in the previous full checkpoint.
+        They are compared, and nothing else is read, only if the published state is from another full
+        checkpoint.
         """
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
@@ -105,10 +108,10 @@ class TrainerState(Struct, frozen=True):
     def _translated(
         self, stored: AnyIncrement, by_tensor: dict[str, TensorSource], newer: dict[str, Array]
     ) -> Changes:
-        """Return an increment as changes of served variables, without the rows in 8 bits that are in `newer`.
+        """An increment as changes of served variables, without the rows in 8 bits that are in `newer`.
 
-        SchemaChanged if a variable has another dtype or shape than in the checkpoint.
         Its own rows in 8 bits are added to `newer`: increments are translated from the newest to the oldest.
+        SchemaChanged if a variable has another dtype or shape than in the checkpoint.
         """
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
@@ -146,18 +149,19 @@ def read_trainer(
     is_alone: bool = False,
     ignored: tuple[re.Pattern[str], ...] = (),
 ) -> TrainerState:
-    """Read a checkpoint directory or prefix, and plan what leads there from the `published` state.
+    """Read a checkpoint directory or prefix, and plan the changes from the `published` state to it.
 
-    Rows may stay behind by less than `within`. After a new full checkpoint a watch is told of no news while
-    the next increment is due, and for `marker_seconds` at most while a marker may say which one that is.
-    `digests` are those of archives that were read before. If `is_alone` the full checkpoint is what to
-    publish, without the increments on top of it. Variables that match `ignored` may stay behind.
+    Rows may stay behind by less than `within`. After a new full checkpoint a watch gets a plan without
+    changes while the next increment is due, and for at most `marker_seconds` while a marker may still say
+    which one that is. `digests` are those of archives that were read before. With `is_alone` the full
+    checkpoint itself is published, without the increments on top of it. Variables that match `ignored` may
+    stay behind.
     """
     found = _open(ckpt_dir, FileDigests() if digests is None else digests)
     catalog = found.catalog
     full = CheckpointId(catalog.prefix.name, catalog.step or 0, found.digest)
     history = read_history(catalog.prefix.parent)
-    # A directory is DeepRec's where no hook of ours has written increments that concern this checkpoint.
+    # A directory is DeepRec's if our hook has not written increments for this checkpoint.
     is_ours = history.leads_on_from(full) or bool(history.markers_of(full))
     deeprec = None if is_ours or is_alone else read_increment(catalog)
     awaits_marker = False
@@ -179,14 +183,14 @@ def read_trainer(
 
 
 class _Opened(Struct, frozen=True):
-    """A checkpoint, the digest of its contents and, of what is no tensor bundle, its files' looks."""
+    """A checkpoint, the digest of its contents and, unless it is a bundle, its files' identity."""
 
     catalog: Catalog
     digest: str
     archive: Identity | None = None
 
     def is_newest(self, ckpt_dir: Path) -> bool:
-        """True if it is an archive whose files look as they did, and a directory's newest checkpoint."""
+        """True if it is an archive with unchanged files, and still a directory's newest checkpoint."""
         is_same = self.archive is not None and self.archive.is_untouched
         return is_same and candidates(ckpt_dir)[0] == self.catalog.prefix
 
@@ -195,18 +199,18 @@ _ARCHIVES: dict[Path, _Opened] = {}
 
 
 def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
-    """The newest checkpoint of a directory; of an archive that looks as it did, what was read before."""
-    # A watch looks each second, and all of an archive has to be read to know its contents.
+    """The newest checkpoint of a directory; an unchanged archive is not read again."""
+    # A watch looks each second, and an archive must be read completely to know its contents.
     if (known := _ARCHIVES.get(ckpt_dir)) is not None and known.is_newest(ckpt_dir):
         return known
     catalog = open_checkpoint(ckpt_dir)
     if catalog.index_digest is not None:
-        # Of the index that was read: the trainer may have put another in its place since.
+        # The digest of the index that was read: the trainer may have replaced it since.
         return _Opened(catalog, catalog.index_digest)
     archive = Identity.of(catalog)
     opened = _Opened(catalog, archive.content_digest(digests), archive)
     digests.keep(archive.content_files())
-    # What was written just now may be written to again within one tick of the clock, and look as it did.
+    # A file written just now may be written again within one tick of the clock, and keep its times.
     if time.time_ns() - max(modified for _, _, modified, _ in archive.files) > SETTLED_NS:
         _ARCHIVES[ckpt_dir] = opened
     return opened
@@ -215,8 +219,8 @@ def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
 class _Known(Struct, frozen=True):
     """A directory's newest full checkpoint, and since when this process knows it, by its own steady clock.
 
-    The trainer's clock, and a file server's, may be off by any time. `age_before` is how old the checkpoint
-    was then by those clocks, if it is the first that this process met there, else 0.
+    The trainer's clock, and a file server's, may be wrong by any time. `age_before` is the checkpoint's age
+    by those clocks at that time, in seconds, if it is the first that this process saw there, else 0.
     """
 
     full: CheckpointId
@@ -225,7 +229,7 @@ class _Known(Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """How long it has been known."""
+        """The seconds since this process knows it."""
         return time.monotonic() - self.since
 
 
@@ -236,7 +240,7 @@ below a second where neither the graph nor the training step is large."""
 
 
 def _known(prefix: Path, full: CheckpointId) -> _Known:
-    """Return since when this process knows `full`, its directory's newest; notes one that it did not know."""
+    """The record of `full`, its directory's newest checkpoint; made now if this process did not know it."""
     known = _KNOWN.get(prefix.parent)
     if known is None or known.full != full:
         age = 0.0
@@ -253,16 +257,16 @@ def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, 
 
 
 def _is_increment_due(known: _Known, history: History) -> bool:
-    """True while the trainer, as often as it has written increments lately, may still write the next one."""
+    """True while the trainer may still write the next increment, by the usual pause between its last ones."""
     try:
         times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))
     except FileNotFoundError:
         return False
     pauses = sorted(later - earlier for earlier, later in pairwise(times))
-    usual = pauses[len(pauses) // 2] if pauses else 0.0  # a night without training among them does not count
+    usual = pauses[len(pauses) // 2] if pauses else 0.0  # the median: a night without training does not count
     return known.age_before + known.seconds < 2 * usual + _GRACE_SECONDS
 
 
-_LATELY = 5  # increments that show how often the trainer writes one
+_LATELY = 5  # the number of last increments from which the pause is learned
 _GRACE_SECONDS = 20.0
-"""For the trainer to write the increment."""
+"""Seconds for the trainer to write the increment."""

@@ -1,8 +1,8 @@
 """Follow training: export each new checkpoint once.
 
-What is published says what was exported: a version's manifest has the digests of its checkpoint and of the
-plan that it was made by. So re-running a watch that was killed resumes it, and a second one beside it does
-nothing twice; other options publish the newest checkpoint again.
+Publications record what was exported: a version's manifest has the digests of its checkpoint and its plan. So
+re-running a watch that was killed resumes it, and a second one beside it does nothing twice; other options
+publish the newest checkpoint again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ T = TypeVar("T")
 
 
 class Carry(Protocol):
-    """Runs work that publishes; transfers around it are done, too: `exporter.transfer.opened.OpenModel`."""
+    """A function that runs work that publishes, with the transfers around it:
+    `exporter.transfer.opened.OpenModel`.
+    """
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns."""
+        """Return the result of `work`."""
 
 
 def watch(
@@ -53,14 +55,15 @@ def watch(
 ) -> Iterator[Exported]:
     """Export the newest complete checkpoint whenever there is another one; yield each export.
 
-    There may be no checkpoint and no directory yet. Of several that came since the last look only the newest
-    is exported. A builder is run once. `tell` gets errors that the watch outlives (see `watch_loop`),
-    `ended` why it ends, `looked` how each look ended. `carry` does what publishes, and more. A model that is
-    not where `--model` says is refused before anything is waited for.
+    The directory and its checkpoints need not exist yet. Of several checkpoints since the last look only the
+    newest is exported. A builder is run once. `tell` gets errors that the watch survives (see `watch_loop`),
+    `ended` the reason why it ends, `looked` the error of each look, or None. `carry` runs the work that
+    publishes. A missing `--model` is refused before the first wait.
 
     Raises:
-        UsageError: the request names one version's number, or says how exact deltas are.
-        ExportError: an error that only a person can mend; or, when the watch ends, that of its last look.
+        UsageError: the request names one version's number, or has options for the exactness of deltas.
+        ExportError: an error that only a person can repair; or, when the watch ends, the error of its last
+            look.
     """
     require_local(request)
     require_exact(request)
@@ -76,7 +79,9 @@ def watch(
 
 
 class _Newest(Struct):
-    """Exports the newest checkpoint of a directory; files that are as at the last look are not read again."""
+    """An exporter of a directory's newest checkpoint; files that are unchanged since the last look are not
+    read again.
+    """
 
     request: ExportRequest
     progress: ProgressFactory
@@ -104,7 +109,7 @@ class _Newest(Struct):
         return Poll(done, catalog.step)
 
     def _export(self, checkpoint: Identity) -> tuple[Exported | None, str | None]:
-        """Export a checkpoint; return the export and the digest of the checkpoint that is published then.
+        """Export a checkpoint; return the export and the digest of the checkpoint that is published now.
 
         The export is None if it is published already; both are None if another watch is exporting.
         """
@@ -120,7 +125,7 @@ class _Newest(Struct):
         return None, checkpoint.digest
 
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
-        """Export a checkpoint; CheckpointChanged, which a watch outlives, if it was replaced meanwhile."""
+        """Export a checkpoint; CheckpointChanged, which a watch survives, if it was replaced meanwhile."""
         try:
             return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)
         except ExportError as error:
@@ -132,7 +137,7 @@ class _Newest(Struct):
 
 @contextmanager
 def _turn(model: Path) -> Iterator[bool]:
-    """Keep the watches' lock for a block; False, without waiting, if another watch has it and exports."""
+    """Hold the watches' lock for a block; yield False, without waiting, if another watch has it."""
     with ExitStack() as held:
         try:
             held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK_FILE))

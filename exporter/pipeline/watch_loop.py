@@ -1,9 +1,9 @@
-"""Repeat an export while training goes on: when to look, which errors to outlive, when to stop.
+"""Repeat an export while training goes on: when to look, which errors to survive, when to stop.
 
-An error that another checkpoint or time may mend is reported once, and the watch goes on, with longer pauses
-while nothing changes. An error that only a person can mend (the graph, its mapping, options, permissions, a
-log that ends) ends the watch, as it would end every further try. A hold is reported once and waited out:
-lifting it needs no command to the watch.
+An error that another checkpoint or time may repair is reported once, and the watch continues, with longer
+pauses while nothing changes. An error that only a person can repair (the graph, its mapping, options,
+permissions, a log that ends) ends the watch, as it would end every further try. A hold is reported once and
+waited out: lifting it needs no command to the watch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FOR_A_PERSON = (
     UnsafeArchive,
     UnsupportedFormat,
 )
-_LONGEST_PAUSE_SECONDS = 30.0  # however often it failed: whoever mends the cause waits for the next look
+_LONGEST_PAUSE_SECONDS = 30.0  # a person who repairs the cause waits at most this long for the next look
 
 
 _ENDS = {
@@ -60,10 +60,10 @@ _ENDS = {
 
 
 class WatchProgress(Struct, frozen=True):
-    """Where a watch stands: how many publications it made, the published step, and its seconds so far.
+    """The progress of a watch: the number of its publications, the published step, and its seconds until now.
 
-    `step` is None while nothing is known to be published; `idle_seconds` counts since the last publication,
-    or since the watch began.
+    `step` is None while no publication is known; `idle_seconds` counts since the last publication, or since
+    the watch began.
     """
 
     count: int = 0
@@ -73,10 +73,10 @@ class WatchProgress(Struct, frozen=True):
 
 
 class StopWhen(Given, frozen=True, repr_omit_defaults=True):
-    """When a watch ends; whatever comes first, never if nothing is said.
+    """Conditions that end a watch, whichever is met first; by default none.
 
-    After a time; after a number of publications; once a step is published, which is where training was told
-    to end; once nothing was left to publish for a while, which is how a training that died looks.
+    After a time; after a number of publications; once a step is published (training's planned end); once
+    there was nothing to publish for a while (as after the training died).
     """
 
     after_seconds: float = math.inf
@@ -101,12 +101,12 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return cls(**limits)
 
     def is_met(self, progress: WatchProgress) -> bool:
-        """True if the watch ends here."""
+        """True if the watch should end now."""
         is_at_step = progress.step is not None and progress.step >= self.step
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
     def why(self, progress: WatchProgress) -> str:
-        """Return the sentence that says which limit ended a watch."""
+        """The sentence that says which limit ended a watch."""
         if progress.count >= self.count:
             return f"{count(progress.count, 'publication')}, as --until says"
         if progress.step is not None and progress.step >= self.step:
@@ -116,12 +116,12 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return f"{self.after_seconds:g} s are over, as --until says"
 
     def seconds_left(self, progress: WatchProgress) -> float:
-        """Return the seconds until the watch ends without another publication; inf without such a limit."""
+        """The seconds until the watch ends without another publication; infinite without such a limit."""
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 
 class Watching(Given, frozen=True, repr_omit_defaults=True):
-    """How to watch: look every `interval_seconds`, until `stop`."""
+    """Settings of a watch: look every `interval_seconds`, until `stop`."""
 
     interval_seconds: Annotated[
         float,
@@ -149,7 +149,7 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
     ] = StopWhen()
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
-        """Return the seconds until the next look: more after each failure in a row, never past the end."""
+        """The seconds until the next look: more after each failure in a row, never beyond the end."""
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
 
@@ -159,9 +159,9 @@ EVERY_SECOND = Watching()
 
 
 class Poll(Struct, Generic[T], frozen=True):
-    """The result of one look: `done` is what was published, None if there was nothing new.
+    """The result of one look: `done` is the publication, None if there was nothing new.
 
-    `step` is the training step of what is published now.
+    `step` is the training step that is published now.
     """
 
     done: T | None
@@ -169,7 +169,7 @@ class Poll(Struct, Generic[T], frozen=True):
 
 
 def is_for_a_person(error: ExportError) -> bool:
-    """True for an error that neither time nor the next checkpoint mends."""
+    """True for an error that neither time nor the next checkpoint repairs."""
     return isinstance(error, _FOR_A_PERSON) and not isinstance(error, PositionMoved | ModelHeld)
 
 
@@ -183,11 +183,11 @@ def follow(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[T]:
-    """Look again and again until the watch ends, and yield what each look publishes.
+    """Look repeatedly until the watch ends, and yield each look's publication.
 
-    `tell` gets each error that the watch outlives, once; `looked` the error of each look, or None, after
-    what it published; `ended` the reason why it ends, unless an error ends it. When the time is over, one
-    last look is taken.
+    `tell` gets each error that the watch survives, once; `looked` the error of each look, or None, after its
+    publication; `ended` the reason why it ends, unless an error ends it. When the time is over, there is one
+    last look.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.
