@@ -11,9 +11,9 @@ do, and never from what the exporter wrote. After each happening:
 * a tag names what it named, unless somebody set it, and as long as its log goes on its values can come back.
 
 A world's seed says of which kind its model is: whether tables are mapped, for how many changed rows there is
-room, whether rows are in 8 bits, whether the trainer is DeepRec's, or leaves archives, and whether the graph
-is a builder's, which imports a module from elsewhere. Where there is no room for a delta, a base takes its
-place.
+room, whether rows are in 8 bits, whether the trainer is DeepRec's, or leaves archives, also of a Keras model
+made again for each, and whether the graph is a builder's, which imports a module from elsewhere. Where there
+is no room for a delta, a base takes its place.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from tests.support.commands import Ran, export_small
 from tests.support.deeprec_numpy_trainer import DeepRecNumpyTrainer
 from tests.support.directory_store import BUCKET, directory_store
 from tests.support.failing_calls import ERRORS, NONE, Failure, failing_commands, may_mount
+from tests.support.keras_numpy_trainer import NAMES, KerasNumpyTrainer
 from tests.support.kills import killed_at
 from tests.support.logs import assert_same_bits, values_at
 from tests.support.numpy_trainer import NumpyTrainer
@@ -97,6 +98,11 @@ class Kind:
         """True if no overlay is ever full."""
         return not self.maps or self.maps[-1] == str(USERS)
 
+    @property
+    def is_archived(self) -> bool:
+        """True if the trainer's archives say what the graph is."""
+        return self.trainer is KerasNumpyTrainer
+
     def served(self, values: Values) -> Values:
         """The trainer's values as they are served, by the names that they are served under."""
         found = served(values)
@@ -104,6 +110,10 @@ class Kind:
             codes, scales, _ = to_codes(found[name])
             found[name] = beside_codes(codes, scales)
         return found
+
+    def named(self, values: Values) -> Values:
+        """What was read of a publication, by the names of `served`: those of an archive count on."""
+        return served({NAMES[it.shape]: it for it in values.values()}) if self.is_archived else values
 
 
 ALL_IN_8_BITS = (("--cast", "int8"), frozenset(TABLES.values()))
@@ -122,6 +132,9 @@ KINDS = (
     Kind(("--map-tables", "--overlay-rows", "12"), is_hot=True),
     Kind(("--map-tables", "--overlay-rows", str(USERS)), *ALL_IN_8_BITS, is_hot=True),
     Kind(is_built=True),
+    Kind(trainer=KerasNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", str(USERS)), trainer=KerasNumpyTrainer),
+    Kind(("--map-tables", "--overlay-rows", str(USERS)), is_built=True),
 )
 """With 12 places the overlay of `USERS` rows is soon full, and with a quarter, that of `ITEMS`, too."""
 
@@ -371,7 +384,8 @@ class World:
             ran = self.command(*self._export(), *options, "--full-on-mismatch")
             self.bases_for_room += ran.code == 0
         if ran.code:
-            is_held = is_full and self.log.hold.binds and f"{self.model} is held" in ran.err
+            is_other = is_full or self.kind.is_built  # an older base, taken back, is of an older module
+            is_held = is_other and self.is_held(ran)
             # A base, and a comparison, also read the checkpoint below the increments.
             values = (self.trained_now, self.saved_now)
             is_sick = bool(self.kind.in_8_bits) and any(map(self.is_sick, values))
@@ -380,6 +394,10 @@ class World:
             if not is_held:
                 self.heal()
         return ran
+
+    def is_held(self, ran: Ran) -> bool:
+        """True if a command says that a person holds the model, and one does."""
+        return self.log.hold.binds and f"{self.model} is held" in ran.err
 
     def rebase(self) -> None:
         """Base and deltas become a new base, unless the log is held."""
@@ -516,7 +534,7 @@ class World:
         if self.command("pull", url, copy).code:
             shutil.rmtree(copy)
             assert self.command("pull", url, copy).code == 0
-        assert_same_bits(values_at(read_log(copy)), self.at[self.log.at.position])
+        assert_same_bits(self.values_at(read_log(copy)), self.at[self.log.at.position])
         assert read_tags(copy) == read_tags(self.model)
         assert read_log(copy).hold.read() == self.log.hold.read()
         assert verify_model(copy, bytes_=True).problems == ()
@@ -563,8 +581,9 @@ class World:
         """Exports in threads of one program: of this model, and of another by a builder, all at once."""
         beside = [self.graph.with_name(name) for name in ("beside", "plain")]
         own = partial(exporter.export_incremental, **self._keywords(self.model, self.served))
-        other = partial(exporter.export_incremental, **self._keywords(beside[0], with_vocabulary))
-        plain = partial(exporter.export, **{**self._keywords(beside[1], with_vocabulary), **NOT_UPDATABLE})
+        model = None if self.kind.is_archived else with_vocabulary
+        other = partial(exporter.export_incremental, **self._keywords(beside[0], model))
+        plain = partial(exporter.export, **{**self._keywords(beside[1], model), **NOT_UPDATABLE})
         before = sys.stdout, [*sys.path], StaticHashTable.size
         with patch.object(mapped_tables, "LEAST_BYTES", 1):
             found = at_once([partial(told, call) for call in (own, own, other, other, plain)])
@@ -580,13 +599,13 @@ class World:
             assert not failed[4], found[4]
             if self.kind.has_room:
                 assert not failed[5], found[5]
-                assert_same_bits(values_at(read_log(beside[0])), self.visible)
+                assert_same_bits(self.values_at(read_log(beside[0])), self.visible)
         for directory in beside:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _keywords(self, out: Path, model: Any) -> dict[str, Any]:
-        names = () if callable(model) or self.kind.is_built else ("user_rows", "item_rows", "dense")
-        options: dict[str, Any] = {"renames": [r"s/(.*)=net/\1"]}
+        names = () if model != str(self.graph) else ("user_rows", "item_rows", "dense")
+        options: dict[str, Any] = {} if self.kind.is_archived else {"renames": [r"s/(.*)=net/\1"]}
         if names:
             options["inputs"] = {"user": "user:0", "item": "item:0"}
             options["outputs"] = {name: f"{name}:0" for name in names}
@@ -654,7 +673,8 @@ class World:
             return
         self.module.write_text(MODULE.format(edited=self.dice.randrange(1, 10**9)))
         ran = self.command(*self._export())
-        assert ran.code == 5 and "part has changed" in ran.err, ran.err
+        assert ran.code == 5, ran.err
+        assert "part has changed" in ran.err or self.is_held(ran), ran.err
         assert newest_of(self.model) == before, "a delta over another graph"
         if self.dice.random() < 0.5:
             ran = self.command(*self._export(), "--full-on-mismatch")
@@ -802,10 +822,14 @@ class World:
 
         `alone`: the full checkpoint was published, without the increments that follow it.
         """
-        log, now = self.log, self.kind.served(self.saved_now) if alone else self.visible
+        log = self.log
         found = {log.base.at.position: None, **{delta.end: delta for delta in log.deltas}}
+
+        def now() -> Values:  # asked of what is new alone, as the trainer's only checkpoint may be gone
+            return self.kind.served(self.saved_now) if alone else self.visible
+
         for position in sorted(set(found) - set(self.at)):
-            values = {name: np.array(value) for name, value in values_at(log, position).items()}
+            values = {name: np.array(value) for name, value in self.values_at(log, position).items()}
             delta = found[position]
             made = None if delta is None else delta.entry.made
             if made is DeltaOrigin.ROLLBACK:
@@ -816,19 +840,23 @@ class World:
             elif delta is None and (taken := log.base.manifest.taken_back) is not None:
                 expected = self.at[taken.back_to]
             elif delta is None:
-                expected = self.trained = now if alone else self.of_base(log.base.at.step)
+                expected = self.trained = now() if alone else self.of_base(log.base.at.step)
             elif near or not delta.entry.trained.is_exact:
-                assert_near(self._in_floats(values), self._in_floats(now))
+                assert_near(self._in_floats(values), self._in_floats(now()))
                 expected = self.trained = values
             else:
-                expected = self.trained = now
+                expected = self.trained = now()
             assert_same_bits(values, expected)
             self.at[position] = values
         self.assert_newest_is(self.at[log.at.position])
 
+    def values_at(self, log: DeltaLog, position: int | None = None) -> Values:
+        """What base and deltas of a log lead to, by the names of the reference."""
+        return self.kind.named(values_at(log, position))
+
     def assert_newest_is(self, values: Values) -> None:
         """Base and deltas lead to these values."""
-        assert_same_bits(values_at(self.log), values)
+        assert_same_bits(self.values_at(self.log), values)
 
     def _look_at_tags(self) -> None:
         """Tags that nobody was asked to set are as they were, and their values can come back."""
@@ -839,7 +867,7 @@ class World:
             assert was.gone or not now.gone or log.number != self.log_of_tags, now
         for tag in found.values():
             if not tag.gone and tag.position >= log.number:
-                assert_same_bits(values_at(log, tag.position), self.at[tag.position])
+                assert_same_bits(self.values_at(log, tag.position), self.at[tag.position])
         self.tags, self.log_of_tags = found, log.number
         self.asked.clear()
 
@@ -908,7 +936,7 @@ class World:
         assert position >= replica.position, f"went back from {replica.position} to {position}"
         replica.position = position
         expected = self.at[position]
-        assert_same_bits(replica.server.values(replica.schema), expected)
+        assert_same_bits(self.kind.named(replica.server.values(replica.schema)), expected)
         answer = replica.server.predict(user=np.arange(USERS), item=np.arange(ITEMS))
         rows = self._in_floats(expected)
         for output, table in TABLES.items():
@@ -934,16 +962,18 @@ class World:
             *[part for name in tensors for part in ("--output", f"{name}={name}:0")],
         ]
         return [
-            *("--ckpt-dir", self.trainer.directory, "--out", self.model, "--model", self.served),
-            *([] if self.kind.is_built else names),
-            *("--rename", r"s/(.*)=net/\1", "--incr"),
+            *("--ckpt-dir", self.trainer.directory, "--out", self.model, "--incr"),
+            *([] if self.kind.is_archived else ["--model", self.served, "--rename", r"s/(.*)=net/\1"]),
+            *(names if self.served == str(self.graph) else []),
             *self.kind.cast,
             *self.maps,
         ]
 
     @property
-    def served(self) -> str:
-        """What `--model` names."""
+    def served(self) -> str | None:
+        """What `--model` names; None for an archive's own."""
+        if self.kind.is_archived:
+            return None
         return f"{self.builder}:build" if self.kind.is_built else str(self.graph)
 
     def _older(self) -> list[object] | None:

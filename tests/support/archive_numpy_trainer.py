@@ -14,6 +14,7 @@ from tests.support.numpy_trainer import KEEP, NumpyTrainer, Session, Values, Var
 class ArchiveNumpyTrainer(NumpyTrainer):
     """As `NumpyTrainer`, by archives that are numbered: the greatest number is the newest."""
 
+    suffix = ".npz"
     number = 0
 
     def newest_state(self, start: StateId | None = None) -> StateId:
@@ -54,29 +55,36 @@ class ArchiveNumpyTrainer(NumpyTrainer):
         to = int(self.rng.integers(len(found)))
         if what_of_later == "kept":
             values = self.states[self._state(found[to])]
-            shutil.copyfile(found[to], self.directory / "part")
-            self._arrive(self.directory / "part", values)
+            shutil.copyfile(found[to], self._part)
+            self._arrive(values)
             return
         for path in found[to + 1 :]:
             path.unlink()
 
     def save_files(self, variables: Variables) -> StateId:  # type: ignore[override]  # as `newest`
         """Write the next archive, and delete the oldest."""
-        part = self.directory / "part"
-        with part.open("wb") as file:
-            np.savez(file, **variables.values)  # type: ignore[arg-type]  # the stub takes them for options
-        return self._arrive(part, dict(variables.values))
+        return self._arrive(self.write(self._part, dict(variables.values)))
 
-    def _arrive(self, part: Path, values: Values) -> StateId:
+    def write(self, path: Path, values: Values) -> Values:
+        """Write an archive of values; those that it holds."""
+        np.savez(path, **values)  # type: ignore[arg-type]  # the stub takes them for options
+        return values
+
+    @property
+    def _part(self) -> Path:
+        return self.directory / f"part{self.suffix}"
+
+    def _arrive(self, values: Values) -> StateId:
         self.number += 1
-        path = part.rename(self.directory / f"model-{self.number}.npz")
+        path = self._part.rename(self.directory / f"model-{self.number}{self.suffix}")
         self.states[self._state(path)] = values
         for old in self._archives()[:-KEEP]:
             old.unlink()
         return self._state(path)
 
     def _archives(self) -> list[Path]:
-        return sorted(self.directory.glob("model-*.npz"), key=lambda path: int(path.stem.partition("-")[2]))
+        found = self.directory.glob(f"model-*{self.suffix}")
+        return sorted(found, key=lambda path: int(path.stem.partition("-")[2]))
 
     @staticmethod
     def _state(path: Path) -> StateId:
