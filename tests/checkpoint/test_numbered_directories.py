@@ -39,7 +39,7 @@ def lay(archive: Path, directory: Path, name: str = "model.keras") -> Path:
 RUNS = {
     "dates": ("2026-11-29_10-00-59", "2026-11-29_10-01-03", "model.keras"),
     "Ray Train": ("checkpoint_000009", "checkpoint_000010", "model.keras"),
-    "MLflow": ("epoch_9", "epoch_10", "checkpoint.keras"),
+    "MLflow": ("global_step_9", "global_step_10", "checkpoint.keras"),
     "Lightning": ("version_9/checkpoints", "version_10/checkpoints", "last.keras"),
     "Transformers": ("checkpoint-9", "checkpoint-10", "model.keras"),
     "plain": ("9", "10", "model.keras"),

@@ -107,6 +107,10 @@ CASES = [
     Case(TF1, "builder", "mod"),
     Case("tf1_hub/0.12.0", "module", "module", signature="default"),
     Case("ray_train/2.60.0", "run", "run"),
+    *(
+        Case("mlflow/3.17.2", path, path.partition("/")[0])
+        for path in ("epochs/checkpoints", "steps/checkpoints", "best/checkpoints", "logged/data")
+    ),
     Case("tf1_hub/0.12.0", "module", "module", options={"tag": ""}, signature="default"),
     Case("tensorlayer/1.11.1", "dict.npz", "mlp", "release_1"),
     Case("tensorlayer/1.11.1", "checkpoints", "mlp", "release_1"),
