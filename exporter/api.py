@@ -1,9 +1,9 @@
-"""The functions of `exporter`: they take strings, paths and URLs, and call what the commands call.
+"""The functions of `exporter`: they accept strings, paths and URLs, and do the same as the commands.
 
     done = export("train", "models/ranker", model="my_model.py:serving")
     done = export(ExportRequest("train", "models/ranker", model="my_model.py:serving"))
 
-A model in an object store is named by its URL, and is brought there by the function that publishes.
+A model in an object store is named by its URL; the function that publishes uploads it.
 """
 
 from __future__ import annotations
@@ -107,24 +107,25 @@ def export(
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Exported | ExportedDelta:
-    """Publish a version; with `save_incr_model`, what changed since the newest position as a delta.
+    """Publish a version; with `save_incr_model`, publish the changes since the newest position as a delta.
 
-    Of `ckpt_dir` the newest checkpoint is published under `out`; both are paths or URLs. `model` says what to
-    serve: "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which the architecture counts:
-    values come from the checkpoint. An `ExportRequest` takes the place of all of these, and of the options.
+    The newest checkpoint in `ckpt_dir` is published under `out`; both are paths or URLs. `model` is what to
+    serve:
+    "pkg.mod:fn", "file.py:fn", a path, a function, or a Keras model, of which only the architecture counts:
+    values come from the checkpoint. An `ExportRequest` replaces all of these, and the options.
 
     If the checkpoint was already published, by the same graph and options, the result has that version, and
-    `is_new` is False; `again=True` publishes it once more. Each note of the export, as the command prints
-    them, is an `ExportWarning`.
+    `is_new` is False; `again=True` publishes it once more. Each note of the export, as the command prints it,
+    is an `ExportWarning`.
 
-    For a delta, the trainer's increments (DeepRec's, too) say what changed, or its newest checkpoint is
-    compared with what is published. `export_incremental` does the same, but begins with a base, and nothing
-    new is no error.
+    A delta has the changes that the trainer's increments (also DeepRec's) report, or that a comparison of its
+    newest checkpoint with the published values finds. `export_incremental` does the same, but begins with a
+    base, and is not an error if there is nothing new.
 
     Raises:
-        UsageError: an argument is not what it should be; or options of deltas without `save_incr_model`.
+        UsageError: an argument is wrong; or options of deltas without `save_incr_model`.
         NotUpdatable: `save_incr_model`, and nothing is published that a delta could continue.
-        NothingChanged: `save_incr_model`, and the trainer has saved nothing that is not published.
+        NothingChanged: `save_incr_model`, and the trainer has saved nothing new.
         ExportError: any other of exporter.errors; nothing was published.
     """
     request = _request("export", ckpt_dir, out, model, options, progress)
@@ -157,9 +158,9 @@ def export_incremental(
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Incremental:
-    """Publish what changed as a delta; a base if there is none; nothing if nothing is new.
+    """Publish the changes as a delta; a base if there is none; nothing if there is nothing new.
 
-    Takes the arguments of `export`. With `full_on_mismatch` a new base is published where no delta fits.
+    The arguments are those of `export`. With `full_on_mismatch` a new base is published if no delta fits.
 
     Raises:
         ExportError: any of exporter.errors; nothing was published.
@@ -181,7 +182,7 @@ def plan(
     model: Served = None,
     **options: Unpack[ExportKeywords],
 ) -> Plan:
-    """Plan an export, as a value that `execute` takes; nothing is written, and `out` is a local path.
+    """Plan an export, for `execute`; nothing is written, and `out` is a local path.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
@@ -223,15 +224,16 @@ def watch(
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Iterator[Exported]:
-    """Export the newest complete checkpoint whenever there is another one; yields what was exported.
+    """Export the newest complete checkpoint whenever there is another one; yield each export.
 
-    Takes the arguments of `export`. `watching` says how often to look and when to end: `Watching(
-    stop=StopWhen(count=3))`. `tell` gets errors that the watch outlives, `ended` why it ends.
+    The arguments are those of `export`. `watching` says how often to look and when to end: `Watching(
+    stop=StopWhen(count=3))`. `tell` gets errors that the watch survives, `ended` the reason why it ends.
 
     Raises:
-        UsageError: an argument is not what it should be; the request names one version's number, or says how
-            exact deltas are.
-        ExportError: an error that only a person can mend; or, when the watch ends, that of its last look.
+        UsageError: an argument is wrong; the request names one version's number, or has options for the
+            exactness of deltas.
+        ExportError: an error that only a person can repair; or, when the watch ends, the error of its last
+            look.
     """
     request = _request("watch", ckpt_dir, out, model, options, progress)
     if not isinstance(watching, Watching):
@@ -270,14 +272,15 @@ def merge(
     *,
     dry_run: bool = False,
 ) -> Merged | None:
-    """Merge the deltas that lead from `start` (by default the newest base) to `end` (by default the newest).
+    """Merge the deltas between `start` (by default the newest base) and `end` (by default the newest
+    position).
 
-    None if there is nothing to merge: at most one delta leads there. `model` is a path or a URL; a position
-    is a number or a name, as of `rollback`. A `dry_run` reads and checks the deltas, writes nothing, and
-    returns what would be done.
+    None if there is nothing to merge: at most one delta is between them. `model` is a path or a URL; a
+    position is a number or a name, as for `rollback`. A `dry_run` reads and checks the deltas, writes
+    nothing, and returns the plan.
 
     Raises:
-        DeltaGap, StaleDelta: no deltas lead so.
+        DeltaGap, StaleDelta: deltas do not reach from `start` to `end`.
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import log_maintenance
@@ -305,10 +308,10 @@ def rebase(
     signing: Signing = UNSIGNED,
     dry_run: bool = False,
 ) -> Rebased | None:
-    """Publish a new base: the newest one, with all its deltas; None if the newest base stands there.
+    """Publish a new base: the newest one with all its deltas; None if there are none.
 
-    `keep` removes all but the newest versions. `model` is a model base path, or its URL. A `dry_run` reads
-    and checks the deltas, writes nothing, and returns what would be done.
+    `keep` removes all versions except the newest ones. `model` is a model base path, or its URL. A `dry_run`
+    reads and checks the deltas, writes nothing, and returns the plan.
 
     Raises:
         ModelHeld: the model is held, and not `despite_hold`.
@@ -342,16 +345,16 @@ def rollback(
     """Publish the values of position `to` as the next position, and hold the model there.
 
     `to` is a number, or a name: a tag ("prod"), "@latest", "@previous", "@yesterday", "@2h" (two hours ago)
-    or "@2026-11-26T08:00" (UTC): the newest position that was published by then. Values from before a change
-    of structure are published as a new base; of a version that takes no deltas, as the newest version. The
-    `reason` is kept with it, and `export-model history` shows it. `if_canary`: only if a canary's hold stands
-    at `to`. `model` is a model base path, or its URL. A `dry_run` checks what it would read, writes nothing,
-    and returns what would be done.
+    or "@2026-11-26T08:00" (UTC): the newest position published until then. Values from before a change of
+    structure are published as a new base; those of a version that takes no deltas, as the newest version. The
+    `reason` is kept in the manifest, and `export-model history` shows it. `if_canary`: only if a canary's
+    hold is at `to`. `model` is a model base path, or its URL. A `dry_run` reads and checks the same input,
+    writes nothing, and returns the plan.
 
     Raises:
-        PositionUnknown: nothing published stands at `to`, or its values are gone.
-        UsageError: `to` is the newest position, or names none.
-        ModelHeld: a canary decides about the log, and the values of `to` did not pass.
+        PositionUnknown: `to` is not a published position, or its values are gone.
+        UsageError: `to` is the newest position, or not a position.
+        ModelHeld: a canary decides about the log, and rejected the values of `to`.
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import log_maintenance
@@ -375,15 +378,15 @@ def resume(
     signing: Signing = UNSIGNED,
     dry_run: bool = False,
 ) -> RollbackResult:
-    """Lift the hold; after a rollback that nothing was published on, publish the values of before it again.
+    """Lift the hold; after a rollback without later publications, publish the values before it again.
 
-    With `lift_only` the values stay those of the rollback; `lift_canary` lifts a canary's hold, too. `model`
-    is a model base path, or its URL. A `dry_run` checks what it would read, writes nothing, and returns what
-    would be done.
+    With `lift_only` the values stay the rollback's; `lift_canary` lifts a canary's hold, too. `model` is a
+    model base path, or its URL. A `dry_run` reads and checks the same input, writes nothing, and returns the
+    plan.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
-        PositionUnknown: the values of before the rollback are gone.
+        PositionUnknown: the values before the rollback are gone.
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import log_maintenance
@@ -407,14 +410,14 @@ def tag(
     reason: str | None = None,
     dry_run: bool = False,
 ) -> Tagging:
-    """Name a position of a model: `name` can be said in its place, and retention keeps what leads there.
+    """Give a position of a model a name that all functions accept; retention keeps all that it needs.
 
-    A tag of this name moves. `position` is a number or a name, as of `rollback`; where versions take no
-    deltas, it is a version. `model` is a model base path, or its URL. A `dry_run` writes nothing.
+    An existing tag of this name moves. `position` is a number or a name, as for `rollback`; where versions
+    take no deltas, it is a version. `model` is a model base path, or its URL. A `dry_run` writes nothing.
 
     Raises:
-        UsageError: no tag can have the name, or `position` is the name of none.
-        PositionUnknown: nothing published leads to the position.
+        UsageError: a tag cannot have the name, or `position` is not a position.
+        PositionUnknown: the values of the position cannot be restored.
         ExportError: any other of exporter.errors; the tags are as they were.
     """
     from exporter.pipeline import tagging
@@ -430,7 +433,7 @@ def tag(
 
 @given.named_misfit
 def untag(model: StrPath, name: str, *, dry_run: bool = False) -> Tagging:
-    """Delete a tag of a model, by its path or URL; `before` is what it named.
+    """Delete a tag of a model, by its path or URL; `before` in the result is the deleted tag.
 
     Raises:
         PositionUnknown: there is no such tag.
@@ -461,11 +464,11 @@ def tags(model: StrPath) -> tuple[ListedTag, ...]:
 
 @given.named_misfit
 def inspect(path: StrPath) -> Inspection:
-    """Look at a path or URL: a view of a checkpoint, a graph, a version, or a model with its versions.
+    """Examine a path or URL: return a view of a checkpoint, a graph, a version, or a model with its versions.
 
     Raises:
-        CheckpointNotFound: none of these.
-        ExportError: what is there is damaged, or cannot be read.
+        CheckpointNotFound: it is none of these.
+        ExportError: it is damaged, or cannot be read.
     """
     from exporter.pipeline import inspection
 
@@ -479,10 +482,10 @@ def inspect(path: StrPath) -> Inspection:
 def verify_model(
     model: StrPath, *, bytes_: bool = False, jobs: Jobs = LOCALLY, trusting: Trusting = ANYBODY
 ) -> VerifiedModel:
-    """Check all that is published of a model, and list what is wrong; with `bytes_` all values are read, too.
+    """Check all publications of a model, and list the damage; with `bytes_` all values are read, too.
 
-    With trusted keys what none of them has signed is wrong, and every file is compared with what was signed.
-    `jobs` says where values are read.
+    With trusted keys a publication that none of them has signed is damage, and every file is compared with
+    its signed digest. `jobs` says where values are read.
 
     Raises:
         UsageError: an engine is to read values, without `bytes_`.
@@ -503,7 +506,7 @@ def verify_model(
 
 @given.named_misfit
 def history(model: StrPath) -> Model:
-    """Read what was published of a model: `publications`, oldest first; `at`, the newest position; `hold`.
+    """Read a model's publications: `publications`, by position; `at`, the newest position; `hold`.
 
     `model` is a model base path, or its URL.
 
@@ -525,7 +528,7 @@ def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
 
     Raises:
         UsageError: a position is malformed.
-        PositionUnknown: it is the name of none.
+        PositionUnknown: no position has this name.
         ExportError: a state cannot be read.
     """
     from exporter.jobs.runner import Runner
@@ -545,7 +548,7 @@ def diff(a: StrPath, b: StrPath, *, jobs: Jobs = LOCALLY) -> Differences:
 
 
 def _local_state(text: str, models: dict[str, OpenModel], stack: ExitStack) -> str:
-    """A state, with a model's URL as its local path; a model of both states is opened once."""
+    """A state, with a model's URL replaced by its local path; a model of both states is opened once."""
     from exporter.publish.tags import split_position
 
     name, position = split_position(text) or ("", "")
@@ -574,14 +577,14 @@ def push(
     trusting: Trusting = ANYBODY,
     dry_run: bool = False,
 ) -> PushPlan:
-    """Upload what is published of a model to an object store; returns what was uploaded and removed.
+    """Upload the publications of a model to an object store; return the files uploaded and removed.
 
-    `url` is s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL. `prune` removes there what is not
-    published here any more. A `dry_run` looks into the store, writes nothing, and returns what would be done.
+    `url` is s3://BUCKET/MODEL, gs://BUCKET/MODEL or az://CONTAINER/MODEL. `prune` removes publications there
+    that no longer exist here. A `dry_run` looks into the store, writes nothing, and returns the plan.
 
     Raises:
-        UsageError: `model` is a URL, or `url` is none.
-        ExportError: any other of exporter.errors; what is in the store is whole.
+        UsageError: `model` is a URL, or `url` is not one.
+        ExportError: any other of exporter.errors; the model in the store is whole.
     """
     from exporter.transfer import push as transfer
 
@@ -599,15 +602,15 @@ def pull(
     progress: ProgressFactory = no_progress,
     trusting: Trusting = ANYBODY,
 ) -> Pulled:
-    """Fetch what is published in an object store into a local model; returns what was fetched and removed.
+    """Fetch the publications in an object store into a local model; return those fetched and removed.
 
-    What comes is checked, in order of positions. `prune` removes here what is not in the store any more. With
-    trusted keys nothing else is fetched; `untrusted` says what was left, and why.
+    Each is checked, in order of positions. `prune` removes publications here that no longer exist in the
+    store. With trusted keys only signed publications are fetched; `untrusted` has the errors of others.
 
     Raises:
-        UsageError: `model` is a URL, or `url` is none.
-        CheckpointNotFound: the store holds no such model.
-        ExportError: any other of exporter.errors; what is here is whole.
+        UsageError: `model` is a URL, or `url` is not one.
+        CheckpointNotFound: the store has no such model.
+        ExportError: any other of exporter.errors; the local model is whole.
     """
     from exporter.transfer import pull as transfer
 
@@ -627,15 +630,15 @@ def doctor(
     access: ServerAccess = WITHOUT_TLS,
     trusting: Trusting = ANYBODY,
 ) -> Examination:
-    """Find what is wrong with a published model, or soon will be: `findings`, each with what helps.
+    """Find present and coming problems of a published model: `findings`, each with the command that helps.
 
-    With `ckpt_dir` also of the checkpoints that the next export would read; with `targets` (HOST:PORT) of
-    these servers, which call the model `model_name` (by default its last part), have `deadline` seconds for
-    an answer, and `patience` seconds to serve what is published.
+    With `ckpt_dir` also problems of the checkpoints that the next export would read; with `targets`
+    (HOST:PORT) those of these servers, which call the model `model_name` (by default the last part of its
+    path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication.
 
     Raises:
         NotUpdatable: nothing is published there.
-        UsageError: an argument is not what it should be.
+        UsageError: an argument is wrong.
     """
     from exporter.pipeline.doctor import ask, examine
 
@@ -659,10 +662,10 @@ def doctor(
 
 @given.named_misfit
 def open_checkpoint(path: StrPath) -> Catalog:
-    """The catalog of the checkpoint at a path or URL; of a directory, the newest one that is complete.
+    """The catalog of the checkpoint at a path or URL; in a directory, of the newest complete one.
 
     Raises:
-        CheckpointNotFound: nothing there; the message says what was found instead.
+        CheckpointNotFound: there is none; the message says what was found instead.
         CheckpointError: it is damaged, or was changed while it was read.
     """
     from exporter import checkpoint
@@ -678,7 +681,7 @@ def _request(
     options: Mapping[str, Any],
     progress: ProgressFactory = no_progress,
 ) -> ExportRequest:
-    """The request of a call: the one that was given, or one made of the arguments; else UsageError."""
+    """The request of a call: the given one, or one made of the arguments; UsageError if they are wrong."""
     if not callable(progress):
         raise given.wrong("progress", progress, "a function of a title and a total", "leave progress= out")
     if isinstance(ckpt_dir, ExportRequest):
@@ -703,7 +706,7 @@ _FLAGS = {"export": ("model", "save_incr_model", "progress"), "watch": ("watchin
 
 
 def _position(name: str, position: object, model: object) -> None:
-    """Refuse what is neither a number nor a name of a position."""
+    """Raise UsageError unless `position` is a number or a text."""
     if not isinstance(position, str) and (isinstance(position, bool) or not isinstance(position, Integral)):
         expected = "a position: a whole number, a tag, @latest, @2h or the like"
         raise given.wrong(name, position, expected, f"list them: export-model history {quoted(model)}")
@@ -715,7 +718,7 @@ def _opened_at(request: ExportRequest, target: OpenModel) -> ExportRequest:
 
 
 def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> DoneT:
-    """Run `work` on the request, a model in a store opened as a local path; its notes become warnings."""
+    """Run `work` on the request, with a model in a store opened as a local path; notes become warnings."""
     with said_by_name(), opened(request.out, signing=request.signing) as target:
         local = _opened_at(request, target)
         done = target.carry(lambda: work(local))
@@ -723,7 +726,7 @@ def _publish(request: ExportRequest, work: Callable[[ExportRequest], DoneT]) -> 
 
 
 def _with_warnings(done: DoneT, stacklevel: int) -> DoneT:
-    """The export that was done; each of its notes becomes a warning in the caller's line."""
+    """The same export; each of its notes becomes a warning in the caller's line."""
     for note in done.plan.notes:
         warnings.warn(note, ExportWarning, stacklevel=stacklevel)
     return done
@@ -748,14 +751,14 @@ def _with_model(
 
 
 def _show_options(function: Any) -> None:
-    """Name each option, its type, default and meaning, where `help`, `?` and completion look for them."""
+    """Add each option's name, type, default and meaning to a function, for `help`, `?` and completion."""
     declared = inspection_of.signature(function)
     texts, named, told = meanings(ExportRequest), [], []
     for each in fields(ExportRequest):
         if each.name in _OPTIONS:
             kind = ExportKeywords.__annotations__[each.name].__forward_arg__
             default = each.default if each.default_factory is NODEFAULT else each.default_factory()
-            default = getattr(default, "value", default)  # of an enumeration what one would type
+            default = getattr(default, "value", default)  # an enumeration's value, as one would type it
             named.append(
                 inspection_of.Parameter(
                     each.name, inspection_of.Parameter.KEYWORD_ONLY, annotation=kind, default=default

@@ -126,11 +126,11 @@ class TensorRef(Struct, frozen=True):
 
 
 class Catalog(Struct, frozen=True):
-    """A checkpoint: its tensors by name, and the shard files that their extents point into.
+    """A checkpoint: its tensors by name, and the shard files to which their extents refer.
 
     `prefix` is TensorFlow's checkpoint path; `step` is the global step, None if the checkpoint has none;
-    `family` is the trainer family in the words of the report; `index_digest` is the lower-case SHA-256 of the
-    index that was read, None without an index.
+    `family` is the trainer's family in the words of the report; `index_digest` is the lower-case SHA-256 of
+    the index that was read, None without an index.
     """
 
     family: str

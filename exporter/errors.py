@@ -2,17 +2,17 @@
 
     ExportError                      1   anything not listed below
     ├── UsageError                   2   the command line or the arguments are wrong
-    │   └── RoleUnknown                  the environment does not tell what this node of a cluster is
+    │   └── RoleUnknown                  the environment does not name this node's role in a cluster
     ├── CheckpointError              3   the source cannot be read
     │   ├── CheckpointNotFound           no complete checkpoint where one was named
     │   ├── MissingShard                 the index names a shard that is not there
     │   ├── TruncatedFile                an index or shard is shorter than its own records say
     │   ├── CorruptFile                  a checksum or a structure is wrong
     │   ├── UnsupportedFormat            another version, byte order, compression or family
-    │   ├── LfsPointer                   a pointer of Git LFS stands where the file should be
+    │   ├── LfsPointer                   a pointer of Git LFS is in place of the file
     │   ├── UnsafeArchive                an archive has files outside itself, or unpacks to far too much
     │   ├── CheckpointChanged            files changed or vanished while they were read
-    │   └── StoreUnavailable             an object store does not answer, or refuses what it is asked
+    │   └── StoreUnavailable             an object store does not answer, or refuses the request
     ├── GraphError                   1   the inference graph cannot be made
     │   ├── BuilderError                 the user's builder raised or returned something else
     │   ├── UnknownTensor            2   a signature names a tensor that the graph lacks
@@ -31,17 +31,17 @@
     │   └── PartitionStrategyUnknown     a table gets other partitions, and its row order is unknown
     ├── PositionError                5   a delta or base does not continue what is published
     │   ├── NotUpdatable                 nothing is published that takes deltas
-    │   ├── DeltaGap                     no chain of deltas leads from one position to another
-    │   ├── StaleDelta                   the reader already stands at the delta's end, or beyond it
+    │   ├── DeltaGap                     no chain of deltas connects two positions
+    │   ├── StaleDelta                   the reader is already at the delta's end, or beyond it
     │   ├── ForeignLineage               a delta belongs to another log
     │   ├── SchemaChanged                variables, dtypes, shapes or rules are not those of the log
     │   ├── TableFull                    a dynamic table has no room for its new keys
     │   ├── OverlayFull                  more rows of a mapped table changed than there is room for
     │   ├── PositionUnknown              nothing is published at the position that was named
     │   ├── ChainEnds                    a version that takes no deltas over one that does
-    │   ├── ModelHeld                    the model is held, and what is to be published would pass the hold
+    │   ├── ModelHeld                    the model is held, and the publication would pass the hold
     │   ├── NothingChanged               an increment is asked for, and the trainer has saved nothing new
-    │   └── PositionMoved                somebody else published meanwhile
+    │   └── PositionMoved                another process published meanwhile
     ├── VerificationError            6   the staged result is not what it should be
     │   ├── ManifestError                a manifest.json is missing, damaged or of another format version
     │   │   └── NotTrusted                   no trusted key has signed it, for this place and this model
@@ -58,10 +58,10 @@
     ├── ExportFailed                 1   an export in a process of its own, beside a training, failed
     ├── NoNewBase                    1   a delta is published, but not the new base asked for with it
     ├── TensorFlowNeeded             1   the command needs TensorFlow, and no supported one is installed
-    ├── EngineFailed                 1   the engine that is to run a job cannot be reached, or gave up
+    ├── EngineFailed                 1   the engine that should run a job cannot be reached, or failed
     └── ServerError                  7   a server refused, failed to load or was late
         ├── ModelPathNotFound            the model base path to serve is not there
-        └── CallFailed                   a call to a model server failed; its status code tells how
+        └── CallFailed                   a call to a model server failed, with this status code
 
 `message` says what was found and what was expected, `cause` why, `hint` the next command.
 """
@@ -87,7 +87,7 @@ def to_install(extra: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str], alike: float = 0.6) -> str:
-    """The name that was probably meant by a word that is none of them; empty if none is like it."""
+    """The name that was probably meant by an unknown word; empty if none is similar."""
     import difflib  # late: most commands need no suggestion
 
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=alike)), "")
@@ -99,7 +99,7 @@ class Exit(IntEnum):
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> Self:
-        """A member that is its code, and knows what it means."""
+        """Make a member with its meaning."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
@@ -118,22 +118,23 @@ class Exit(IntEnum):
 
 
 _ERRNO = re.compile(r"\A\[Errno -?[0-9]+\] ")
-"""The beginning of an OSError's `str`, which means nothing to a user."""
+"""The beginning of an OSError's `str`, which a user does not understand."""
 
 
 _LONGEST = 4000
-"""Characters of a message, or of a cause: no path is longer, and what others wrote may be, without end."""
+"""The most characters of a message, or of a cause: paths are shorter, but quoted texts may be endless."""
 
 
 def bounded(text: str) -> str:
-    """The text, or its beginning and how long it is: errors quote files, servers and libraries."""
+    """The text, or its beginning and its length: errors quote files, servers and libraries."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
 
 
 class ExportError(Exception):
-    """Base of every error this project raises on purpose.
+    """Base of every error that this project raises on purpose.
 
-    `may_pass` is true for what a watch waits for: nothing is saved yet, or the trainer is writing or pruning.
+    `may_pass` is true if a watch waits for it to pass: nothing is saved yet, or the trainer is writing or
+    pruning.
     """
 
     exit_code = Exit.FAILURE
@@ -148,18 +149,18 @@ class ExportError(Exception):
 
     @property
     def __notes__(self) -> list[str]:
-        """What a traceback of Python 3.11, or of a notebook, shows below the message."""
+        """The lines that a traceback of Python 3.11, or a notebook, shows below the message."""
         cause = [f"cause: {self.cause}"] if self.cause else []
         return [*cause, f"hint:  {self.hint}"]
 
     def advise(self, hint: str) -> None:
-        """Give it a hint in place of its class's own; one that was chosen for this very failure stays."""
+        """Set a hint in place of the class's own; a hint that was chosen for this failure stays."""
         if hint and self.hint == self.default_hint:
             self.hint = hint
 
 
 class ExportWarning(UserWarning):
-    """A note of an export in a Python program: what was published, and may not be what was meant."""
+    """A note of an export in a Python program, about something that may not be intended."""
 
 
 class UsageError(ExportError):
@@ -170,7 +171,7 @@ class UsageError(ExportError):
 
 
 class RoleUnknown(UsageError):
-    """The environment describes a training cluster, and does not say which of its nodes this is."""
+    """The environment describes a training cluster, but not which of its nodes this is."""
 
     default_hint = "correct the environment variable, or export on any node: --any-role"
 
@@ -183,14 +184,14 @@ class CheckpointError(ExportError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """There is no complete checkpoint at the place that was named."""
+    """There is no complete checkpoint at the given path."""
 
     default_hint = "name a directory in which a trainer has saved; --watch waits for its first checkpoint"
     may_pass = True
 
 
 class MissingShard(CheckpointError):
-    """The index names a data shard that is not there."""
+    """The index names a data shard that does not exist."""
 
     default_hint = (
         "copy every .data-* file beside the .index, or name an older checkpoint with --ckpt-dir PREFIX"
@@ -235,7 +236,7 @@ class CheckpointChanged(CheckpointError):
 
 
 class StoreUnavailable(CheckpointError):
-    """An object store does not answer, or refuses what it is asked: its key, its region, the network."""
+    """An object store does not answer, or refuses the request: wrong key, region or network."""
 
     default_hint = "look at the variables that name the store and its credentials, then run the command again"
 
@@ -286,7 +287,7 @@ class ForeignOperations(NotServable):
 
 
 class MissingAsset(GraphError):
-    """A file that the graph's tables are filled from is not there."""
+    """A file that fills the graph's tables does not exist."""
 
     default_hint = (
         "put the file back where the graph looks for it, or beside the .meta if its path is relative"
@@ -346,7 +347,7 @@ class PartitionStrategyUnknown(MappingError):
 
 
 class PositionError(ExportError):
-    """A delta or a base does not continue what is published."""
+    """A delta or a base does not continue the published model."""
 
     exit_code = Exit.POSITION
     default_hint = "publish a new base that takes deltas: the same export with --updatable"
@@ -359,19 +360,19 @@ class NotUpdatable(PositionError):
 
 
 class DeltaGap(PositionError):
-    """No chain of deltas leads from one position to another."""
+    """No chain of deltas connects two positions."""
 
     default_hint = "see what is published: export-model verify MODEL"
 
 
 class StaleDelta(PositionError):
-    """The model that reads a delta already stands at the delta's end, or beyond it."""
+    """The model that reads a delta is already at the delta's end, or beyond it."""
 
     default_hint = "take a newer delta; see what is published: export-model verify MODEL"
 
 
 class ForeignLineage(PositionError):
-    """A delta belongs to another log than the directory that it lies in, or the model that reads it."""
+    """A delta belongs to another log than its directory, or than the model that reads it."""
 
     default_hint = "remove that directory: it was published for another base"
 
@@ -424,7 +425,7 @@ class NothingChanged(PositionError):
 
 
 class PositionMoved(PositionError):
-    """Somebody else published between planning and publishing."""
+    """Another process published between planning and publishing."""
 
     default_hint = "run the command again"
 
@@ -442,7 +443,7 @@ class ManifestError(VerificationError):
 
 
 class NotTrusted(ManifestError):
-    """No trusted key has signed a publication, for the place where it lies and for this model."""
+    """No trusted key has signed a publication for its path and this model."""
 
     default_hint = (
         "publish with a key that is trusted (--sign-key); if another key is to be trusted, too: --trust FILE"
@@ -450,7 +451,7 @@ class NotTrusted(ManifestError):
 
 
 class NotFinite(VerificationError):
-    """NaN or infinity would be published, and the model takes none; nothing was published."""
+    """NaN or infinity would be published, and the model refuses them; nothing was published."""
 
     default_hint = (
         "correct the training, or restart it from a checkpoint without such values: the next --incr "
@@ -469,7 +470,7 @@ class WildValues(VerificationError):
 
 
 class PublicationDamaged(VerificationError):
-    """A publication in a store is not what its manifest says: an object is cut, changed or exchanged."""
+    """A publication in a store differs from its manifest: an object is truncated, changed or exchanged."""
 
     default_hint = "publish a new base: the same export with --updatable --again"
 
@@ -525,19 +526,19 @@ class TensorFlowNeeded(ExportError):
 
 
 class EngineFailed(ExportError):
-    """The engine that is to run a job cannot be reached, or it gave up."""
+    """The engine that should run a job cannot be reached, or it failed."""
 
     default_hint = "run the same command again: it skips what is done"
 
 
 class ExportFailed(ExportError):
-    """An export in a process of its own, beside a training, failed or was not done in time."""
+    """An export in a process of its own, beside a training, failed or did not end in time."""
 
     default_hint = "the checkpoint is there: run the same export with export-model"
 
 
 class NoNewBase(ExportError):
-    """The delta is published; the new base that was asked for with it is not. Its `__cause__` says why."""
+    """The delta is published, but not the new base that was asked for with it; its `__cause__` says why."""
 
     default_hint = "for the base alone: export-model merge MODEL --rebase"
 
@@ -563,14 +564,14 @@ class CallFailed(ServerError):
 
         Args:
             code: its name, such as `NOT_FOUND` or `DEADLINE_EXCEEDED`.
-            message: what was asked of whom.
-            cause: the server's own words.
+            message: the call, and the server.
+            cause: the server's own text.
             hint: the next command.
         """
         super().__init__(message, cause=cause, hint=hint)
         self.code = code
         self.served: tuple[str, ...] = ()
-        """The models that the server has instead of the one that was asked for; empty if it does not tell."""
+        """The models that the server has instead of the requested one; empty if it does not list them."""
 
 
 def os_error(exc: OSError, path: Path) -> ExportError:
@@ -595,14 +596,14 @@ def unreachable(exc: OSError) -> ExportError:
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-_NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # no file locks: two exporters could not be kept apart
+_NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # without file locks two exporters could collide
 
 
 def printable(text: str) -> str:
-    r"""The text in one line: what is not to be seen is written as in Python, `\x1b`, `\n`, `\u202e`.
+    r"""The text in one line: invisible characters are written as in Python, `\x1b`, `\n`, `\u202e`.
 
-    These are controls (C0, C1), marks of direction and of no width, separators but the space, and surrogates,
-    by which a path's bytes that are no UTF-8 are kept.
+    These are controls (C0, C1), marks of direction and of no width, separators except the space, and
+    surrogates, which stand for a path's bytes that are not UTF-8.
     """
     if text.isprintable():
         return text
@@ -616,12 +617,12 @@ def few(texts: Sequence[str], most: int, separator: str = ", ") -> str:
 
 
 def lines_of(parts: Iterable[str]) -> str:
-    """A cause of several lines: each part takes one, below the label, whatever is in it."""
+    """A cause of several lines: each part is on one line of its own, below the label."""
     return "\n  ".join(["", *map(printable, parts)])
 
 
 def in_lines(text: str) -> str:
-    """A text of several lines, each of them printable; all but the first are indented."""
+    """A text of several lines, each of them printable; all except the first are indented."""
     first, *others = text.split("\n")
     indented = (line if line.startswith(" ") else f"  {line}" for line in map(printable, others))
     return "\n".join([printable(first), *indented])

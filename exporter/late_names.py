@@ -1,4 +1,4 @@
-"""What is imported when it is first used: the names of a package, and TensorFlow."""
+"""Imports on first use: of the names of a package, and of TensorFlow."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _summaries(package: ModuleType) -> Iterator[str]:
 
     found: dict[str, Any] = dict.fromkeys(package.__all__)
     for name in found:
-        with suppress(Exception):  # what it needs is not installed
+        with suppress(Exception):  # a library that it needs is not installed
             found[name] = getattr(package, name)
     for name, thing in sorted(found.items(), key=lambda one: not isinstance(one[1], type)):
         shown = f"class {name}" if isinstance(thing, type) else name
@@ -68,7 +68,7 @@ def _summaries(package: ModuleType) -> Iterator[str]:
 
 
 def _call(signature: Any, function: Any) -> str:
-    """The signature without types of arguments. A function's `**options`, which it names there, stay that."""
+    """The signature without types of arguments; a function's own `**options` stay unexpanded."""
     own, shown = getattr(function, "__code__", None), []
     for each in signature.parameters.values():
         if own is not None and each.name not in own.co_varnames:
@@ -76,7 +76,7 @@ def _call(signature: Any, function: Any) -> str:
             break
         if each.kind is each.KEYWORD_ONLY and not any(one.startswith("*") for one in shown):
             shown.append("*")
-        default = getattr(each.default, "value", each.default)  # of an enumeration what one would type
+        default = getattr(each.default, "value", each.default)  # an enumeration's value, as one would type it
         shown.append(str(each.replace(annotation=each.empty, default=default)).replace("<factory>", "{}"))
     returned = signature.return_annotation
     is_told = own is not None and returned is not signature.empty
@@ -84,7 +84,7 @@ def _call(signature: Any, function: Any) -> str:
 
 
 class _LateModule:
-    """A module that is imported when one of its names is first asked for."""
+    """A module that is imported when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -94,4 +94,4 @@ class _LateModule:
 
 
 tf: Any = _LateModule("tensorflow")
-"""TensorFlow, which takes seconds to import: most commands never ask it for anything."""
+"""TensorFlow, which takes seconds to import: most commands never use it."""

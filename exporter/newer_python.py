@@ -1,4 +1,4 @@
-"""What Python 3.10 lacks of the standard library of 3.11; each goes when 3.10 does."""
+"""Parts of Python 3.11's standard library that 3.10 lacks, until 3.10 is no longer supported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """The SHA-256 in hex of an open file, from where it was read to on; OSError if reading fails."""
+    """The SHA-256 in hex of an open file, from its present offset; OSError if reading fails."""
     import hashlib  # late: OpenSSL takes 3 ms, and most of a help text's time is imports
 
     if sys.version_info >= (3, 11):
@@ -33,7 +33,7 @@ def sha256_of(file: BinaryIO) -> str:
 
 
 def module_command(module: str) -> list[str]:
-    """The command line `python -P -m MODULE`: modules are not looked for in the working directory."""
+    """The command line `python -P -m MODULE`: modules are not searched in the working directory."""
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module]
     run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -41,7 +41,7 @@ def module_command(module: str) -> list[str]:
 
 
 def timeout(seconds: float) -> Any:
-    """`asyncio.timeout`: a block that raises TimeoutError after so many seconds."""
+    """A block as by `asyncio.timeout`, which raises TimeoutError after this many seconds."""
     if sys.version_info < (3, 11):
         return _Timeout(seconds)
     import asyncio
@@ -50,7 +50,7 @@ def timeout(seconds: float) -> Any:
 
 
 class _Timeout:
-    """A block of a task that raises TimeoutError where it waits when its time has come."""
+    """A block of a task that raises TimeoutError where the task waits when the time is over."""
 
     def __init__(self, seconds: float) -> None:
         import asyncio
@@ -75,7 +75,7 @@ class _Timeout:
         return self._when
 
     def reschedule(self, when: float) -> None:
-        """Let it end at another time of the loop."""
+        """Set another end, in the loop's time."""
         self._handle.cancel()
         self._when, self._handle = when, self._loop.call_at(when, self._end)
 

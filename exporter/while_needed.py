@@ -1,8 +1,8 @@
-"""Changes to the whole process, made once for all threads that need them at a time.
+"""Changes to the whole process, made once for all threads that need them at the same time.
 
-Whoever comes first makes the change, and whoever leaves last undoes it, in whatever order they end: each for
-itself would put back what another one's change had made. A user's code is never run under the lock, so code
-that starts threads, or exports, waits for nobody.
+The first thread makes the change, and the last one undoes it, in whatever order they end: separate changes
+would restore each other's states. User code never runs under the lock, so that code that starts threads, or
+exports, cannot deadlock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-_LOCK = threading.RLock()  # a signal's handler may come in the midst of a change, and export
+_LOCK = threading.RLock()  # reentrant: a signal's handler may run during a change, and export
 
 
 class WhileNeeded:
@@ -28,7 +28,7 @@ class WhileNeeded:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Make the change, unless it is made; undo it at the end of the last block that needs it."""
+        """Make the change, unless it is in effect; undo it at the end of the last block that needs it."""
         me = threading.get_ident()
         try:
             with _LOCK:
@@ -59,7 +59,7 @@ _ALL: weakref.WeakSet[WhileNeeded] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Undo in a forked child the changes of threads that it does not have."""
+    """Undo, in a forked child, the changes of threads that it does not have."""
     for each in [*_ALL]:
         each._keep_only(threading.get_ident())
     _LOCK.release()
@@ -80,8 +80,8 @@ def _no_collection() -> Iterator[None]:
 
 
 uncollected = WhileNeeded(_no_collection)
-"""A pause of Python's garbage collection, for what makes a graph of TensorFlow.
+"""A pause of Python's garbage collection, for code that builds a graph of TensorFlow.
 
-A collection in another thread walks objects that the first has half made: a model server died of SIGSEGV in a
-third of the starts under load (2.21, Python 3.11).
+A collection in another thread visits objects that the first has half built: a model server died of SIGSEGV in
+a third of the starts under load (2.21, Python 3.11).
 """
