@@ -72,7 +72,7 @@ _DocumentText = Annotated[str, Meta(pattern=r"^[\x00-\xff]*$", max_length=LONGES
 
 
 class Upload(Struct, frozen=True):
-    """An upload in progress: its path below the model, the SHA-256 of its manifest, `files_digest` of it."""
+    """An upload in progress: its path below the model, its manifest's SHA-256, and its `files_digest`."""
 
     path: _Item
     manifest: str
@@ -142,7 +142,7 @@ class Head(Struct, frozen=True):
         return {name: content.encode("latin-1") for name, content in text.items()}
 
     def files_beside(self, shown: Mapping[str, bytes]) -> dict[str, bytes] | None:
-        """As `hold_files`; of what the head's release does not know, those that are `shown` in the store."""
+        """Return `hold_files`, with the `shown` tags of the store if the head's release knows no tags."""
         found = self.hold_files
         if found is not None and self.tags is None and TAGS_FILE in shown:
             found = {TAGS_FILE: shown[TAGS_FILE], **found}

@@ -350,7 +350,11 @@ def _manifest(content: bytes, where: object) -> Manifest:
 
 
 def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
-    """The items in the order in which they are carried; ManifestError if one version has two numbers."""
+    """Return the items in the order in which they are copied.
+
+    Raises:
+        ManifestError: one version has two numbers.
+    """
     found = sorted(items, key=lambda item: item.order)
     for copy, original in originals(
         {item.path: item.manifest for item in found if not item.is_delta}
@@ -360,7 +364,7 @@ def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
 
 
 def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
-    """An item's objects by their paths in it; None if one is missing or of another size than it should be."""
+    """Return an item's objects by their paths in it; None if one is missing or has an unlisted size."""
     found = {file.path: model.objects.get(f"{item.path}/{file.path}") for file in item.manifest.files}
     sizes = {file.path: file.bytes_ for file in item.manifest.files}
     whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
@@ -368,7 +372,11 @@ def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
 
 
 def require_sound(item: Item, path: Path) -> None:
-    """Read all of a publication, and compare it with its manifest."""
+    """Read all files of a publication, and compare them with its manifest.
+
+    Raises:
+        VerificationError: a file differs.
+    """
     passage = Passage(item, path)
     passage.check_files()
     passage.check_values()

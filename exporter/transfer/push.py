@@ -157,7 +157,11 @@ def _ours(model: Path, trust: Trust | None) -> dict[str, Item]:
 
 
 def _trusted(items: dict[str, Item], model: Path, trust: Trust) -> dict[str, Item]:
-    """The items that a trusted key has signed; NotTrusted if servers would take any of the others."""
+    """Return the items that a trusted key has signed.
+
+    Raises:
+        NotTrusted: servers would accept one of the others.
+    """
     found, others = dict[str, Item](), dict[str, NotTrusted]()
     for path, item in items.items():
         try:
@@ -216,7 +220,7 @@ def _plan(
 
 
 def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
-    """The files of holds and tags that go to a store: a hold that came from there goes as it is there."""
+    """Return the files of holds and tags to upload; a hold that came from the store is sent unchanged."""
     found = local_holds(model)
     for name in [name for name in found if PurePosixPath(name).name == HOLD_FILE]:
         decided = Hold((model / name).parent).decided()
