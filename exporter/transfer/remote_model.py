@@ -1,14 +1,14 @@
 """A model in an object store, opened as a private local directory for one command or watch.
 
-Every published file stands locally with its size, and its bytes are fetched when they are read; manifests and
-holds are there at once. What a command publishes, removes or holds back under that path is then the
-difference to what was there, and exactly that is carried to the store. Locks, leases and retention work on
-the local path as ever; between machines the head decides (see `exporter.transfer.head`).
+A local file of the right size represents each published file, and its bytes are fetched when they are read;
+manifests and holds are fetched at once. The changes that a command makes under that path are then the
+difference to the state shown before, and exactly these are uploaded to the store. Locks, leases and retention
+work on the local path as for any model; between machines, the head decides (see `exporter.transfer.head`).
 
-Two caches of the exporter travel with a model, because without them every row would be compared: the values
-of rows that were held back, and the hashes of rows. Everything else that is private to a directory is made
-again. Nobody signs a cache: where keys are trusted, none is taken from a store, nor put there. So a watch
-keeps its own, and a command compares.
+Two caches of the exporter are uploaded with a model, because without them every row would be compared: the
+values of rows that were held back, and the hashes of rows. Everything else that is private to a directory is
+made anew. Caches are not signed: where keys are trusted, none is read from a store, nor uploaded. Then a
+watch keeps its own, and a command compares all rows.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ T = TypeVar("T")
 _LONG_GONE_SECONDS = 86400.0
 _SWEEP_SECONDS = 3600.0
 _ATTEMPTS = 3
-"""Times that another machine may publish while a command does its work."""
+"""How often a command does its work, at most, because another machine published meanwhile."""
 
 
 class _ModelMirror(Mirror):
-    """The model decides what is materialised, not the reader of a file.
+    """A mirror of a model, which `show` updates, rather than the reader of a file.
 
-    No trainer prunes here: what was listed and is gone, another publisher has removed.
+    No trainer removes files here: if a listed object is gone, another publisher has removed it.
     """
 
     is_outdated = False
-    """Something was asked for that is not there any more, whatever became of the error."""
+    """True if a reader asked for an object that no longer exists, even if the reader ignored the error."""
 
     def refresh(self) -> None:
-        """Do nothing: see `show`."""
+        """Do nothing: `show` updates the mirror."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Show these objects as `Mirror.show` does, and make files again that a failed command removed."""
+        """Show these objects as `Mirror.show` does, and restore files that a failed command removed."""
         with self._lock:
             for name in [name for name in self._found if not (self.root / name).exists()]:
                 del self._found[name], self._fetched[name], self._inodes[name]
@@ -93,13 +93,13 @@ class _ModelMirror(Mirror):
         self.is_outdated = False
 
     def require_current(self) -> None:
-        """Raise PositionMoved if anything read of this was missing, also if its reader went on without it."""
+        """Raise PositionMoved if an object was missing when it was read, even if its reader ignored that."""
         if self.is_outdated:
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """PositionMoved in place of CheckpointChanged, for all that is read of the model."""
+        """Replace CheckpointChanged by PositionMoved in all reads of the model."""
         try:
             yield
         except CheckpointChanged as error:
@@ -109,14 +109,14 @@ class _ModelMirror(Mirror):
             ) from error
 
     def has(self, name: str) -> bool:
-        """True if there is a file that stands for an object."""
+        """Return True if a local file represents this object, and no command has replaced it."""
         with self._lock:
             path = self.root / name
             return name in self._found and path.exists() and path.stat().st_ino == self._inodes[name]
 
 
 class RemoteModel:
-    """A model in a store, and the local path that stands for it."""
+    """A model in a store, and the local path that represents it."""
 
     is_remote = True
 
@@ -130,7 +130,7 @@ class RemoteModel:
         self._read_only = read_only
         self._stored = StoredModel({}, {}, {})
         self._own: dict[str, RemoteObject] = {}
-        """Manifests in the store that are certainly those of what this process published."""
+        """Manifests in the store known to be those that this process published, by path."""
         self._is_stale = True
         self._next_sweep = 0.0
         self._mirror = _ModelMirror(self.url, is_directory=True)
@@ -140,20 +140,20 @@ class RemoteModel:
         self.path = self._mirror.root
 
     def show(self) -> None:
-        """Show what is in the store, also while a person decides about it: `carry` looks again then."""
+        """Show what is in the store, even during a person's decision; `carry` reads it again later."""
         try:
             self.refresh()
         except ModelHeld:
             looking_again(lambda: self._show(self._carrier.listed()))
 
     def refresh(self) -> None:
-        """Show what is in the store now; what is here and was not carried there is removed.
+        """Show what is in the store now, and remove local publications that were not uploaded.
 
-        ModelHeld while a person decides, unless this process only reads, or decides itself.
+        ModelHeld during a person's decision, unless this process only reads, or makes the decision itself.
         """
         carrier = self._carrier
         before = carrier.head
-        if self._read_only or self._deciding:  # who decides waits for nobody
+        if self._read_only or self._deciding:  # a decision does not wait for uploads
             carrier.look()
         else:
             carrier.await_turn()
@@ -163,11 +163,12 @@ class RemoteModel:
         self._is_stale = False
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Run `work`, which may publish, and carry the result to the store; repeat if another was faster.
+        """Run `work`, which may publish, and upload the result; repeat both if another machine published
+        first.
 
-        A decision goes before all other publishers from the moment when `work` takes the model's lock, and is
-        repeated for `DECISION_SECONDS`. The error of `work` is raised if the store has not moved, or after
-        the last attempt.
+        A decision takes precedence over all other publishers from the moment when `work` takes the model's
+        lock, and is repeated for `DECISION_SECONDS`. The error of `work` is raised if the store has not
+        changed, or after the last attempt.
         """
         self._progress, attempt = progress, 0
         deadline = time.monotonic() + (DECISION_SECONDS if self._deciding else 0.0)
@@ -195,7 +196,7 @@ class RemoteModel:
                 return done
 
     def _decide(self) -> None:
-        """Go before all publishers, and show what they have published until then."""
+        """Take precedence over all publishers, and show what they have published so far."""
         if self._carrier.is_deciding:
             return
         self._carrier.probe()
@@ -205,13 +206,13 @@ class RemoteModel:
             self._stored = looking_again(self._shown_anew)
 
     def _hold(self) -> None:
-        """Set the holds of the store as they are here, before the values of a rollback are made."""
+        """Set the store's holds to the local ones, before the values of a rollback are made."""
         if self._carrier.is_deciding:
             self._carrier.settle(local_holds(self.path), ends_decision=False)
 
     @contextmanager
     def _withdrawn_on_failure(self) -> Iterator[None]:
-        """If `work` fails, end the decision, and set the store's holds as the failure left them here."""
+        """If `work` fails, end the decision, and set the store's holds to the local ones as they are then."""
         try:
             yield
         except BaseException as error:
@@ -220,7 +221,7 @@ class RemoteModel:
 
     @contextmanager
     def _ended_on_failure(self) -> Iterator[None]:
-        """If the block fails, end the decision; a hold that it has set stays: it binds more than before."""
+        """If the block fails, end the decision; a hold that it has set remains, which is the safer state."""
         try:
             yield
         except BaseException as error:
@@ -237,7 +238,7 @@ class RemoteModel:
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """What a decision would meet in the store, as it was looked at last; empty if nothing."""
+        """What a decision would find in progress in the store, as last read: sentences; empty if nothing."""
         head, found = self._carrier.head, list[str]()
         files = head.hold_files or {}
         if head.deciding is not None:
@@ -256,11 +257,11 @@ class RemoteModel:
         return tuple(found)
 
     def close(self) -> None:
-        """Remove the local directory; messages show its path as the URL for as long as the process lives."""
+        """Remove the local directory; messages still replace its path by the URL until the process ends."""
         self._mirror.close()
 
     def _has_moved(self, error: ExportError) -> bool:
-        """True if a failure may come of what another machine has published or removed."""
+        """Return True if another machine's publication or removal may have caused a failure."""
         if isinstance(error, PositionMoved) or self._mirror.is_outdated:
             return True
         if not isinstance(error, CheckpointChanged):
@@ -292,10 +293,10 @@ class RemoteModel:
             (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in taken))
 
     def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
-        """True for the files of what is published, and for caches.
+        """Return True for files of publications, and for caches.
 
-        Of what was published here it is true for what tasks wrote: it lies where it is published now, and no
-        longer where they put it.
+        For what was published here, this includes the files that tasks wrote: they are at their published
+        place now, and no longer where the tasks wrote them.
         """
         if _is_cache(name):
             return not is_trusting(self.path)
@@ -303,7 +304,7 @@ class RemoteModel:
         return found in stored.manifests and not (found in ours and self._mirror.is_made_here(name))
 
     def _is_own(self, name: str, each: RemoteObject) -> bool:
-        """True if an object is the manifest of what was published here."""
+        """Return True if an object is the manifest of a local publication."""
         if self._own.get(name) == each:
             return True
         ours = local_item(self.path, self.path / name)
@@ -322,10 +323,10 @@ class RemoteModel:
                 path.write_bytes(content)
 
     def _publish(self, progress: ProgressFactory) -> None:
-        """Carry the difference between what is here and what was shown.
+        """Upload the difference between the local state and what was shown.
 
-        The first item's errors are raised. Later ones, and what is only tidied, can wait for the next
-        command.
+        The errors of the first item are raised. Errors of later items, and of the cleaning up, are not: the
+        next command repeats that work.
         """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
@@ -350,25 +351,25 @@ class RemoteModel:
                         raise
                     if carrier.is_deciding:
                         carrier.end_decision()
-                    return  # what was asked for is published; a merger of it can wait for the next command
+                    return  # the requested item is published; a merger of it can wait for the next command
         self._remove_jobs()
         holds = carrier.with_tags(holds) if new else holds
         if holds != carrier.shown or not new:
             carrier.settle(holds)
-        with suppress(ExportError):  # as above
+        with suppress(ExportError):  # the next command does it again
             remove_stored(self._store, stored, *gone)
             self._put_caches()
             self._remove_given_up()
 
     def _remove_jobs(self) -> None:
-        """Remove what tasks wrote, now that the store has copied it to where it is published."""
+        """Remove what tasks wrote, after the store has copied it to its published place."""
         for key in {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}:
             self._mirror.spent.add(str(replace(self.url, path=key)))
         while self._mirror.spent:
             StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
     def _put_caches_of_next(self) -> None:
-        """Upload, before a delta is published, the caches by which the next one is made."""
+        """Upload, before a delta is published, the caches from which the next delta is made."""
         for prefix in () if is_trusting(self.path) else _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
                 name = path.relative_to(self.path).as_posix()
@@ -376,9 +377,9 @@ class RemoteModel:
                     self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
-        """Upload, after a delta is published, the hashes, which tell themselves what they are of.
+        """Upload the hashes after a delta is published; they identify the state that they belong to.
 
-        Deletes caches that are not here any more. Errors are ignored.
+        Delete caches that no longer exist locally. Errors are ignored.
         """
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
@@ -391,7 +392,9 @@ class RemoteModel:
             self._store.delete(*map(self.url.key, old))
 
     def _remove_given_up(self) -> None:
-        """Remove abandoned uploads, whose paths are never used again; old probes; and, now and then, jobs."""
+        """Remove abandoned uploads, whose paths are never used again; old probes; and, every hour, abandoned
+        jobs.
+        """
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
         self._store.delete(*map(self.url.key, old))
@@ -410,12 +413,12 @@ class RemoteModel:
 
 
 def _is_cache(name: str) -> bool:
-    """True for the caches that travel with a model."""
+    """Return True for caches that are uploaded with a model."""
     return _CACHE.fullmatch(name) is not None
 
 
 _WITH_STATE = (RESIDUAL_PREFIX, OVERLAID_PREFIX)
-"""How caches begin whose names say which state they are of: rows held back, rows in overlays."""
+"""The prefixes of caches whose names include their state: of rows held back, and of rows in overlays."""
 
 _CACHE = re.compile(
     rf"{DELTAS_DIRECTORY}/[0-9]{{20}}/{re.escape(str(CACHES_DIRECTORY))}"
@@ -424,5 +427,5 @@ _CACHE = re.compile(
 
 
 def _is_old_probe(name: str, each: RemoteObject) -> bool:
-    """True for what is written to try a store out, and was not removed by a process that is long gone."""
+    """Return True for a test object that its process, which ended long ago, did not remove."""
     return name.startswith(".probe-") and time.time() - each.modified > _LONG_GONE_SECONDS
