@@ -1,1 +1,1 @@
-"""Models in object stores: open one as a local path, and carry what is published to it and from it."""
+"""Models in object stores: open one as a local path, upload what is published to it, and download it."""

@@ -1,4 +1,4 @@
-"""Carry publications into a store, one after another, by the protocol of `exporter.transfer.head`."""
+"""Upload publications to a store, one after another, by the protocol of `exporter.transfer.head`."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from exporter.transfer.head import Decision, Head, Upload, fetch_head, files_dig
 from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_model
 
 BEAT_SECONDS = 10.0
-"""How often an upload says that it goes on."""
+"""How often (s) an upload renews the head."""
 LEASE_SECONDS = 60.0
-"""How long an upload may be silent. Abandoning it too early costs only the work done so far."""
+"""How long (s) an upload may leave the head unrenewed; abandoning it too early costs only its work so far."""
 WAIT_SECONDS = 75.0
-"""How long to wait for another upload; longer than a lease, so that one which was killed is outlasted."""
+"""How long (s) to wait for another upload: longer than a lease, so that a killed one has expired."""
 DECISION_SECONDS = 60.0
-"""How long a person's command tries again to go before those who publish."""
+"""How long (s) a person's command tries again to take precedence over publishers."""
 FAREWELL_SECONDS = 1.0
-"""How long an interrupted upload or decision may take to record that it is abandoned."""
+"""How long (s) an interrupted upload or decision may take to record that it is abandoned."""
 _COPIES = 16
 _POLL_SECONDS = 0.5
 _UNREADABLE_HOLD = b"a rollback is being published\n"
-"""Servers do not move while a hold says no position: so none goes where a rollback leads away from."""
+"""Servers do not move while a hold states no position: so none loads what a rollback is about to undo."""
 
 
 class Carrier:
-    """Publishes to a model in a store as long as no other process does, from the head on that it has read."""
+    """Publishes to a model in a store while no other process does, starting from the head it has read."""
 
     def __init__(self, store: ObjectWriter) -> None:
         self._store, self._url, self._owner = store, store.url, secrets.token_hex(8)
@@ -57,13 +57,13 @@ class Carrier:
         self.head = Head()
         self._tag: Tag | None = None
         self._tags_of_others: bytes | None = None
-        self._decider = "", 0.0  # whose decision was seen last, and when it showed life
-        self._replacing = threading.Lock()  # beats replace the head from a thread of their own
+        self._decider = "", 0.0  # whose decision was seen last, and when it was last renewed
+        self._replacing = threading.Lock()  # beats replace the head in another thread
         self.shown: dict[str, bytes] = {}
         """The holds that are in the store."""
 
     def look(self) -> None:
-        """Read the head."""
+        """Read the head, and note when another process's decision was last renewed."""
         found = fetch_head(self._store)
         with self._replacing:
             self.head, self._tag = found or (Head(), None)
@@ -72,10 +72,13 @@ class Carrier:
             self._decider = deciding.owner, time.monotonic()
 
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
-        """Read the head once nothing is being uploaded; what shows no life, or is ours, is abandoned.
+        """Read the head once nothing is being uploaded; abandon an upload that has expired or `is_ours`.
 
-        Waits for uploads of others; PositionMoved if one of them goes on too long. ModelHeld, at once, while
-        a person's decision is under way.
+        Waits for other machines' uploads.
+
+        Raises:
+            PositionMoved: one of them takes longer than `WAIT_SECONDS`.
+            ModelHeld: a person's decision is in progress; at once.
         """
         deadline = time.monotonic() + WAIT_SECONDS
         self.look()
@@ -86,7 +89,7 @@ class Carrier:
             )
         while (upload := self.head.uploading) is not None:
             if is_ours(upload) or self._silence() >= LEASE_SECONDS:
-                with suppress(PositionMoved):  # another machine did so first, or it goes on after all
+                with suppress(PositionMoved):  # another machine did so first, or it was renewed after all
                     self._give_up(upload)
                     return
             if time.monotonic() >= deadline:
@@ -98,13 +101,14 @@ class Carrier:
             self.look()
 
     def decide(self, what: str, progress: ProgressFactory) -> None:
-        """Go before all publishers: from here on none of them commits anything, until `end_decision`.
+        """Take precedence over all publishers: none of them commits anything from now on, until
+        `end_decision`.
 
-        Waits for the decision of somebody else, and outlasts one that was killed. It is tried again for
-        `DECISION_SECONDS` in all: uploads and their beats replace the head, too.
+        Waits for another person's decision, until it ends or expires. Tries again for `DECISION_SECONDS`,
+        because uploads and their beats replace the head, too.
 
         Raises:
-            ModelHeld: another decision takes longer.
+            ModelHeld: another decision takes longer than `WAIT_SECONDS`.
             PositionMoved: other publishers always replaced the head first.
         """
         began, by = time.monotonic(), HeldBy.now(0)
@@ -118,7 +122,7 @@ class Carrier:
                     except PositionMoved:
                         if time.monotonic() >= began + DECISION_SECONDS:
                             raise
-                        continue  # at once: whoever asks most often comes first
+                        continue  # at once: the process that tries most often succeeds first
                     return
                 if time.monotonic() >= began + WAIT_SECONDS:
                     raise ModelHeld(
@@ -129,13 +133,13 @@ class Carrier:
 
     @property
     def is_deciding(self) -> bool:
-        """True if the head that was read or replaced last says that this process decides."""
+        """True if this process's decision is in the head that was last read or replaced."""
         return self.head.deciding is not None and self.head.deciding.owner == self._owner
 
     def end_decision(self, holds: Mapping[str, bytes] | None = None) -> None:
-        """Let publishers go on; with `holds`, set these in place of those that the decision had set.
+        """End the decision, so that publishers continue; with `holds`, set these instead of the decision's.
 
-        PositionMoved if the decision was taken for abandoned.
+        PositionMoved if another process ended the decision because it seemed abandoned.
         """
         head = self.head if holds is None else self.head.holding(holds)
         self._replace(replace(head, deciding=None))
@@ -144,10 +148,10 @@ class Carrier:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Show that the decision goes on while the block takes its time.
+        """Renew the decision while the block runs.
 
-        Uploads that go on meanwhile show life, too, in the same head. PositionMoved if the decision was taken
-        for abandoned.
+        This also renews uploads in progress, which use the same head. PositionMoved if another process ended
+        the decision because it seemed abandoned.
         """
         with self._beating(self._decides_on):
             yield
@@ -155,19 +159,22 @@ class Carrier:
             raise PositionMoved(f"the decision about {self._url} was taken for abandoned")
 
     def _decides_on(self) -> bool:
-        """Read the head; True if our decision goes on, and what is published and held is the same."""
+        """Read the head; return True if our decision continues, and publications and holds are unchanged."""
         before = self.head
         self.look()
         return self.is_deciding and self.head.is_same_model(before)
 
     def _other_decision(self) -> Decision | None:
-        """The decision of another process in the head that was read last; None also if it shows no life."""
+        """Return another process's decision from the head last read; remove an expired one.
+
+        None if there is none, or if it has expired.
+        """
         other = self.head.deciding
         if other is None or other.owner == self._owner:
             return None
         if self._silence() < LEASE_SECONDS:
             return other
-        with suppress(PositionMoved):  # another machine did so first, or it goes on after all
+        with suppress(PositionMoved):  # another machine did so first, or it was renewed after all
             self._replace(replace(self.head, deciding=None))
         return None
 
@@ -182,10 +189,10 @@ class Carrier:
     ) -> None:
         """Publish one item of a local model, with these holds; PositionMoved if another machine was faster.
 
-        Another machine's upload is abandoned, which is there only where this process decides; the decision
-        ends with the commit, unless more is to come.
+        Another machine's upload is abandoned; there can be one only if this process decides. The decision
+        ends with the commit, unless `ends_decision` is False.
 
-        An upload that fails is abandoned. After it, the error of showing the item says that it is published.
+        An upload that fails is abandoned. If only step 4 fails, the error says that the item is published.
         """
         self.probe()
         self._tags_of_others = None
@@ -211,7 +218,7 @@ class Carrier:
                         bar.advance(size)
                         check()
             self._commit(item, holds, upload, before, ends_decision=ends_decision)
-        except BaseException as error:  # other processes need not wait until the lease ends
+        except BaseException as error:  # so that other processes need not wait until the lease expires
             seconds = WAIT_SECONDS if isinstance(error, Exception) else FAREWELL_SECONDS
             with suppress(ExportError), within(seconds):
                 self._give_up_own(upload)
@@ -226,9 +233,9 @@ class Carrier:
     def _commit(
         self, item: Item, holds: Mapping[str, bytes], upload: Upload, before: Head, *, ends_decision: bool
     ) -> None:
-        """Let the head name what was uploaded as published; while another process decides, wait for it.
+        """Replace the head by one that names the upload as published; wait while another process decides.
 
-        PositionMoved if that changed what is published or held, or tags that `holds` change, too.
+        PositionMoved if that process changed publications, holds, or tags that `holds` change, too.
         """
         while True:
             while self._other_decision() is not None:
@@ -253,15 +260,17 @@ class Carrier:
                 return
 
     def _goes_on(self, upload: Upload, before: Head) -> bool:
-        """Read the head; True if our upload goes on, and decisions or tags alone have changed meanwhile."""
+        """Read the head; return True if our upload continues, and only decisions or tags have changed
+        meanwhile.
+        """
         self.look()
         return self.head.uploading == upload and self.head.is_same_model(before)
 
     def _put_files(self, model: Path, item: Item) -> Generator[int, None, None]:
-        """Put an item's files into the store, and tell the bytes of each; what is sent is checked on its way.
+        """Put an item's files into the store, and yield the size of each; check what is sent.
 
-        What stands for an object, which tasks wrote, is copied by the store: that takes it seconds for each,
-        so many are copied at a time.
+        A file that represents an object which tasks wrote is copied by the store. That takes seconds per
+        object, so many are copied at once.
         """
         copies: list[tuple[RemoteObject, str]] = []
         passage, sent = Passage(item, model / item.path), list[FileEntry]()
@@ -283,14 +292,14 @@ class Carrier:
                 yield each.size
 
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
-        """Change holds alone, or nothing, before what was published is removed."""
+        """Change only the holds, or nothing but the head, before published items are removed."""
         self.probe()
         head = self.head.holding(holds)
         self._replace(replace(head, deciding=None) if ends_decision else head)
         self._show_holds()
 
     def with_tags(self, holds: Mapping[str, bytes]) -> dict[str, bytes]:
-        """These files, with the tags that other people set while this process uploaded, if they did."""
+        """Return these files, with the tags that other people set during this process's upload, if any."""
         tags = self._tags_of_others
         if tags is None:
             return dict(holds)
@@ -298,20 +307,20 @@ class Carrier:
         return {**others, TAGS_FILE: tags} if tags else others
 
     def completed(self) -> StoredModel:
-        """Show what a killed process has published and not shown yet; return what is published then."""
+        """Reveal what a killed process has published but not revealed; return the model in the store."""
         found = self.listed()
         return self.listed() if self._complete(found) else found
 
     def listed(self) -> StoredModel:
-        """The model in the store, listed now."""
+        """Return the model in the store, listed now."""
         found = stored_model(self._store)
         self.shown = dict(found.holds)
         return found
 
     def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
-        """The holds of a listed model: those of the head.
+        """Return the holds of a listed model, which are the head's.
 
-        What was published last may not be visible yet; until it is, no hold is lifted for readers.
+        The last publication may not be visible yet; until it is, no hold is lifted for readers.
         """
         head, holds = self.head, self.head.files_beside(stored.holds)
         if holds is None:
@@ -320,9 +329,9 @@ class Carrier:
         return holds if is_shown else {**stored.holds, **holds}
 
     def _complete(self, stored: StoredModel) -> bool:
-        """Reveal what is published and is not shown; True if `stored` is out of date then.
+        """Reveal the last publication if it is not visible yet; return True if `stored` is outdated then.
 
-        ManifestError if the pending manifest is another one than the head names.
+        ManifestError if the pending manifest is not the one that the head names.
         """
         head = self.head
         pending = _pending(head.path, head.manifest)
@@ -340,13 +349,13 @@ class Carrier:
         return self._show_holds()
 
     def probe(self) -> None:
-        """Refuse a store that ignores conditions."""
+        """Raise an error, once per process, if the store ignores conditions."""
         if not self._is_probed:
             require_conditions(self._store, self._url.path)
             self._is_probed = True
 
     def taken(self, *, decides: bool) -> list[str]:
-        """The paths at which nothing new may be published; with `decides`, a pending upload's, too."""
+        """Return the paths at which nothing new may be published; with `decides`, also a pending upload's."""
         upload = self.head.uploading if decides else None
         return sorted({*self.head.given_up, *([] if upload is None else [upload.path])})
 
@@ -361,19 +370,19 @@ class Carrier:
 
     def _give_up_own(self, upload: Upload) -> None:
         if self.head.uploading != upload:
-            return  # it was committed, or somebody gave it up
+            return  # it was committed, or another process abandoned it
         try:
             self._give_up(upload)
         except PositionMoved:
             self.look()
             if self.head.uploading != upload:
                 raise
-            self._give_up(upload)  # a beat of ours that was not waited for, or a decision, replaced the head
+            self._give_up(upload)  # one of our own beats, or a decision, replaced the head meanwhile
 
     def _silence(self) -> float:
-        """Seconds since the head was written, by the store's clock; 0 if there is no head.
+        """Return the seconds since the head was written, by the store's clock; 0 if there is no head.
 
-        The first call writes an object and removes it, to learn how far the two clocks are apart.
+        The first call writes and removes an object, to learn the difference between the two clocks.
         """
         if self._skew is None:
             key = self._url.key(f".probe-{self._owner}")
@@ -387,7 +396,7 @@ class Carrier:
         return 0.0 if found is None else time.monotonic() + self._skew - found.modified
 
     def _replace(self, head: Head | None = None) -> None:
-        """Replace the head that was read, or last replaced; None: by the same one, to show life.
+        """Replace the head that was last read or replaced; None renews the same head.
 
         PositionMoved if another machine has replaced it.
         """
@@ -395,7 +404,7 @@ class Carrier:
             self._put_head(self._alive() if head is None else head)
 
     def _alive(self) -> Head:
-        """The head without a decision of others that has shown no life: our beats would keep it for ever."""
+        """Return the head without an expired decision of another process, which our beats would renew."""
         deciding, (owner, lived) = self.head.deciding, self._decider
         if deciding is None or deciding.owner == self._owner or deciding.owner != owner:
             return self.head
@@ -411,17 +420,17 @@ class Carrier:
             tag = self._store.replace(key, content, self._tag)
         if tag is None:
             found = fetch_head(self._store)
-            if found is None or found[0] != head:  # else the answer was lost, and the request repeated
+            if found is None or found[0] != head:  # else the response was lost, and the request repeated
                 raise PositionMoved(f"another machine published to {self._url} meanwhile")
             tag = found[1]
         self.head, self._tag = head, tag
 
     @contextmanager
     def _beating(self, goes_on: Callable[[], bool]) -> Iterator[_Check]:
-        """Renew the head in a thread while work goes on; yields a function that checks if it may go on.
+        """Renew the head in a thread while the block runs; yield a function that checks if it may continue.
 
-        That, and the end of the block, raises PositionMoved if somebody has given it up: if another process
-        replaced the head, and what is read then does not say that it `goes_on`.
+        This function, and the end of the block, raise PositionMoved if the head was lost: another process
+        replaced it, and `goes_on`, which reads it again, returns False.
         """
         ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
@@ -439,7 +448,7 @@ class Carrier:
                             failure.append(error)
                             return
                     except ExportError:
-                        continue  # the upload itself will tell if it is more than a moment
+                        continue  # if the failure lasts, the upload itself fails
 
         def check() -> None:
             if failure:
@@ -456,12 +465,12 @@ class Carrier:
         check()
 
     def _reveal(self, item: Item) -> None:
-        """Make visible what the head says is published.
+        """Make visible what the head names as published.
 
-        PositionMoved if another manifest stands in its place, PublishError if the store refuses something.
-        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
-        done so, and what was published may have been removed again: the pending manifest is gone then, and
-        the late copy does nothing.
+        PositionMoved if another manifest is in its place, PublishError if the store refuses a request. The
+        store itself copies the pending manifest. If a suspended process resumes too late, another one has
+        copied it, and the publication may have been removed again: the pending manifest is gone then, and the
+        late copy does nothing.
         """
         is_late = False
         for name, content in (self.head.files_beside(self.shown) or {}).items():
@@ -481,24 +490,24 @@ class Carrier:
         self._store.delete(pending)
 
     def _show_holds(self, *, look_first: bool = False) -> bool:
-        """Make the holds in the store what the newest head says; True if there was anything to do.
+        """Set the holds in the store to those of the newest head; return True if any was changed.
 
-        `look_first`: some were set, of which another machine may not have known.
+        `look_first`: read the head first, because another machine may not have known of holds set just now.
         """
         newest = fetch_head(self._store) if look_first else None
         head, changed = self.head if newest is None else newest[0], False
         while (holds := head.files_beside(self.shown)) is not None:
-            # A document before the number that it is of, and what is lifted last, the number first.
+            # Set a document before its number; lift holds last, the number before its document.
             names = [*holds, *sorted(self.shown.keys() - holds.keys())]
             if not sum([self._show_hold(name, holds.get(name)) for name in names]):
                 break
             changed = True
-            found = fetch_head(self._store)  # another process may have shown other ones meanwhile
+            found = fetch_head(self._store)  # another process may have set others meanwhile
             head = head if found is None else found[0]
         return changed
 
     def _show_hold(self, name: str, content: bytes | None) -> bool:
-        """Set or lift a hold; False if it is so already."""
+        """Set or lift a hold; return False if it is unchanged."""
         if self.shown.get(name) == content:
             return False
         if content is None:
@@ -514,5 +523,5 @@ _Check = Callable[[], None]
 
 
 def _pending(path: str, digest: str) -> str:
-    """The name of a manifest while its files are uploaded."""
+    """Return the name of a manifest while its files are uploaded."""
     return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

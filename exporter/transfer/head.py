@@ -1,27 +1,27 @@
-"""The head of a model in a store: what was published there last, and what is being published now.
+"""The head of a model in a store: its last publication, and the one in progress.
 
-Readers follow manifests and holds, which a store cannot change together. The head is one object, replaced
-only if it is still the one that was read, and decides what is published:
+Readers follow manifests and holds, which a store cannot change together. The head is a single object,
+replaced only if it is still the one that was read. It decides what is published:
 
     1. reserve    the head names what is being uploaded
-    2. upload     files, and the manifest under another name
-    3. commit     the head names it as published, with the holds of then: from here on it is
-    4. reveal     holds that keep readers back; `manifest.json`, copied from that name; the other holds
+    2. upload     the files, and the manifest under another name
+    3. commit     the head names it as published, with the holds of that moment: now it is published
+    4. reveal     the holds that keep readers back; `manifest.json`, copied from that name; the other holds
 
-A decision (a rollback, its resumption, a merger, a tag) is a person's, and goes before all publishers: it
-first writes itself into the head, as `deciding`. A publisher replaces the head before anything of it can be
-seen, and so meets the decision, whenever that was written: it commits nothing until the decision is done. Its
-upload goes on meanwhile, and counts if the decision left publications and holds as they were. A decision
-shows life as an upload does; one that was killed binds nobody any longer than an upload would, but a hold
-that it had set stays. Releases that know of no decision leave it out of the heads that they write: who
-decides then begins again.
+A decision (a rollback, its resumption, a merger, a tag) is made by a person, and takes precedence over all
+publishers: it first writes itself into the head, as `deciding`. A publisher replaces the head before readers
+can see any of its work, so it finds the decision, whenever that was written, and commits nothing until the
+decision is done. Meanwhile its upload continues, and is valid if the decision did not change publications or
+holds. A decision renews the head as an upload does. One that was killed blocks others no longer than a killed
+upload would, but a hold that it has set remains. Releases that do not know decisions omit them from the heads
+that they write; the process that decides then begins again.
 
-A process that is killed before 3 has published nothing, and cannot do so later, once another one has replaced
-the head. A process that is killed in 4 has published: the next command reveals it. If a process is suspended
-in 4 while others reveal, go on, and remove what it published, it brings nothing back: the manifest's other
-name is gone by then, and the store does not copy what is not there. A process that was only slow may still
-write to an abandoned path: so nothing else is ever published there, unless every byte that readers read is
-the same.
+A process killed before step 3 has published nothing, and cannot do so later, once another one has replaced
+the head. A process killed in step 4 has published: the next command reveals it. If a process is suspended in
+step 4 while others reveal, publish more, and remove its publication, it restores nothing: the manifest's
+other name is gone by then, and the store does not copy a missing object. A process that was only slow may
+still write to an abandoned path. Therefore nothing else is ever published there, unless every byte that
+readers read is the same.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class Upload(Struct, frozen=True):
 
 
 class Decision(Struct, frozen=True):
-    """A person's command that nobody publishes beside: its name, the user and machine, when it began, and the
-    process, by the `owner` of the heads that it writes.
+    """A person's command during which nobody else publishes: its name, the user and machine, and its start.
+
+    `owner` identifies the process: it is the `owner` of the heads that it writes.
     """
 
     what: Text
@@ -91,19 +92,19 @@ class Decision(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Who decides what, and since when, for people."""
+        """A phrase that says who decides what, and since when."""
         return f"{self.who} is at `export-model {self.what}` since {in_utc(self.when):%H:%M:%S} UTC"
 
 
 class Head(Struct, frozen=True):
-    """The path of the newest publication, the lower-case SHA-256 of its manifest, the holds by their paths.
+    """The path of the newest publication, the lower-case SHA-256 of its manifest, and the holds by their
+    paths.
 
-    `hold_documents` say who set the holds; None of a release that knows of none. `tags` are the document of
-    tags, empty without any, and None of a release that does not know them: they stay as they are then.
-    `given_up` are uploads that
-    were replaced before they were published, the digests of their files by path.
-    `deciding` is a decision that is under way.
-    `owner` and `beat` make each head another one, for stores that tell objects apart by their content.
+    `hold_documents` say who set the holds; None in heads of a release that does not know them. `tags` is the
+    document of tags: empty if there are none, and None in heads of a release that does not know tags, which
+    are unchanged then. `given_up` has the abandoned uploads: those replaced before they were published, as
+    digests of their files by path. `deciding` is the decision in progress. `owner` and `beat` make each head
+    unique, for stores that distinguish objects by their content.
     """
 
     path: _ItemOrNone = ""
@@ -119,11 +120,11 @@ class Head(Struct, frozen=True):
     format_version: int = FORMAT_VERSION
 
     def encoded(self) -> bytes:
-        """The object's content."""
+        """Return the object's content."""
         return msgspec.json.encode(self)
 
     def holding(self, files: Mapping[str, bytes]) -> Head:
-        """The same head with other holds and tags: these files, by their paths below the model."""
+        """Return the same head with other holds and tags: these files, by their paths below the model."""
         text = {name: content.decode("latin-1") for name, content in files.items()}
         tags = text.pop(TAGS_FILE, "")
         documents = {name: text.pop(name) for name in files if name.endswith(HOLD_DOCUMENT_FILE)}
@@ -131,9 +132,9 @@ class Head(Struct, frozen=True):
 
     @property
     def hold_files(self) -> dict[str, bytes] | None:
-        """The files of its holds, documents first, and of tags, by their paths below the model.
+        """The files of its holds, documents first, and of its tags, by their paths below the model.
 
-        None if it says nothing of them.
+        None if the head does not mention holds.
         """
         if self.holds is None:
             return None
@@ -150,22 +151,26 @@ class Head(Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """The paths that it names: of what is published, and of what is on its way."""
+        """The paths of the newest publication and of the upload in progress, as far as there are any."""
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
 
     def is_same_model(self, other: Head) -> bool:
-        """True if both say the same of what is published and held; tags may differ."""
+        """Return True if both name the same publication and the same holds; tags may differ."""
         holds = self.holds, self.hold_documents
         return self.is_same_publication(other) and holds == (other.holds, other.hold_documents)
 
     def is_same_publication(self, other: Head | None) -> bool:
-        """True if both name the same publication."""
+        """Return True if both name the same publication."""
         return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
 
 
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
-    """The head in a store and its tag; None where nothing was published yet, ManifestError if it is none."""
+    """Return the head in a store and its tag; None if nothing has been published there yet.
+
+    Raises:
+        ManifestError: the object is no head, or one of another format version.
+    """
     found = store.fetch(store.url.key(HEAD_FILE), _LONGEST)
     if found is None:
         return None
@@ -185,14 +190,14 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
 
 
 def files_digest(manifest: Manifest) -> str:
-    """A digest of all that readers read of a publication; its manifest's time is not of it."""
+    """Return a digest of all that readers read of a publication; the time in its manifest is not included."""
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
 
 
 def remember(model: Path, url: Url, head: Head) -> None:
-    """Keep a store's head beside the model: what it names may be merged away locally by the next push.
+    """Keep a store's head beside the model, because the next local merger may remove what it names.
 
-    While a pull goes on it names what came last, and as `uploading` what comes.
+    During a pull, it names the last publication fetched, and as `uploading` the one being fetched.
     """
     heads = _heads(model) | {str(url): head}
     path = model / PUSHED_FILE
@@ -203,7 +208,11 @@ def remember(model: Path, url: Url, head: Head) -> None:
 
 
 def recall(model: Path, url: Url) -> Head | None:
-    """The head that this directory knows of a store; None if it knows none."""
+    """Return the head that this directory remembers of a store; None if it remembers none.
+
+    Raises:
+        ManifestError: the file of remembered heads is damaged.
+    """
     return _heads(model).get(str(url))
 
 
@@ -212,7 +221,7 @@ def _heads(model: Path) -> dict[str, Head]:
     try:
         found: dict[str, Head] = _decoded(read_regular(path, _LONGEST), dict[str, Head], PUSHED_FILE)
     except OSError:
-        return {}  # the publications themselves tell, as long as they are there
+        return {}  # the publications themselves are enough, as long as they exist
     except DocumentError as error:
         raise ManifestError(
             f"{path} is damaged",

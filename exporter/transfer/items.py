@@ -1,11 +1,11 @@
-"""What is published for a model, in a local directory or in a store: versions and deltas by their manifests.
+"""The versions and deltas of a model, in a local directory or in a store, found by their manifests.
 
-Both places have the same names (see `exporter.storage.layout`). In a store there is no rename: a version or
-a delta is there once its manifest is, which is therefore written last, and removed first.
+Both places use the same names (see `exporter.storage.layout`). A store has no rename: a version or a delta
+exists once its manifest does, which is therefore written last, and removed first.
 
-A version or delta is checked while it is copied. Every file but the data shards has a checksum in the
-manifest; so has the index, which has one for each run of a shard's bytes. All are computed while the bytes go
-by; only what an earlier pull has fetched is read again.
+A version or delta is checked while it is copied. Each file except the data shards has a checksum in the
+manifest. One of these files is the index, which has a checksum for each run of a shard's bytes. All are
+computed while the bytes pass; only files that an earlier pull has fetched are read again.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from exporter.verify.version_files import Passed, cuts_of, verify_bytes, verify_
 _ITEM = re.compile(rf"({ITEM})/(.+)")
 _HOLD = re.compile(rf"{HOLD}|{HOLD_DOCUMENT}|{re.escape(TAGS_FILE)}")
 _JOBS_END = f"{JOBS_DIRECTORY}0"
-"""All names of jobs sort before it (`0` comes after `/`), and what is published after it."""
+"""All names of jobs sort before it (`0` comes after `/`), and all publications after it."""
 _CONNECTIONS = 16
 _LOOKS = 3
-"""Times that what was listed may be removed while it is read."""
+"""How often to list again, at most, because listed objects were removed before they were read."""
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
@@ -92,33 +92,38 @@ class Item(Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """Items are carried in this order: by position, a base before a delta, a merger after its last part.
+        """The key by which items are copied: by position, a base before a delta, a merger after its last
+        part.
 
-        A server that stands where the part begins must find it whenever it finds the merger.
+        A server at the beginning of that part must find the part whenever it finds the merger.
         """
         return self.manifest.position, self.is_delta, -(self.manifest.from_position or 0)
 
     @property
     def hold(self) -> str | None:
-        """The path of the hold that it brings, as the delta of a rollback does; None if it brings none."""
+        """The path of the hold that the item contains, as the delta of a rollback does; None if it contains
+        none.
+        """
         return (
             f"{self.log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
         )
 
     @property
     def digest(self) -> str:
-        """Lower-case SHA-256 of the manifest."""
+        """The lower-case SHA-256 of the manifest."""
         return hashlib.sha256(self.content).hexdigest()
 
     @property
     def bytes_(self) -> int:
-        """Bytes of its files, without the manifest."""
+        """The size of its files in bytes, without the manifest."""
         return self.manifest.bytes_
 
 
 class StoredModel(Struct, frozen=True):
-    """A model in a store: all objects but those of jobs, by key below the model; its manifests; the files of
-    its holds and tags.
+    """A model in a store: its objects except those of jobs, its manifests, and the files of its holds and
+    tags.
+
+    `objects` and `holds` are by key below the model, `manifests` by the path of the version or delta.
     """
 
     objects: dict[str, RemoteObject]
@@ -127,14 +132,18 @@ class StoredModel(Struct, frozen=True):
 
 
 class StoredItems(StoredModel, frozen=True):
-    """A model in a store, with what its manifests say, but for those that no trusted key has signed."""
+    """A model in a store with its decoded manifests; `untrusted` has those that no trusted key has signed."""
 
     items: dict[str, Item]
     untrusted: dict[str, NotTrusted] = field(default_factory=dict)
 
 
 def local_items(model: Path) -> list[Item]:
-    """The local versions and deltas, in the order in which they are carried."""
+    """Return the local versions and deltas, in the order in which they are copied.
+
+    Raises:
+        ManifestError: a manifest cannot be read, or one version has two numbers.
+    """
     found = []
     for path in local_paths(model).values():
         try:
@@ -146,19 +155,19 @@ def local_items(model: Path) -> list[Item]:
 
 
 def by_path(items: Iterable[Item]) -> dict[str, Item]:
-    """Items by their paths, in the same order."""
+    """Return items by their paths, in the same order."""
     return {item.path: item for item in items}
 
 
 def local_paths(model: Path) -> dict[str, Path]:
-    """The directories of what is published locally, by their paths below the model."""
+    """Return the directories of the local publications, by their paths below the model."""
     paths = [child.path for child in published_versions(model)]
     paths += [log / name for log in log_directories(model) for name, _, _ in delta_names(log)]
     return {path.relative_to(model).as_posix(): path for path in paths}
 
 
 def path_of(name: str) -> str | None:
-    """The path of the version or delta that an object is of, by its key below the model.
+    """Return the path of the version or delta that an object belongs to, given its key below the model.
 
     None for other keys.
     """
@@ -167,7 +176,12 @@ def path_of(name: str) -> str | None:
 
 
 def local_item(model: Path, path: Path) -> Item:
-    """The version or delta in one directory; ManifestError if its manifest cannot be read."""
+    """Return the version or delta in one directory.
+
+    Raises:
+        ManifestError: its manifest cannot be read, or does not belong to this directory.
+        NotTrusted: no trusted key has signed it, where keys are in force.
+    """
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
     require_trusted(content, path)
     check_place(manifest, path)
@@ -175,7 +189,7 @@ def local_item(model: Path, path: Path) -> Item:
 
 
 _manifests: Unchanged[tuple[Manifest, bytes]] = Unchanged()
-"""A pull that goes on looks at all that is here each time."""
+"""A continuous pull reads all local manifests at each update."""
 
 
 def _read_local(file: Path) -> tuple[Manifest, bytes]:
@@ -187,18 +201,18 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 
 def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
-    """The files of holds, numbers and their documents, and of tags, by their paths below the model.
+    """Return the files of holds (numbers and their documents) and of tags, by their paths below the model.
 
     Raises:
-        ManifestError: the tags cannot be read, and `has_tags` does not say that they are left out.
+        ManifestError: the tags cannot be read; never without `has_tags`, which leaves them out.
     """
     tags = tags_document(model) if has_tags else None
     found = {} if tags is None else {TAGS_FILE: tags}
     for directory in (model, *(model / DELTAS_DIRECTORY).glob("*")):
-        # The number first: the document that is read next knows the number before it, too.
+        # The number first: the document read after it also states the number before it.
         for path in (directory / HOLD_FILE, directory / HOLD_DOCUMENT_FILE):
             if not path.is_file():
-                break  # a document without a number says nothing
+                break  # a document without a number means nothing
             with regular_file(path) as file:
                 found[path.relative_to(model).as_posix()] = file.read(_longest(path.name))
     return found
@@ -211,7 +225,11 @@ def _longest(name: str) -> int:
 
 
 def looking_again(work: Callable[[], T]) -> T:
-    """Do what lists a model in a store and reads it: again, if another machine removes what was listed."""
+    """Return the result of `work`, which lists a model in a store and reads it, and repeat it if objects
+    vanish.
+
+    After `_LOOKS` attempts, the CheckpointChanged of the last one is raised.
+    """
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointChanged):
             return work()
@@ -219,7 +237,7 @@ def looking_again(work: Callable[[], T]) -> T:
 
 
 def stored_model(store: ObjectReader) -> StoredModel:
-    """The model in a store, by the names of its objects; no manifest is read."""
+    """Return the model in a store, by the names of its objects; no manifest is read."""
     return looking_again(lambda: _stored_model(store))
 
 
@@ -256,10 +274,10 @@ def stored_items(
     look: Callable[[], StoredModel] | None = None,
     trust: Trust | None = None,
 ) -> StoredItems:
-    """The versions and deltas in a store; a publisher may `look` in another way than by listing it.
+    """Return the versions and deltas in a store; `look` replaces the listing, for a publisher.
 
-    Manifests that are `ours`, or were `known` before, are not read. With `trust` those alone are items that
-    one of its keys has signed; nothing else of the others is looked at.
+    Manifests that are `ours`, or were `known` before, are not read. With `trust`, only those that one of its
+    keys has signed are items; nothing else of the others is read.
     """
     return looking_again(
         lambda: _with_items(store, look() if look else _stored_model(store), ours, known, trust)
@@ -267,8 +285,11 @@ def stored_items(
 
 
 def forged(model: StoredItems) -> dict[str, NotTrusted]:
-    """What no trusted key has signed and servers would take, by path: what comes after the first version that
-    one has signed. Before that signing had not begun.
+    """Return the publications that no trusted key has signed and servers would accept, the newest first, by
+    path.
+
+    These come after the first version that a trusted key has signed. Before that version, signing had not
+    begun.
     """
     first = min((int(path) for path, item in model.items.items() if not item.is_delta), default=-1)
     return {
@@ -279,7 +300,7 @@ def forged(model: StoredItems) -> dict[str, NotTrusted]:
 
 
 def end_of(path: str) -> int:
-    """The number at the end of a path: a version's, or where a delta leads."""
+    """Return the number at the end of a path: a version's position, or the end of a delta."""
     return int(re.split("[-/]", path)[-1])
 
 
@@ -318,10 +339,11 @@ def _with_items(
 
 
 def is_certainly(each: RemoteObject, item: Item | None) -> bool:
-    """True if an object is certainly the manifest of an item; False also if it would have to be read.
+    """Return True if an object is certainly the manifest of an item, without reading it; False if that is
+    unknown.
 
-    In most stores the tag of a small object is the MD5 of its bytes. Where it is not, it is never by chance
-    equal to it.
+    In most stores the tag of a small object is the MD5 of its bytes. In the other stores it never equals it
+    by chance.
     """
     if item is None or each.size != len(item.content):
         return False
@@ -329,14 +351,22 @@ def is_certainly(each: RemoteObject, item: Item | None) -> bool:
 
 
 def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
-    """A manifest in a store; ManifestError if it is too long."""
+    """Return the bytes of a manifest in a store.
+
+    Raises:
+        ManifestError: it is too long.
+    """
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
     return bytes(store.read(each, 0, each.size))
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """The publication that a manifest describes."""
+    """Return the publication that a manifest describes.
+
+    Raises:
+        ManifestError: the manifest cannot be decoded, or does not belong to this path.
+    """
     manifest = _manifest(content, f"{where}/{MANIFEST_FILE}")
     check_place(manifest, PurePosixPath(path), where)
     return Item(path, manifest, content)
@@ -384,7 +414,7 @@ def require_sound(item: Item, path: Path) -> None:
 
 
 class Passage:
-    """A publication that goes out of a local directory, or into it: `path`."""
+    """Checks of a publication that is copied out of a local directory, or into it: `path`."""
 
     def __init__(self, item: Item, path: Path) -> None:
         self._item, self._path = item, path
@@ -392,20 +422,20 @@ class Passage:
 
     @property
     def files(self) -> list[FileEntry]:
-        """Its files: data shards last, because the index lists them."""
+        """Its files, the data shards last, because the index lists them."""
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
-        """A function that checksums blocks of a file, given in any order and from several threads."""
+        """Return a function that checksums blocks of a file, in any order and from several threads."""
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a file that is there with the manifest; VerificationError if it differs."""
+        """Compare a complete file with the manifest; VerificationError if it differs."""
         verify_file(self._path, file, self._passed)
 
     def check_files(self) -> None:
-        """Compare all files, which are there, and the index with the manifest.
+        """Compare all files and the index with the manifest; all must be complete.
 
         VerificationError if one differs.
         """
@@ -413,7 +443,7 @@ class Passage:
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_digests(self) -> None:
-        """Read all files, which are there, and compare the digests of what is signed.
+        """Read all files, and compare them with the signed digests; nothing is compared without a signature.
 
         VerificationError if one differs.
         """
@@ -423,9 +453,9 @@ class Passage:
             verify_digests(self._path, self._item.manifest.files)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
-        """Compare the stored values with the index; those of some data shards, if these are named.
+        """Compare the stored values with the index, or only those of some data shards.
 
-        VerificationError if one differs; nothing is compared where there is no index.
+        VerificationError if one differs; nothing is compared if there is no index.
         """
         if self._index is None:
             return
@@ -450,7 +480,7 @@ class Passage:
 
     @property
     def _index(self) -> Path | None:
-        """The index, compared with the manifest before anything is made of it; None until it is there."""
+        """The index, compared with the manifest before it is parsed; None until it exists."""
         path = index_path(self._prefix)
         named = [file for file in self._item.manifest.files if self._path / file.path == path]
         if not path.exists() or not named:

@@ -1,4 +1,6 @@
-"""Open a model by its path or URL: commands work on a local path; what they publish is carried to the URL."""
+"""Open a model by its path or URL: commands work on a local path, and their publications are uploaded to the
+URL.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,26 @@ T = TypeVar("T")
 
 
 class OpenModel(Protocol):
-    """A model base path to work on."""
+    """A model base path to work on, local or standing for a URL."""
 
     path: Path
     is_remote: bool
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """What a person's command would meet there, for people; empty if nothing, and of a local model."""
+        """What a person's command would find in progress at the model, as sentences; empty if nothing, or if
+        local.
+        """
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Do what may publish under `path`; when this returns, it is published where the model is."""
+        """Run `work`, which may publish under `path`, and return its result once the model itself has the
+        change.
+        """
         ...
 
 
 class LocalModel:
-    """A model on this machine: what is published is published."""
+    """A model on this machine: publishing under its path is all there is to do."""
 
     is_remote = False
     meets: tuple[str, ...] = ()
@@ -54,7 +60,7 @@ class LocalModel:
 
 
 def require_apart(ckpt_dir: Path, out: Path) -> None:
-    """Keep a model out of the trainer's directory in a store.
+    """Refuse a model and a checkpoint directory that overlap in the same store.
 
     Raises:
         UsageError: both are the same, or one is below the other.
@@ -71,10 +77,11 @@ def require_apart(ckpt_dir: Path, out: Path) -> None:
 
 
 def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
-    """How values reach a version of a model: nothing can link to what is in a store.
+    """Return how values get into a version of a model: nothing can link to objects, so `auto` becomes
+    `compact`.
 
     Raises:
-        UsageError: links are asked for.
+        UsageError: links are requested for a model in a store.
     """
     if Url.parse(os.fspath(model)) is None or asked not in (DataMode.AUTO, DataMode.LINK):
         return asked
@@ -92,13 +99,13 @@ def opened(
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> Iterator[OpenModel]:
-    """A model to work on, by its path or URL. With `read_only` nothing is ever written to a URL.
+    """Open a model by its path or URL. With `read_only` nothing is ever written to a URL.
 
-    `deciding` is the name of a person's command, which goes before all who publish to the URL.
-    What is published is signed, and what is read is from trusted keys alone, if these say so.
+    `deciding` is the name of a person's command, which takes precedence over all publishers to the URL. With
+    `signing`, publications are signed; with `trusting`, only publications signed by its keys are read.
 
     Raises:
-        UsageError: the URL is of no store, or of a whole bucket; a key cannot be used.
+        UsageError: the URL belongs to no known store, or is a whole bucket; a key cannot be used.
         ExportError: the store cannot be read; see errors.py.
     """
     signer, trust = _signer(signing, model), trust_in(trusting, model)
@@ -120,7 +127,7 @@ def opened(
 
 
 def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
-    """The key that signs what is published of a model; None: nothing is signed."""
+    """Return the key that signs the publications of a model; None: they are not signed."""
     if signing.sign_key is None:
         return None
     if signing.unsigned:
@@ -131,7 +138,7 @@ def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
 
 
 def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
-    """The keys that are trusted to publish a model, by its path or URL; None: everything is taken.
+    """Return the keys trusted to publish a model, by its path or URL; None: everything is accepted.
 
     Raises:
         UsageError: a key cannot be used.
@@ -148,7 +155,9 @@ def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """The name that signatures have for a model unless another is given: the last part of its path or URL."""
+    """Return the name that signatures have for a model unless another is given: the last part of its path or
+    URL.
+    """
     url = Url.parse(os.fspath(model))
     return os.path.basename(os.path.abspath(model)) if url is None else url.name  # noqa: PTH100, PTH119  `..`
 
@@ -165,7 +174,9 @@ def _in_force(
 
 @contextmanager
 def opened_if_model(place: str) -> Iterator[OpenModel | None]:
-    """A model to read, if the place is the URL of one; else None: the place may be a checkpoint's.
+    """Open the model at a URL for reading; yield None if no model is there, or if `place` is no URL.
+
+    The place may be a checkpoint's.
 
     Raises:
         ExportError: the store cannot be read; see errors.py.

@@ -1,48 +1,50 @@
-"""Pull: carry what is published in an object store into a local model base path, for servers that read files.
+"""Pull: download publications from an object store into a local model base path, for servers that read files.
 
-What has its manifest in the store, and all files of the sizes that it lists, is fetched into a directory
-that servers skip, checked against its checksums, and renamed into place: in the order of positions, so that
-servers meet what they would have met beside the exporter. What was fetched before a pull was killed is not
-fetched again. A hold is there before what it holds back, and is lifted last.
+A publication is fetched if the store has its manifest, and all files with the sizes that it lists. It is
+fetched into a directory that servers ignore, checked against its checksums, and renamed into place, in the
+order of positions: so servers see the same sequence as they would beside the exporter. After a pull was
+killed, the next one does not fetch complete files again. A hold is set before the publications that it holds
+back are visible, and is lifted last.
 
-What was published here since the last push is never mixed with what another machine has pushed, and neither
-it nor a hold that was set, moved or lifted here since is changed. Another hold, and tags, are taken over all
-the same: a push would undo what another machine has done to them, and asks for a pull first. What retention
-has removed here is not fetched again then. Of tags each is taken over by itself: those that changed here
-since stay, unless they have changed in the store, too.
+Local publications since the last push are never mixed with what another machine has pushed. A pull changes
+neither these nor a hold that was set, moved or lifted here since. It does copy other holds, and tags: a push
+would undo another machine's changes to them, and asks for a pull first. What retention has removed here is
+not fetched again then. Each tag is merged separately: a tag that changed here since the last pull or push
+remains, unless it has changed in the store, too.
 
-A rollback by an agent's canary is a decision about the servers of this copy: it stays, and the copy goes on
-with what leads on from it (see `exporter.transfer.push`).
+A rollback by an agent's canary is a decision about the servers of this copy: it remains, and the copy
+continues with publications that continue from it (see `exporter.transfer.push`).
 
-A hold of the store stands beside the copy's own, which its canary or its operator set: servers get the lesser
+The store's hold is kept beside the copy's own, which its canary or its operator set: servers get the lesser
 (`exporter.publish.hold.Decided`), whatever is written into the store.
 
-A pull removes from the copy what the store no longer has, if servers have no use for it either. Servers list
-the directory and then load what they saw there. So what came a moment ago, or lies beyond a hold, does not
-count yet: only what is settled does. What the store no longer has is removed
+A pull with `prune` removes from the copy what the store no longer has, if servers do not need it either.
+Servers list the directory, and load what they saw there afterwards. Therefore a publication that is newer
+than the grace period, or beyond a hold, does not count yet: only settled ones do. A publication that the
+store no longer has is removed
 
-- if it is replaced: a merger that has all its rows, or a base, is settled and leads at least as far;
-- if the copy is quiet: everything of the store is here and settled, a base among it, so servers take whatever
-  they find. A rollback and its resumption stay, which a canary may have made here.
+- if it is replaced: a merger that has all its rows, or a base, is settled and reaches at least as far; - if
+  the copy is quiet: all publications of the store are here and settled, a base among them, so servers can
+  load any of them. A rollback and its resumption remain, because a canary may have made them here.
 
-So the last base stays, whatever is removed from the store.
+So the last base remains, whatever is removed from the store.
 
-What is damaged in the store is not taken, and keeps the copy where it is: PublicationDamaged. Once something
-newer is there that takes its place, a base or a merger, it is passed by, with the deltas that need it.
+A publication that is damaged in the store is not accepted, and the copy stops before it: PublicationDamaged.
+Once a newer base or merger replaces it, the pull skips it, and the deltas that need it.
 
-Who may write a store is not always who may publish. With keys that are trusted (`exporter.publish.signing`)
+Whoever may write to a store is not always allowed to publish. With trusted keys (`exporter.publish.signing`)
 
-- what none of them has signed is not fetched, nor a delta whose log has no base that one has signed;
-- what was fetched is compared with the digests that were signed, as it lies here, before servers can see it;
-- what is in the copy goes only when it is replaced, whatever is not in the store any more;
-- tags are left where they are;
-- a hold of the store is taken over if it leads no server of the copy back: it may not be less than the newest
-  position in the copy, or than the hold there below that. Any other, and one that is no position, is left;
-- the identity of the first model that is taken is kept in the copy, and no other model is taken from then on,
-  whatever its name: one that was begun anew in the bucket has to be named.
+- a publication that none of them has signed is not fetched, nor a delta whose log has no signed base; -
+  fetched files are compared with the signed digests, in the copy, before servers can see them; - a local
+  publication is removed only when it is replaced, whatever is removed from the store; - tags are not changed;
+  - a hold of the store is copied only if it moves no server of the copy back: it must not be less than the
+  newest position in the copy, or than a lower hold there. Any other hold is ignored, and one without a
+  readable position;
+- the identity of the first model that is accepted is kept in the copy, and no other model is accepted from
+  then on, whatever its name: a model that was begun anew in the bucket has to be named.
 
-So a copy never goes back. Whoever may write the store can still keep a copy where it is, show a new copy less
-than was published, and lift a hold.
+So a copy never goes back. Whoever may write to the store can still stop a copy where it is, show a new copy
+less than was published, and lift a hold.
 """
 
 from __future__ import annotations
@@ -128,9 +130,9 @@ if TYPE_CHECKING:
 def superseded(
     model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
 ) -> list[Item]:
-    """The paths that are `here`, are not `stored` any more, and can go, by position.
+    """Return the items that are `here`, are no longer `stored`, and can be removed, by position.
 
-    `is_current`: nothing of what is stored is missing here.
+    `is_current`: everything that is stored is here.
     """
     gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
     if not gone:
@@ -146,7 +148,7 @@ def superseded(
 
 
 def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
-    """The items that no hold keeps from servers, and that have been there for GRACE_SECONDS."""
+    """Return the items that no hold keeps from servers, and that have been here for GRACE_SECONDS."""
     holds: dict[Path, int | None] = {}
     latest, found = time.time() - GRACE_SECONDS, []
     for item in items:
@@ -162,7 +164,9 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
 
 
 def _replaces(new: Item, old: Item) -> bool:
-    """True if each server that would have taken `old` can take `new` instead, and comes as far with it."""
+    """Return True if each server that would have loaded `old` can load `new` instead, and reaches at least as
+    far.
+    """
     if new.manifest.position < old.manifest.position:
         return False
     start, old_start = new.manifest.from_position, old.manifest.from_position
@@ -172,18 +176,18 @@ def _replaces(new: Item, old: Item) -> bool:
 
 
 _LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
-"""When a hold was set that says nothing of it."""
+"""The time of a hold that does not state when it was set."""
 _LOCK_SECONDS = 5.0
 _LIST_SECONDS = 10.0
-"""How long a listing holds while the head stays the same: other tools may put objects there, too."""
+"""How long (s) a listing is used while the head is unchanged: other tools may write objects there, too."""
 _AHEAD = 8
-"""Small publications that are fetched at one time."""
+"""How many small publications are fetched at once."""
 
 
 class Seen(Struct, frozen=True):
-    """A look into a store: its head, what was listed after that, and when, by the monotonic clock (s).
+    """A listing of a store: its head, what was listed after that, and the monotonic time (s) of the listing.
 
-    `at` is None if what the head says could not be seen yet.
+    `at` is None if not everything was visible yet that the head mentions.
     """
 
     head: tuple[Head, Tag] | None = None
@@ -191,15 +195,16 @@ class Seen(Struct, frozen=True):
     at: float | None = None
 
     def is_current(self, head: tuple[Head, Tag] | None, now: float) -> bool:
-        """True if nothing was published since, going by the head of now."""
+        """Return True if the head is unchanged since the listing, and the listing is recent."""
         return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 
 
 class Pulled(Struct, frozen=True):
-    """The result of a pull: paths below the model, bytes that were fetched, and where the local model stands.
+    """The result of a pull: paths below the model, the number of bytes fetched, and the local model's
+    position.
 
-    `incomplete` have a manifest in the store and not yet all their files; `waiting` is what servers could not
-    take after a rollback here (see `exporter.transfer.push`).
+    `incomplete` have a manifest in the store, but not yet all their files; `waiting` are those that servers
+    could not load after a rollback here (see `exporter.transfer.push`).
     """
 
     fetched: tuple[str, ...]
@@ -209,11 +214,11 @@ class Pulled(Struct, frozen=True):
     position: int | None
     waiting: tuple[str, ...] = ()
     untrusted: tuple[NotTrusted, ...] = ()
-    """Why publications, the newest first, and holds were left where they are."""
+    """Why publications, the newest first, and holds were not accepted."""
     identity: str = ""
-    """With trusted keys: the identity of the only model that this copy takes; empty while it has none."""
+    """With trusted keys: the identity of the only model that this copy accepts; empty while it has none."""
     is_pinned_now: bool = False
-    """True if this pull pinned it."""
+    """True if this pull pinned the identity."""
 
 
 def pull(
@@ -224,21 +229,21 @@ def pull(
     progress: ProgressFactory = no_progress,
     trust: Trust | None = None,
 ) -> Pulled:
-    """Bring a local model to what is in a store, once: see `LocalCopy`."""
+    """Update a local model from a store once: see `LocalCopy`."""
     return LocalCopy(url, model, prune=prune, trust=trust).update(progress)
 
 
 class LocalCopy:
-    """A local model that is brought to what is in a store, as often as its owner wants.
+    """A local model that is updated from a store, as often as its owner wants.
 
-    Connections, what a cloud gave for credentials, and manifests are kept from one update to the next. After
-    a failure the store is opened again: files of credentials may have been replaced. With `trust` nothing is
-    taken but what one of its keys has signed; their files are read again at each update. With
+    Connections, credentials from a cloud, and manifests are kept between updates. After a failure the store
+    is opened again, because files of credentials may have been replaced. With `trust`, only publications that
+    one of its keys has signed are accepted; the files of keys are read again at each update. With
     `holds_new_logs`, for a canary, a log that is not here yet is held at its first base before servers see
-    that: so they start where the canary judges first.
+    it: so they start where the canary judges first.
 
     Raises:
-        UsageError: the URL is of no model.
+        UsageError: the URL is not that of a model in a store.
     """
 
     def __init__(
@@ -259,16 +264,27 @@ class LocalCopy:
         self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
-        """Fetch what is new. With `prune` what is not in the store any more is removed here, too."""
+        """Fetch new publications; with `prune`, also remove those here that the store no longer has.
+
+        Raises:
+            CheckpointNotFound: the store has no model at this URL.
+            PositionMoved: something was published here, and something else there.
+            ForeignLineage: the copy has another publication at the same path.
+            PublicationDamaged: the next publication is damaged, and none replaces it.
+            NotTrusted: no trusted key has signed what is in the store or here.
+            ExportError: the store cannot be read, or the copy cannot be written; see errors.py.
+        """
         store, self._store = self._store or ObjectWriter(self.url), None
-        fetched: list[Item] = []  # what comes before another look is needed has come, too
+        fetched: list[Item] = []  # kept across repetitions: what the first one fetched counts, too
         done = looking_again(lambda: self._update(store, fetched, progress))
         self._store = store
         return done
 
     @property
     def newest(self) -> tuple[int, datetime] | None:
-        """The newest publication that was seen in the store, its position and its time; None before."""
+        """The position and the time of the newest publication seen in the store; None before the first
+        update.
+        """
         seen = [each.manifest for each in self._seen.stored.items.values()]
         return max(((each.position, each.created) for each in seen), default=None)
 
@@ -276,7 +292,7 @@ class LocalCopy:
         model = self._model
         seen = self._look(store)
         head, stored = seen.head, seen.stored
-        self._seen = replace(seen, at=None)  # if this fails, it is listed again
+        self._seen = replace(seen, at=None)  # if this update fails, the next one lists again
         if self._trust is not None and all(item.is_delta for item in stored.items.values()):
             for error in forged(stored).values():
                 raise error
@@ -306,13 +322,14 @@ class LocalCopy:
         return replace(done, identity=identity or "", is_pinned_now=pinned)
 
     def _pinned(self) -> Trust | None:
-        """The trusted keys, and the identity that was named or is pinned in the copy."""
+        """Return the trusted keys, with the identity that was named or is pinned in the copy."""
         if self._trust is None or self._trust.identity is not None:
             return self._trust
         return replace(self._trust, identity=pinned_identity(self._model))
 
     def _pin(self, stored: StoredItems) -> bool:
-        """Pin the identity of the model that is in the copy, or in the store; False if none is pinned now.
+        """Pin the identity of the model in the copy, or in the store; return False if it is not pinned by
+        this call.
 
         NotTrusted if keys have signed publications of several models there, and none is named or pinned.
         """
@@ -343,7 +360,7 @@ class LocalCopy:
         now = time.monotonic()
         trust = self._pinned()
         if trust is not None and self._keys != (keys := self._keys_now(trust)):
-            self._keys, self._seen = keys, Seen()  # what was trusted may not be any more
+            self._keys, self._seen = keys, Seen()  # a signer known before may no longer be trusted
         head = fetch_head(store)  # before what it may name
         if self._seen.is_current(head, now):
             return self._seen
@@ -352,9 +369,9 @@ class LocalCopy:
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
 
     def _keys_now(self, trust: Trust) -> list[str]:
-        """The ids of the trusted keys, and the identity that is taken.
+        """Return the ids of the trusted keys, and the accepted identity.
 
-        NotTrusted while a file of keys is written, or if it is gone.
+        NotTrusted if a file of keys is missing, or is just being written.
         """
         try:
             return [*sorted(trust.keys()), trust.identity or ""]
@@ -363,7 +380,9 @@ class LocalCopy:
 
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:
-    """True if all that a head says can be seen; that comes a moment after the head."""
+    """Return True if everything that a head mentions is visible; that happens a moment after the head is
+    written.
+    """
     holds, there = head.hold_files or {}, stored.holds
     if head.hold_documents is None:  # of an earlier release, which leaves documents that it does not know
         there = {name: content for name, content in there.items() if not name.endswith(HOLD_DOCUMENT_FILE)}
@@ -409,7 +428,7 @@ class _Pull:
             self._leave_untrusted()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch what is missing, and settle the holds; with `prune`, remove first what is superseded.
+        """Fetch what is missing, and set the holds; with `prune`, first remove what is superseded.
 
         `head` is that of the store. PositionMoved if something was published here, and something else there.
         """
@@ -459,8 +478,10 @@ class _Pull:
         return Pulled(fetched, removed, incomplete, size, position, waiting, tuple(self._untrusted))
 
     def _require_trusted(self, trust: Trust) -> None:
-        """Refuse a copy that holds what nobody trusted has signed, but for what a canary took back here, and
-        for what servers leave when they load a base that is signed.
+        """Refuse a copy that contains publications which no trusted key has signed.
+
+        Two kinds are accepted: what a canary rolled back here, and what servers leave when they load a signed
+        base.
         """
         bases = (path for path, item in self._stored.items.items() if not item.is_delta)
         newest = max(map(end_of, bases), default=-1)
@@ -478,7 +499,7 @@ class _Pull:
                 raise
 
     def _leave_untrusted(self) -> None:
-        """Leave out deltas whose log has no trusted base, and holds that lead servers of the copy back."""
+        """Ignore deltas whose log has no trusted base, and holds that would move servers of the copy back."""
         items, here = self._stored.items, local_holds(self._model, has_tags=False)
         bases = (item for each in (items, self.here) for item in each.values() if not item.is_delta)
         logs = {item.manifest.lineage for item in bases}
@@ -503,16 +524,17 @@ class _Pull:
         self._stored = replace(self._stored, items=items, holds=holds)
 
     def _least_hold(self, name: str, here: bytes | None) -> int:
-        """The least position that a hold may say without leading a server of this copy back."""
+        """Return the least position that a hold may state without moving a server of this copy back."""
         log = name.rpartition("/")[0]
         newest = max((item.manifest.position for item in self.here.values() if item.log == log), default=-1)
         held = None if here is None else position_in(here)
         return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
-        """The local items beyond all that the store ever had, and those that a canary took back.
+        """Return the local items beyond all that the store ever had, and those of a canary's rollback.
 
-        With trusted keys those alone: what is signed is the publisher's, whatever was removed from the store.
+        With trusted keys, only the latter: what is signed is the publisher's, whatever was removed from the
+        store.
         """
         if self._trust is not None:
             return self._taken_back_here
@@ -522,14 +544,17 @@ class _Pull:
         return [item for item in gone if item.manifest.position > last or is_of_a_canary(item)]
 
     def _position(self, path: str) -> int:
-        """The position that the publication at `path` leads to; -1 if it is gone, and was no delta."""
+        """Return the position that the publication at `path` reaches; -1 if it is gone, and was no delta."""
         item = self.here.get(path) or self._stored.items.get(path)
         if item is not None:
             return item.manifest.position
         return int(path.rpartition("-")[2]) if "-" in path else -1
 
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[str, ...]:
-        """Publish what is missing here; what of the store is not whole yet ends it: order matters."""
+        """Fetch and publish what is missing here, in order, until an item is incomplete in the store.
+
+        Return the paths of the items that were not fetched.
+        """
         self._sweep({item.digest for item in wanted})
         self._set_holds(wanted)
         whole = dict[str, dict[str, RemoteObject]]()
@@ -559,7 +584,9 @@ class _Pull:
         return tuple(item.path for item in left)
 
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
-        """Pass by a damaged item, and deltas that need it, if something in the store takes its place."""
+        """Skip a damaged item, and deltas that need it, if the store has a replacement; return False if it
+        has none.
+        """
         stored = self._stored.items.values()
         instead = min(
             (each for each in stored if each.path != item.path and _replaces(each, item)),
@@ -579,8 +606,10 @@ class _Pull:
     def _ahead(
         self, items: list[Item], whole: dict[str, dict[str, RemoteObject]], bar: Progress
     ) -> Iterator[Callable[[Item], Path]]:
-        """Fetch small publications, as most deltas are, while those before them are fetched and published:
-        requests take their time, and a copy may lag a thousand deltas behind. What is large comes in parts.
+        """Fetch small publications in parallel, while those before them are fetched and published.
+
+        Requests have latency, and a copy may be a thousand deltas behind; most deltas are small. Large
+        publications are fetched in parts instead.
         """
         with workers(_AHEAD, "ahead") as pool:
             tasks = {
@@ -605,7 +634,7 @@ class _Pull:
         return ours is not None
 
     def _announce(self, item: Item) -> None:
-        """Write down that an item is of the store: if this pull is killed, the next may not find it there."""
+        """Record that an item came from the store, which may have removed it before the next pull."""
         known = recall(self._model, self._url) or Head()
         coming = known.uploading
         published = Head(holds=known.holds, hold_documents=known.hold_documents, tags=known.tags)
@@ -613,13 +642,15 @@ class _Pull:
         remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
     def _sweep(self, wanted: set[str]) -> None:
-        """Remove what killed pulls left of publications that are not wanted any more."""
+        """Remove what killed pulls left of publications that are no longer wanted."""
         for left in self._model.glob(f"{PULL_PREFIX}*"):
             if left.name.removeprefix(PULL_PREFIX) not in wanted:
                 remove_tree(left)
 
     def _staged(self, item: Item, files: dict[str, RemoteObject], bar: Progress) -> Path:
-        """The publication, whole and checked, where servers do not look."""
+        """Return the directory of a publication, whole and checked, where servers do not look; fetch it if
+        needed.
+        """
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
         objects = frozenset(files.values())
         if objects in self._damaged:
@@ -640,7 +671,9 @@ class _Pull:
         return staged
 
     def _require_sizes(self, item: Item) -> None:
-        """Refuse an object of another size than its manifest says; one that is missing may still come."""
+        """Raise PublicationDamaged if an object's size is not that in its manifest; a missing object may
+        still come.
+        """
         for file in item.manifest.files:
             each = self._stored.objects.get(f"{item.path}/{file.path}")
             if each is not None and each.size != file.bytes_:
@@ -655,7 +688,7 @@ class _Pull:
         )
 
     def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> None:
-        """Fetch what is missing of a publication, and compare all of it with the manifest."""
+        """Fetch the missing files of a publication, and compare all its files with the manifest."""
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
         missing = [file for file, path in places.items() if not _is_there(path, files[file.path])]
@@ -673,7 +706,7 @@ class _Pull:
             passage.check_file(file)
         passage.check_files()
         passage.check_values()
-        passage.check_digests()  # of what lies here: it is what servers will read
+        passage.check_digests()  # of the local files, because servers will read these
 
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
@@ -683,13 +716,15 @@ class _Pull:
             name = f"{item.log}/{HOLD_FILE}"
             if self._trust is not None and brought is not None:
                 least = self._least_hold(name, local_holds(self._model, has_tags=False).get(name))
-                # a rollback of long ago, put back into the store, holds nobody
+                # an old rollback that was put back into the store must not hold servers
                 brought = brought if brought >= least else None
             both = Decided()
             entry = item.manifest.incremental
             if self.holds_new_logs and isinstance(entry, BaseEntry):
                 log = Hold(log_path(self._model, entry.log))
-                if not log.directory.exists():  # else servers follow it, and the canary has begun
+                if (
+                    not log.directory.exists()
+                ):  # else servers follow the log already, and the canary has begun
                     log.put(item.manifest.position, staging, canary=True, why="the base is judged first")
             if brought is not None:
                 stored = self._stored_hold(name)
@@ -709,7 +744,7 @@ class _Pull:
                 hold.set(both, staging)
 
     def _set_holds(self, coming: Iterable[Item] = ()) -> None:
-        """Set the store's holds beside the copy's own; those that are `coming` with a delta come with it."""
+        """Set the store's holds beside the copy's own, except those that deltas in `coming` contain."""
         brought = {(item.hold, item.manifest.position) for item in coming if item.hold is not None}
         for name, content in self._stored.holds.items():
             if PurePosixPath(name).name != HOLD_FILE or name in self._refused:
@@ -718,7 +753,7 @@ class _Pull:
                 self._set_hold(name, content)
 
     def _set_hold(self, name: str, content: bytes | None) -> None:
-        """Set the store's hold whose number has these bytes, or lift it, beside the copy's own."""
+        """Set the store's hold beside the copy's own, or lift it; `content`: its number's bytes, or None."""
         hold = Hold((self._model / name).parent)
         if self._both(name, hold, content) is None:
             return
@@ -729,11 +764,11 @@ class _Pull:
                 hold.set(after, staging, unreadable)
 
     def _both(self, name: str, hold: Hold, content: bytes | None) -> tuple[Decided, bytes | None] | None:
-        """Both holds as they are to be, and a number that says no position; None if they are so."""
+        """Return both holds as they should be, and a number that states no position; None if unchanged."""
         before, stored = hold.decided(), self._stored_hold(name)
         own = self._own(name, before)
         if stored is not None and own is not None and not own.canary and _is_same(own, stored):
-            return None  # it went to the store from here
+            return None  # it was pushed from here
         after = Decided(own).following(stored)
         if content is not None and stored is None:
             return None if hold.content() == content else (after, content)
@@ -741,7 +776,7 @@ class _Pull:
         return None if is_so else (after, None)
 
     def _stored_hold(self, name: str) -> HeldBy | None:
-        """The store's hold of a number's path; None without one, or if the number says no position."""
+        """Return the store's hold at a number's path; None if there is none, or if it states no position."""
         document = self._stored.holds.get(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE)))
         held, log = hold_in(self._stored.holds.get(name), document), name.rpartition("/")[0]
         if held is None or held.position < 0:
@@ -752,7 +787,7 @@ class _Pull:
         return replace(held.by or unknown, url=str(self._url), values_of=values_of)
 
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
-        """The position whose values the rollback at `position` brought back, if it is among these items.
+        """Return the position whose values the rollback at `position` restored, if it is among these items.
 
         None without such a rollback, and if the copy's canary has failed those values.
         """
@@ -770,9 +805,12 @@ class _Pull:
         return None
 
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
-        """The copy's own hold, unless it came from the store: what is not known of there, and a canary's.
+        """Return the copy's own hold; None if there is none, or if it came from the store.
 
-        Of a canary's hold that says who set it, the document says where, too: the store's may say the same.
+        A hold counts as the store's if the copy has published nothing of its own, or if the store had a hold
+        at the same position when the copy was last current. A canary's hold counts as the store's only if the
+        store had a canary's hold there, and this one does not say who set it: with the setter, its document
+        also says whether it came from the store.
         """
         own = decided.own
         if own is None or name.rpartition("/")[0] == self._kept_log:
@@ -786,15 +824,18 @@ class _Pull:
         return own if recall(self._model, self._url) is None or not is_stores else None
 
     def _set_tags(self) -> None:
-        """Take over the tags that have changed in the store; those that have changed here stay."""
+        """Copy the tags that have changed in the store; those that have changed here remain."""
         is_unknown = self.has_own and recall(self._model, self._url) is None
-        if self._trust is not None or is_unknown:  # nobody signs tags; nothing tells which are older
+        if self._trust is not None or is_unknown:  # tags are not signed; it is unknown which are older
             return
         had, theirs = self._had(TAGS_FILE), self._stored.holds.get(TAGS_FILE)
-        with suppress(ManifestError):  # tags that cannot be read keep no copy from being fresh
+        with suppress(ManifestError):  # unreadable tags do not stop a copy from being updated
             if merged_tags(had, ours := tags_document(self._model), theirs) == ours:
                 return
-            with writing(self._model), model_lock(self._model):  # who sets a tag has read the others
+            with (
+                writing(self._model),
+                model_lock(self._model),
+            ):  # under the lock: a command that sets a tag has read the others
                 merged = merged_tags(had, tags_document(self._model), theirs)
                 if merged is None:
                     (self._model / TAGS_FILE).unlink(missing_ok=True)
@@ -813,16 +854,19 @@ class _Pull:
     def _settle_holds(self) -> None:
         """Set the store's holds and tags, and lift the holds that the store has lifted.
 
-        A canary's hold is lifted only if the store had the very same canary's: any other an agent set here.
+        A canary's hold is lifted only if the store had the same canary's hold: any other was set by an agent
+        here.
         """
         self._set_holds()
         self._set_tags()
         for name in local_holds(self._model, has_tags=False).keys() - self._stored.holds.keys():
-            if PurePosixPath(name).name == HOLD_FILE:  # a document goes with its number
+            if PurePosixPath(name).name == HOLD_FILE:  # a document is removed with its number
                 self._set_hold(name, None)
 
     def _had(self, name: str) -> bytes | None:
-        """A file of a hold or of tags as the store had it when this copy was last as new; None without."""
+        """Return a file of holds or tags as the store had it when this copy was last current; None if it had
+        none.
+        """
         known = recall(self._model, self._url)
         return None if known is None else (known.hold_files or {}).get(name)
 
@@ -833,16 +877,16 @@ class _Pull:
             for item in gone:
                 if item.path in tagged:
                     continue
-                with suppress(OSError):  # a reader has a lease of it: the next look tries again
+                with suppress(OSError):  # a reader has a lease on it: the next update tries again
                     remove_tree(move_away(self._model / item.path, self._model))
                     del self.here[item.path]
                     removed.append(item.path)
         return tuple(removed)
 
     def _tagged(self) -> set[str]:
-        """The publications that tags of this copy need; all of them while its tags cannot be read."""
+        """Return the publications that tags of this copy need; all of them while its tags cannot be read."""
         if self._trust is not None:
-            return set()  # nobody signs tags: they name no position
+            return set()  # tags are not signed: they protect no position
         try:
             tags = read_tags(self._model)
         except ManifestError:
@@ -858,7 +902,7 @@ class _Pull:
 
 
 def _is_same(own: HeldBy, stored: HeldBy) -> bool:
-    """True if a hold of the store was set in this directory, and pushed."""
+    """Return True if a hold of the store was set in this directory, and pushed."""
     return (own.position, own.who, own.when) == (stored.position, stored.who, stored.when)
 
 
@@ -867,10 +911,10 @@ def _is_there(path: Path, each: RemoteObject) -> bool:
 
 
 def _require_room(staged: Path, size: int) -> None:
-    """Raise DiskFull, before anything is fetched, if `size` bytes have no room beside `staged`.
+    """Raise DiskFull if `size` bytes have no room beside `staged`, before anything is fetched.
 
-    A pull that goes on would fetch as much at each look. What a killed pull left of a file is written over,
-    and counts as room.
+    A continuous pull would otherwise fetch the same bytes at each update. The part files that a killed pull
+    left are overwritten, and count as room.
     """
     parts = sum(path.stat().st_size for path in staged.rglob(".*.part"))
     free = shutil.disk_usage(staged.parent).free + parts
@@ -883,5 +927,5 @@ def _require_room(staged: Path, size: int) -> None:
 
 
 def _is_same_rollback(ours: Item, item: Item) -> bool:
-    """True if the same was rolled back here and in the store: the reason and the time alone differ."""
+    """Return True if the same was rolled back here and in the store: only the reason and the time differ."""
     return is_restoration(ours) and files_digest(ours.manifest) == files_digest(item.manifest)

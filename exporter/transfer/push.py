@@ -1,19 +1,19 @@
-"""Push: carry what is published locally into an object store, each version and delta whole or not at all.
+"""Push: upload local publications to an object store, each version and delta whole or not at all.
 
-A push that is killed is finished by the next one from the same directory. One from a directory that does not
-lead on from what is in the store is refused: a model has one history (see `head`). Holds go before what they
-hold back, and are lifted after everything else. Tags go with them.
+The next push from the same directory finishes one that was killed. A push is refused from a directory that
+does not continue the publications of the store: a model has one history (see `head`). Holds are uploaded
+before the publications that they hold back, and lifted after everything else. Tags are uploaded with them.
 
 A rollback by an agent's canary in a pulled copy is a decision about the copy's servers, not about the store.
-A copy at position B whose canary found fault goes back to the values of G by a delta to R, which the store
-does not have. Its servers stand at R then, and of what the store publishes from now on
+A copy at position B whose canary found a fault returns to the values of G by a delta to R, which the store
+does not have. Its servers are at R then. Of the store's later publications
 
-- a delta that begins at G or before holds all rows since G: it leads on from R, to the right values;
-- one that begins behind G and not behind R would be taken by a server at R, and holds too few rows: it waits,
-  and so does a base in between. Nothing else waits.
+- a delta that begins at G or before has all rows since G: it continues from R, and gives the right values; -
+  one that begins after G, and not after R, would be loaded by a server at R, but has too few rows: the copy
+  withholds it, and also a base in between. Nothing else is withheld.
 
-So the copy goes on with the next merger that begins at G or before, or with the next base: the store's own,
-or that which `export-model merge URL` makes.
+So the copy continues with the next merger that begins at G or before, or with the next base: the store's own,
+or the one that `export-model merge URL` makes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 
 class TakenBack(Struct, frozen=True):
-    """A canary's rollback in a copy: to the values of `to`, at `end`; `log` has the deltas."""
+    """A canary's rollback in a copy: to the values of `to`, ending at `end`; `log` contains the deltas."""
 
     to: int
     end: int
@@ -71,7 +71,9 @@ class TakenBack(Struct, frozen=True):
 
     @classmethod
     def of(cls, own: Iterable[Item]) -> TakenBack | None:
-        """The rollback that these publications of the copy's own are; None if they are anything else."""
+        """Return the rollback that consists of these publications of the copy's own; None if they are
+        anything else.
+        """
         own = list(own)
         entries = [item.manifest.incremental for item in own]
         deltas = [entry for entry in entries if isinstance(entry, DeltaEntry) and entry.back_to is not None]
@@ -83,7 +85,9 @@ class TakenBack(Struct, frozen=True):
         return cls(to, max(item.manifest.position for item in own), logs.pop())
 
     def withholds(self, item: Item) -> bool:
-        """True for what servers must not get: versions up to the rollback's end, deltas from inside it."""
+        """Return True for items that servers must not get: versions up to `end`, and deltas from inside the
+        rollback.
+        """
         start = item.manifest.from_position
         if start is None:
             return item.manifest.position <= self.end
@@ -91,19 +95,19 @@ class TakenBack(Struct, frozen=True):
 
 
 def is_of_a_canary(item: Item) -> bool:
-    """True for the delta of a rollback that an agent's canary made."""
+    """Return True for the delta of a rollback that an agent's canary made."""
     entry = item.manifest.incremental
     return isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.ROLLBACK and entry.canary
 
 
 def is_restoration(item: Item) -> bool:
-    """True for the delta of a rollback or of its resumption."""
+    """Return True for the delta of a rollback or of its resumption."""
     entry = item.manifest.incremental
     return isinstance(entry, DeltaEntry) and entry.made in (DeltaOrigin.ROLLBACK, DeltaOrigin.RESUME)
 
 
 class PushPlan(Struct, frozen=True):
-    """The plan of a push."""
+    """What a push would upload and remove; `position` is the newest local one, `holds` those to be set."""
 
     model: Path
     url: Url
@@ -117,20 +121,24 @@ class PushPlan(Struct, frozen=True):
 
     @property
     def changes_holds(self) -> bool:
-        """True if the store's holds are not the local ones."""
+        """True if the store's holds or tags differ from those to be set."""
         return self.stored.holds != self.holds
 
     @property
     def bytes_(self) -> int:
-        """Bytes that are to be uploaded."""
+        """The number of bytes to upload."""
         return sum(item.bytes_ for item in self.upload)
 
 
 def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None = None) -> PushPlan:
-    """Compare a local model with the one in a store.
+    """Compare a local model with the one in a store, and return what a push would do.
 
     Raises:
-        NotTrusted: a publication, here or there, is not signed by a trusted key, if any are named.
+        UsageError: the URL is that of no model in a store.
+        ForeignLineage: the store has another model, or another publication at the same path.
+        PositionMoved: another machine has published or changed holds or tags there since this directory last
+            pushed or pulled.
+        NotTrusted: `trust` is given, and no trusted key has signed a publication here or there.
     """
     place = parse(url)
     store = ObjectWriter(place)
@@ -235,7 +243,12 @@ def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
 
 
 def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
-    """Do what a plan says; what was done, which is less if another push had done a part of it."""
+    """Execute a plan, and return what was done, which is less if another push had done a part of it.
+
+    Raises:
+        ForeignLineage, PositionMoved, NotTrusted: as `plan_push`, now of the newest state.
+        VerificationError: a local file differs from its manifest.
+    """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store)
     digests = {item.digest for item in plan.upload}
@@ -257,16 +270,18 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
 
 
 def _remember(model: Path, url: Url, head: Head) -> None:
-    """Keep the head for the next push; a model that is read-only here loses nothing that it names."""
+    """Keep the head for the next push; not if the model is read-only here, where nothing it names is ever
+    removed.
+    """
     with suppress(TargetNotWritable):
         remember(model, url, head)
 
 
 def parse(url: str) -> Url:
-    """The URL of a model in a store.
+    """Return the URL of a model in a store.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is no such URL.
     """
     found = Url.parse(url)
     if found is None:
@@ -286,7 +301,9 @@ def parse(url: str) -> Url:
 
 
 def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
-    """Remove publications from a store, their manifests first: what is left cannot be seen."""
+    """Remove publications from a store, their manifests first, so that nobody sees one of which files are
+    missing.
+    """
     manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
     files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]
     for names in (manifests, files):
