@@ -80,10 +80,14 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
         uploaded=[item.path for item in plan.upload],
         removed=plan.remove,
         bytes=plan.bytes_,
+        copied=plan.copied,
         position=plan.position,
     )
     what = f"{count(len(plan.upload), 'publication')}, {human_bytes(plan.bytes_)}, to {plan.url}"
     lines = [labelled("would upload" if dry_run else "uploaded", what)]
+    if plan.copied:
+        said = f"{human_bytes(plan.copied)} that the store has in another version"
+        lines.append(labelled("would copy" if dry_run else "copied", said))
     if plan.remove:
         lines.append(labelled("would remove" if dry_run else "removed", ", ".join(plan.remove)))
     lines.append(labelled("position", plan.position))
@@ -181,11 +185,13 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
         waiting=done.waiting,
         untrusted=[error.message for error in done.untrusted],
         bytes=done.bytes_,
+        spared=done.spared,
         position=done.position,
         identity=done.identity,
     )
     what = f"{count(len(done.fetched), 'publication')}, {human_bytes(done.bytes_)}, to {model}"
     lines = [labelled("fetched", what)]
+    lines += [labelled("spared", each.text) for each in done.spared]
     if done.removed:
         lines.append(labelled("removed", ", ".join(done.removed)))
     if done.incomplete:

@@ -32,7 +32,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,18 +214,22 @@ class Trust(Struct, frozen=True):
 def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
     """The files of a staged directory with the SHA-256 of each; all are read, several at a time."""
     files = tuple(files)
-    digests = _digests([directory / file.path for file in files], sum(file.bytes_ for file in files))
+    paths, size = [directory / file.path for file in files], sum(file.bytes_ for file in files)
+    digests = _digests(paths, size, _digest)
     return tuple(replace(file, sha256=digest) for file, digest in zip(files, digests, strict=True))
 
 
-def verify_digests(directory: Path, files: Iterable[FileEntry]) -> None:
+def verify_digests(directory: Path, files: Iterable[FileEntry], *, anew: bool = False) -> None:
     """Read each file that has a SHA-256 in the manifest, and compare it.
+
+    With `anew` also those are read whose digest this process knows: their times may have been set back.
 
     Raises:
         VerificationError: one differs.
     """
     files = [file for file in files if file.sha256 is not None]
-    digests = _digests([directory / file.path for file in files], sum(file.bytes_ for file in files))
+    paths, size = [directory / file.path for file in files], sum(file.bytes_ for file in files)
+    digests = _digests(paths, size, file_digest if anew else _digest)
     for file, digest in zip(files, digests, strict=True):
         if digest != file.sha256:
             raise VerificationError(
@@ -235,11 +239,11 @@ def verify_digests(directory: Path, files: Iterable[FileEntry]) -> None:
             )
 
 
-def _digests(paths: list[Path], size: int) -> list[str]:
+def _digests(paths: list[Path], size: int, digest: Callable[[Path], str]) -> list[str]:
     if size < _PIECE or len(paths) < 2:
-        return [_digest(path) for path in paths]
+        return [*map(digest, paths)]
     with workers(_READERS, "sha256") as pool:
-        return list(pool.map(_digest, paths))
+        return list(pool.map(digest, paths))
 
 
 def _digest(path: Path) -> str:

@@ -256,7 +256,7 @@ class ObjectWriter(ObjectReader):
         with writing_to(self.url, key):
             awaited(lambda: obstore.copy(self._patient, found.key, key))
         now = self.look(found.key)
-        if now is None or now.tag != found.tag:
+        if now is None or _bare(now.tag) != _bare(found.tag):
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
     def copy_if_there(self, source: str, key: str) -> bool:
@@ -331,6 +331,11 @@ class ObjectWriter(ObjectReader):
         with workers(_CONNECTIONS, "delete") as pool:
             for _ in pool.map(remove, keys):
                 pass
+
+
+def _bare(tag: str | None) -> str:
+    """A tag without its quotes, which Azure leaves out where it lists objects."""
+    return (tag or "").strip('"')
 
 
 def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -> Iterator[bytes]:

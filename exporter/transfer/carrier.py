@@ -30,6 +30,7 @@ from exporter.storage.waiting import GivenUp, setting_if_interrupted, until, wit
 from exporter.terminal.progress import Progress, ProgressFactory
 from exporter.transfer.head import Decision, Head, Upload, fetch_head, files_digest
 from exporter.transfer.items import Item, Passage, StoredModel, item_of, stored_model
+from exporter.transfer.same_files import StoredFiles
 
 BEAT_SECONDS = 10.0
 """How often (s) an upload renews the head."""
@@ -59,6 +60,8 @@ class Carrier:
         self._tags_of_others: bytes | None = None
         self._decider = "", 0.0  # whose decision was seen last, and when it was last renewed
         self._replacing = threading.Lock()  # beats replace the head in another thread
+        self.copied = 0
+        """The number of bytes that the store copied, because it had them already."""
         self.shown: dict[str, bytes] = {}
         """The holds that are in the store."""
 
@@ -184,10 +187,13 @@ class Carrier:
         item: Item,
         holds: Mapping[str, bytes],
         bar: Progress,
+        same: StoredFiles,
         *,
         ends_decision: bool = True,
     ) -> None:
         """Publish one item of a local model, with these holds; PositionMoved if another machine was faster.
+
+        Files that the store has already, `same`, are copied there.
 
         Another machine's upload is abandoned; there can be one only if this process decides. The decision
         ends with the commit, unless `ends_decision` is False.
@@ -213,7 +219,7 @@ class Carrier:
         try:
             with self._beating(lambda: self._goes_on(upload, before)) as check:
                 self._store.put(key, item.content)
-                with lease(model / item.path), closing(self._put_files(model, item)) as sizes:
+                with lease(model / item.path), closing(self._put_files(model, item, same)) as sizes:
                     for size in sizes:
                         bar.advance(size)
                         check()
@@ -266,30 +272,58 @@ class Carrier:
         self.look()
         return self.head.uploading == upload and self.head.is_same_model(before)
 
-    def _put_files(self, model: Path, item: Item) -> Generator[int, None, None]:
+    def _put_files(self, model: Path, item: Item, same: StoredFiles) -> Generator[int, None, None]:
         """Put an item's files into the store, and yield the size of each; check what is sent.
 
-        A file that represents an object which tasks wrote is copied by the store. That takes seconds per
-        object, so many are copied at once.
+        A file that represents an object which tasks wrote is copied by the store. So is a file that the store
+        has already, unless it refuses. A copy takes seconds, so many are made at once.
         """
-        copies: list[tuple[RemoteObject, str]] = []
-        passage, sent = Passage(item, model / item.path), list[FileEntry]()
-        for file in passage.files:
-            path, key = model / item.path / file.path, self._url.key(f"{item.path}/{file.path}")
-            each = mirror.written_by_tasks(path)
-            if each is not None and each.size <= MOST_COPIED:
-                copies.append((each, key))
-                continue
+        passage = Passage(item, model / item.path)
+        copies, sent = list[tuple[FileEntry, RemoteObject, bool]](), list[FileEntry]()
+        uploaded = dict[object, RemoteObject]()
+
+        def key(file: FileEntry) -> str:
+            return self._url.key(f"{item.path}/{file.path}")
+
+        def upload(file: FileEntry) -> None:
+            path = model / item.path / file.path
             mirror.fetch(path)
-            self._store.upload(key, path, passage.noting(file))
+            tag = self._store.upload(key(file), path, passage.noting(file))
             passage.check_file(file)
             sent.append(file)
-            yield file.bytes_
-        passage.check_values(sent)
+            uploaded[passage.content(file)] = RemoteObject(key(file), file.bytes_, tag, 0.0)
+
+        def copy(file: FileEntry, source: RemoteObject, *, is_only: bool) -> bool:
+            try:
+                self._store.duplicate(source, key(file))
+            except (CheckpointError, PublishError):
+                if is_only:
+                    raise
+                return False
+            return True
+
+        for file in passage.files:
+            made = mirror.written_by_tasks(model / item.path / file.path)
+            found = None if item.is_delta else same.place(passage.content(file))
+            if made is not None and made.size <= MOST_COPIED:
+                copies.append((file, made, True))
+            elif found is not None:
+                copies.append((file, found, False))
+            else:
+                upload(file)
+                yield file.bytes_
         with workers(_COPIES, "copy") as pool:
-            done = pool.map(lambda copy: self._store.duplicate(*copy), copies)
-            for (each, _), _ in zip(copies, done, strict=True):
-                yield each.size
+            done = pool.map(lambda each: copy(*each[:2], is_only=each[2]), copies)
+            for (file, _, is_made), is_copied in zip(copies, done, strict=True):
+                if not is_copied:
+                    upload(file)
+                elif not is_made:
+                    self.copied += file.bytes_
+                yield file.bytes_
+        passage.check_values(sent)
+        for content, each in uploaded.items():
+            if content is not None and each.tag and not item.is_delta:
+                same.add_file(content, each)
 
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
         """Change only the holds, or nothing but the head, before published items are removed."""

@@ -19,7 +19,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES, index_path, parse_index, read_catalog
 from exporter.errors import CheckpointChanged, ManifestError, NotTrusted
@@ -57,7 +56,7 @@ from exporter.storage.objects import ObjectReader, RemoteObject
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.transfer.head import HOLD, HOLD_DOCUMENT, ITEM
-from exporter.verify.version_files import Passed, cuts_of, verify_bytes, verify_file, verify_files
+from exporter.verify.version_files import Passed, runs_of, verify_bytes, verify_file, verify_files
 
 _ITEM = re.compile(rf"({ITEM})/(.+)")
 _HOLD = re.compile(rf"{HOLD}|{HOLD_DOCUMENT}|{re.escape(TAGS_FILE)}")
@@ -419,6 +418,7 @@ class Passage:
     def __init__(self, item: Item, path: Path) -> None:
         self._item, self._path = item, path
         self._passed = Passed()
+        self._compared = set[FileEntry]()
 
     @property
     def files(self) -> list[FileEntry]:
@@ -447,28 +447,56 @@ class Passage:
 
         VerificationError if one differs.
         """
+        self._check_digests(file for file in self._item.manifest.files if file not in self._compared)
+
+    def _check_digests(self, files: Iterable[FileEntry]) -> None:
         if self._item.manifest.signature is not None:
             from exporter.publish.signing import verify_digests
 
-            verify_digests(self._path, self._item.manifest.files)
+            verify_digests(self._path, files, anew=True)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
         """Compare the stored values with the index, or only those of some data shards.
 
         VerificationError if one differs; nothing is compared if there is no index.
         """
-        if self._index is None:
-            return
-        catalog = read_catalog(self._prefix)
-        if shards is not None:
-            named = {self._path / file.path for file in shards}
-            tensors = {
-                name: ref
-                for name, ref in catalog.tensors.items()
-                if all(catalog.path_of(extent) in named for extent in ref.extents)
-            }
-            catalog = replace(catalog, tensors=tensors)
-        verify_bytes(catalog, passed=self._passed)
+        if self._index is not None:
+            wanted = self.files if shards is None else shards
+            named = {self._path / file.path for file in wanted if file not in self._compared}
+            verify_bytes(read_catalog(self._prefix), passed=self._passed, shards=named)
+
+    def compare(self, file: FileEntry) -> None:
+        """Read a file that did not come by here, and compare all that the manifest says of its bytes.
+
+        Of a data shard all others must be there, too. What was compared is not read again.
+
+        Raises:
+            VerificationError, CheckpointError: it differs.
+        """
+        self.check_file(file)
+        if file.crc32c is None:
+            self.check_values([file])
+        self._check_digests([file])
+        self._compared.add(file)
+
+    def content(self, file: FileEntry) -> object:
+        """A value that files of the same bytes share, by what the manifest says; None if it cannot tell.
+
+        It is the SHA-256 of what is signed; else size and checksum, or of a data shard those of all its
+        values. Bytes of a shard that hold no value have no checksum: then the whole index has to be the same.
+        """
+        if file.sha256 is not None:
+            return file.sha256
+        if file.crc32c is not None:
+            return file.bytes_, file.crc32c
+        if (found := self._contents.get(self._path / file.path)) is None:
+            return None
+        end = 0
+        for start, size, _ in found:
+            end = max(end, start + size) if start <= end else file.bytes_ + 1
+        is_filled = end == file.bytes_
+        index = next(each for each in self.files if self._path / each.path == index_path(self._prefix))
+        return file.bytes_, found, None if is_filled else (file.path, self.content(index))
 
     @cached_property
     def _prefix(self) -> Path:
@@ -490,7 +518,15 @@ class Passage:
 
     @cached_property
     def _cuts(self) -> dict[Path, set[int]]:
+        return {
+            path: {*(start for start, _, _ in runs), *(start + size for start, size, _ in runs)}
+            for path, runs in self._contents.items()
+        }
+
+    @cached_property
+    def _contents(self) -> Mapping[Path, tuple[tuple[int, int, int], ...]]:
+        """Offset, size and checksum of each stored run, by shard; no shard need be there."""
         index = self._index
         if index is None:
             return {}
-        return cuts_of(parse_index(read_regular(index, MAX_INDEX_BYTES), index), self._prefix)
+        return runs_of(parse_index(read_regular(index, MAX_INDEX_BYTES), index), self._prefix)

@@ -29,6 +29,10 @@ store no longer has is removed
 
 So the last base remains, whatever is removed from the store.
 
+A file of a version that another version of the copy has, too, by its size and checksums, or by the SHA-256
+that is signed, is linked from there and not fetched (`exporter.transfer.same_files`). All its bytes are
+compared, as if they had come from the store; one that differs is fetched.
+
 A publication that is damaged in the store is not accepted, and the copy stops before it: PublicationDamaged.
 Once a newer base or merger replaces it, the pull skips it, and the deltas that need it.
 
@@ -52,7 +56,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
@@ -79,7 +83,7 @@ from exporter.errors import (
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Decided, HeldBy, Hold, hold_in, position_in
-from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin
+from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, FileEntry
 from exporter.publish.retention import GRACE_SECONDS, move_away
 from exporter.publish.staging import Staging
 from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
@@ -122,6 +126,8 @@ from exporter.transfer.items import (
     stored_items,
 )
 from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, parse
+from exporter.transfer.same_files import LocalFiles
+from exporter.transfer.spared import Spared
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
@@ -219,6 +225,8 @@ class Pulled(Struct, frozen=True):
     """With trusted keys: the identity of the only model that this copy accepts; empty while it has none."""
     is_pinned_now: bool = False
     """True if this pull pinned the identity."""
+    spared: tuple[Spared, ...] = ()
+    """What of the fetched publications did not come from the store."""
 
 
 def pull(
@@ -275,7 +283,8 @@ class LocalCopy:
             ExportError: the store cannot be read, or the copy cannot be written; see errors.py.
         """
         store, self._store = self._store or ObjectWriter(self.url), None
-        fetched: list[Item] = []  # kept across repetitions: what the first one fetched counts, too
+        # kept across repetitions: what the first one fetched counts, too
+        fetched: dict[str, tuple[Item, Spared]] = {}
         done = looking_again(lambda: self._update(store, fetched, progress))
         self._store = store
         return done
@@ -288,7 +297,9 @@ class LocalCopy:
         seen = [each.manifest for each in self._seen.stored.items.values()]
         return max(((each.position, each.created) for each in seen), default=None)
 
-    def _update(self, store: ObjectWriter, fetched: list[Item], progress: ProgressFactory) -> Pulled:
+    def _update(
+        self, store: ObjectWriter, fetched: dict[str, tuple[Item, Spared]], progress: ProgressFactory
+    ) -> Pulled:
         model = self._model
         seen = self._look(store)
         head, stored = seen.head, seen.stored
@@ -408,7 +419,7 @@ class _Pull:
         url: Url,
         model: Path,
         stored: StoredItems,
-        fetched: list[Item],
+        fetched: dict[str, tuple[Item, Spared]],
         damaged: dict[frozenset[RemoteObject], str],
         trust: Trust | None = None,
     ) -> None:
@@ -417,6 +428,9 @@ class _Pull:
         self.passed_by = set[str]()
         self.holds_new_logs = False
         self.here = by_path(local_items(model))
+        self._lent = LocalFiles(model)
+        for item in self.here.values():
+            self._lent.add_version(item)
         self._kept_log: str | None = None
         self.has_own = False
         self._trust = trust
@@ -472,10 +486,19 @@ class _Pull:
     def _done(
         self, removed: tuple[str, ...] = (), incomplete: tuple[str, ...] = (), waiting: tuple[str, ...] = ()
     ) -> Pulled:
-        fetched = tuple(item.path for item in self._fetched)
-        size = sum(item.bytes_ for item in self._fetched)
+        spared = tuple(each for _, each in self._fetched.values() if each.bytes_)
+        size = sum(item.bytes_ for item, _ in self._fetched.values()) - sum(each.bytes_ for each in spared)
         position = max((item.manifest.position for item in self.here.values()), default=None)
-        return Pulled(fetched, removed, incomplete, size, position, waiting, tuple(self._untrusted))
+        return Pulled(
+            (*self._fetched,),
+            removed,
+            incomplete,
+            size,
+            position,
+            waiting,
+            tuple(self._untrusted),
+            spared=spared,
+        )
 
     def _require_trusted(self, trust: Trust) -> None:
         """Refuse a copy that contains publications which no trusted key has signed.
@@ -572,7 +595,7 @@ class _Pull:
                 if item.path in self.passed_by:
                     continue
                 try:
-                    path = staged(item)
+                    path, spared = staged(item)
                 except PublicationDamaged:
                     if not self._passes_by(item, wanted):
                         raise
@@ -580,7 +603,8 @@ class _Pull:
                 self._announce(item)
                 self._publish(item, path)
                 self.here[item.path] = item
-                self._fetched.append(item)
+                self._lent.add_version(item)
+                self._fetched[item.path] = item, spared
         return tuple(item.path for item in left)
 
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
@@ -605,7 +629,7 @@ class _Pull:
     @contextmanager
     def _ahead(
         self, items: list[Item], whole: dict[str, dict[str, RemoteObject]], bar: Progress
-    ) -> Iterator[Callable[[Item], Path]]:
+    ) -> Iterator[Callable[[Item], tuple[Path, Spared]]]:
         """Fetch small publications in parallel, while those before them are fetched and published.
 
         Requests have latency, and a copy may be a thousand deltas behind; most deltas are small. Large
@@ -618,7 +642,7 @@ class _Pull:
                 if item.bytes_ <= PART_BYTES
             }
 
-            def staged(item: Item) -> Path:
+            def staged(item: Item) -> tuple[Path, Spared]:
                 task = tasks.get(item.path)
                 return self._staged(item, whole[item.path], bar) if task is None else task.result()
 
@@ -647,28 +671,25 @@ class _Pull:
             if left.name.removeprefix(PULL_PREFIX) not in wanted:
                 remove_tree(left)
 
-    def _staged(self, item: Item, files: dict[str, RemoteObject], bar: Progress) -> Path:
-        """Return the directory of a publication, whole and checked, where servers do not look; fetch it if
-        needed.
+    def _staged(self, item: Item, files: dict[str, RemoteObject], bar: Progress) -> tuple[Path, Spared]:
+        """Return the directory of a publication, whole and checked, where servers do not look, and the bytes
+        that were not fetched; fetch it if needed.
         """
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
         objects = frozenset(files.values())
         if objects in self._damaged:
             raise self._damage_of(item, self._damaged[objects])
-        if not staged.exists():
-            _require_room(staged, item.bytes_)
         with writing(staged):
-            make_directories(staged)
             try:
-                self._fill(item, staged, files, bar)
-            except (VerificationError, CorruptFile, MissingShard, TruncatedFile, UnsupportedFormat) as error:
+                spared = self._fill(item, staged, files, bar)
+            except _DAMAGE as error:
                 remove_tree(staged)  # to be fetched again
                 said = self._damaged[objects] = error.message.replace(str(staged), f"{self._url}/{item.path}")
                 raise self._damage_of(item, said) from error
             (staged / MANIFEST_FILE).unlink(missing_ok=True)
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
-        return staged
+        return staged, spared
 
     def _require_sizes(self, item: Item) -> None:
         """Raise PublicationDamaged if an object's size is not that in its manifest; a missing object may
@@ -687,26 +708,56 @@ class _Pull:
             hint=f"what to publish in its place: export-model doctor {quoted(self._url)}",
         )
 
-    def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> None:
-        """Fetch the missing files of a publication, and compare all its files with the manifest."""
+    def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> Spared:
+        """Bring the missing files of a publication, and compare all its files with the manifest.
+
+        A file comes from a version that is here, or from the store. A file that was there before may be of a
+        pull that was killed before it compared: it is fetched if it differs, as is a file of another version.
+        """
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
-        missing = [file for file, path in places.items() if not _is_there(path, files[file.path])]
-        _require_room(staged, sum(file.bytes_ for file in missing))
-        for file in missing:
-            path, each = places[file], files[file.path]
-            make_directories(path.parent)
-            part, note = path.with_name(f".{path.name}.part"), passage.noting(file)
-            with part.open("wb") as opened:
-                self._store.copy(each, opened.fileno(), [(0, each.size, 0)], path, bar.advance, note)
-                opened.flush()
-                os.fsync(opened.fileno())
-            part.replace(path)
-            sync(path.parent)
-            passage.check_file(file)
+        linked, fetched = set[FileEntry](), set[FileEntry]()
+
+        def fetch(wanted: Sequence[FileEntry]) -> None:
+            _require_room(staged, sum(file.bytes_ for file in wanted))
+            for file in wanted:
+                make_directories(places[file].parent)
+                self._get(files[file.path], places[file], bar, passage.noting(file))
+                passage.check_file(file)
+                fetched.add(file)
+
+        for is_shard in (False, True):  # the index first: it says what the shards hold
+            coming = [file for file in passage.files if (file.crc32c is None) is is_shard]
+            missing = [file for file in coming if not _is_there(places[file], files[file.path])]
+            for file in () if item.is_delta else missing:
+                if self._lent.lend(passage.content(file), places[file]):
+                    linked.add(file)
+                    bar.advance(file.bytes_)
+            fetch([file for file in missing if file not in linked])
+            for file in coming:
+                if file not in fetched:
+                    try:
+                        passage.compare(file)
+                    except _DAMAGE:
+                        linked.discard(file)
+                        places[file].unlink()
+                        fetch([file])
         passage.check_files()
         passage.check_values()
         passage.check_digests()  # of the local files, because servers will read these
+        return Spared(item.path, linked=sum(file.bytes_ for file in linked))
+
+    def _get(
+        self, each: RemoteObject, path: Path, bar: Progress, note: Callable[[int, memoryview], None]
+    ) -> None:
+        """Fetch an object into a file, which has its name once it is whole and on disk."""
+        part = path.with_name(f".{path.name}.part")
+        with part.open("wb") as opened:
+            self._store.copy(each, opened.fileno(), [(0, each.size, 0)], path, bar.advance, note)
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(path)
+        sync(path.parent)
 
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
@@ -904,6 +955,10 @@ class _Pull:
 def _is_same(own: HeldBy, stored: HeldBy) -> bool:
     """Return True if a hold of the store was set in this directory, and pushed."""
     return (own.position, own.who, own.when) == (stored.position, stored.who, stored.when)
+
+
+_DAMAGE = (VerificationError, CorruptFile, MissingShard, TruncatedFile, UnsupportedFormat)
+"""What reading a publication raises whose files are not those of its manifest."""
 
 
 def _is_there(path: Path, each: RemoteObject) -> bool:

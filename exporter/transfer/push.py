@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.errors import (
     ForeignLineage,
@@ -57,6 +58,7 @@ from exporter.transfer.items import (
     require_sound,
     stored_items,
 )
+from exporter.transfer.same_files import StoredFiles
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
@@ -118,6 +120,8 @@ class PushPlan(Struct, frozen=True):
     holds: dict[str, bytes]
     prune: bool = False
     trust: Trust | None = None
+    copied: int = 0
+    """Bytes that are not uploaded: the store has them, and copies them."""
 
     @property
     def changes_holds(self) -> bool:
@@ -127,7 +131,7 @@ class PushPlan(Struct, frozen=True):
     @property
     def bytes_(self) -> int:
         """The number of bytes to upload."""
-        return sum(item.bytes_ for item in self.upload)
+        return sum(item.bytes_ for item in self.upload) - self.copied
 
 
 def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None = None) -> PushPlan:
@@ -221,7 +225,9 @@ def _plan(
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = list(ours.values())[-1].manifest.position
-    plan = PushPlan(model, place, upload, gone, stored, position, _holds(model, stored, place), prune, trust)
+    holds, same = _holds(model, stored, place), StoredFiles(model, stored, stored.items.values())
+    copied = sum(same.copies_of(item, model / item.path) for item in upload)
+    plan = PushPlan(model, place, upload, gone, stored, position, holds, prune, trust, copied)
     if head.path:
         _require_ours(plan, head)
     return plan
@@ -256,17 +262,18 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     ours = _ours(model, plan.trust)
     stored = stored_items(store, ours, plan.stored, carrier.completed, plan.trust)
     plan = _plan(model, ours, url, stored, carrier.head, plan.prune, plan.trust)
-    with progress("uploading", plan.bytes_) as bar:
+    same = StoredFiles(model, stored, stored.items.values())
+    with progress("uploading", plan.bytes_ + plan.copied) as bar:
         for item in plan.upload:
             require_sound(item, model / item.path)  # all of it: where wrong bytes went, nothing else may go
-            carrier.publish(model, item, stored.holds | plan.holds, bar)
+            carrier.publish(model, item, stored.holds | plan.holds, bar, same)
             _remember(model, url, carrier.head)
     holds = carrier.with_tags(plan.holds) if plan.upload else plan.holds
     if carrier.shown != holds or (plan.remove and not plan.upload):
         carrier.settle(holds)
     _remember(model, url, carrier.head)
     remove_stored(store, stored, *plan.remove)
-    return plan
+    return replace(plan, copied=carrier.copied)
 
 
 def _remember(model: Path, url: Url, head: Head) -> None:

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -24,6 +25,7 @@ from msgspec.structs import replace
 from exporter.errors import (
     CheckpointChanged,
     ExportError,
+    ManifestError,
     ModelHeld,
     NothingChanged,
     PositionMoved,
@@ -53,6 +55,7 @@ from exporter.storage.waiting import within
 from exporter.terminal.progress import ProgressFactory, no_progress
 from exporter.transfer.carrier import DECISION_SECONDS, FAREWELL_SECONDS, WAIT_SECONDS, Carrier
 from exporter.transfer.items import (
+    Item,
     StoredModel,
     is_certainly,
     local_holds,
@@ -63,6 +66,7 @@ from exporter.transfer.items import (
     read_stored,
 )
 from exporter.transfer.push import parse, remove_stored
+from exporter.transfer.same_files import StoredFiles
 
 T = TypeVar("T")
 
@@ -340,12 +344,14 @@ class RemoteModel:
                 carrier.end_decision()
             return
         self._put_caches_of_next()
+        is_version = any(not item.is_delta for item in new)
+        same = StoredFiles(self.path, stored, self._stored_versions(here) if is_version else ())
         with progress("uploading", sum(item.bytes_ for item in new)) as bar:
             for item in new:
                 try:
                     is_last = item is new[-1]
                     held = holds if is_last else carrier.shown | holds
-                    carrier.publish(self.path, item, held, bar, ends_decision=is_last)
+                    carrier.publish(self.path, item, held, bar, same, ends_decision=is_last)
                 except (PositionMoved, PublishError):
                     if item is new[0]:
                         raise
@@ -360,6 +366,13 @@ class RemoteModel:
             remove_stored(self._store, stored, *gone)
             self._put_caches()
             self._remove_given_up()
+
+    def _stored_versions(self, here: Mapping[str, Path]) -> Iterator[Item]:
+        """Yield the versions that are in the store, but for those that no trusted key has signed."""
+        for name, path in here.items():
+            if name in self._stored.manifests and name.isdecimal():
+                with suppress(ManifestError):
+                    yield local_item(self.path, path)
 
     def _remove_jobs(self) -> None:
         """Remove what tasks wrote, after the store has copied it to its published place."""

@@ -197,13 +197,17 @@ class Passed:
             return self._checksums.of(path, start, size)
 
 
-def cuts_of(index: Index, prefix: Path) -> dict[Path, set[int]]:
-    """Return the offsets at which stored runs of tensors begin and end, by shard; no shard need exist."""
-    cuts: dict[Path, set[int]] = {}
+def runs_of(index: Index, prefix: Path) -> dict[Path, tuple[tuple[int, int, int], ...]]:
+    """Return offset, size and checksum of each stored run of tensors, by shard, in order.
+
+    No shard need exist.
+    """
+    runs: dict[int, set[tuple[int, int, int]]] = {}
     for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
-        begin, end = extent.offset, extent.offset + extent.size
-        cuts.setdefault(shard_path(prefix, extent.shard, index.num_shards), set()).update((begin, end))
-    return cuts
+        runs.setdefault(extent.shard, set()).add((extent.offset, extent.size, extent.crc32c))
+    return {
+        shard_path(prefix, shard, index.num_shards): tuple(sorted(found)) for shard, found in runs.items()
+    }
 
 
 def _has_passed(run: Stored, passed: Passed) -> bool:

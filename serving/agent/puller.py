@@ -143,6 +143,8 @@ class Puller:
                 self._report(EventKind.SEEN, f"{self._url} is the model {done.identity}: no other is taken")
             if before.trouble is not None:
                 self._report(EventKind.SEEN, f"{self._url} is fetched again")
+            for spared in done.spared:
+                self._report(EventKind.SEEN, spared.text)
             if done.waiting and done.waiting != before.waiting:
                 what = ", ".join(done.waiting)
                 self._report(

@@ -17,6 +17,7 @@ import json
 import ssl
 import sys
 import threading
+from datetime import datetime, timezone
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -133,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
                     "Key": name,
                     "ETag": stored.etag,
                     "Size": str(len(stored.content)),
-                    "LastModified": "2026-01-01T00:00:00.000Z",
+                    "LastModified": datetime.fromtimestamp(stored.modified, timezone.utc).isoformat(),
                 }.items():
                     Xml.SubElement(entry, field).text = text
             for name in prefixes:

@@ -22,6 +22,7 @@ from exporter.transfer.items import local_items
 from exporter.transfer.opened import opened
 from exporter.transfer.push import parse
 from exporter.transfer.remote_model import RemoteModel
+from exporter.transfer.same_files import StoredFiles
 from tests.support.commands import export_model
 from tests.support.directory_store import BUCKET, reached
 from tests.support.http_proxy import Traffic
@@ -127,7 +128,7 @@ def test_no_copy_begins_after_a_publication_is_given_up(traffic: Traffic, tmp_pa
         remote._mirror.stand_in(remote.path / item.path / entry.path, part)
     many = replace(item, manifest=replace(item.manifest, files=entries))
     traffic.requests.clear()
-    sizes = remote._carrier._put_files(remote.path, many)
+    sizes = remote._carrier._put_files(remote.path, many, StoredFiles(remote.path, remote._stored, ()))
     next(sizes)
     sizes.close()
     remote.close()

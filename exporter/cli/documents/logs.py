@@ -11,6 +11,7 @@ from exporter.publish.hold import HeldBy
 from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
 from exporter.publish.tags import ListedTag
+from exporter.transfer.spared import Spared
 
 
 class Push(Struct, frozen=True, kw_only=True):
@@ -28,6 +29,8 @@ class Push(Struct, frozen=True, kw_only=True):
     """What was removed from the store, with `--prune`."""
     bytes: int
     """Bytes uploaded."""
+    copied: int
+    """Bytes that were not uploaded: the store had them, of another version, and copied them."""
     position: int | None
     """The newest position in the store now."""
 
@@ -53,6 +56,8 @@ class Pull(Struct, frozen=True, kw_only=True):
     """With `--trust`: the identity of the only model that this copy takes; empty if that has none."""
     bytes: int
     """Bytes fetched."""
+    spared: Sequence[Spared] = ()
+    """Of what was fetched, the publications that the store did not have to send whole."""
     position: int | None
     """The newest position here now."""
 

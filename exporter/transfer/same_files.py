@@ -1,0 +1,134 @@
+"""Files that a place has already, by what they hold: of the versions in a copy, or of those in a store.
+
+A version is often made of an earlier one: a rollback and its resumption have all files of another version,
+and of ten tables one has changed. Such a file is linked in a copy, and copied inside a store: none of its
+bytes crosses the network.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from exporter.bundle.link import link_or_copy
+from exporter.errors import ExportError
+from exporter.publish.manifest import FileEntry, LinkedFile
+from exporter.storage.files import make_directories, sync
+from exporter.storage.objects import RemoteObject
+from exporter.storage.requests import MOST_COPIED
+from exporter.transfer.items import Item, Passage, StoredModel
+
+T = TypeVar("T")
+
+
+class SameFiles(Generic[T]):
+    """The places of files by what they hold (`Passage.content`). Threads may share it."""
+
+    def __init__(self) -> None:
+        self._new: list[tuple[Item, Path, Callable[[FileEntry], T | None]]] = []
+        self._places: dict[object, T] = {}
+        self._lock = threading.Lock()
+
+    def add(self, item: Item, directory: Path, place: Callable[[FileEntry], T | None]) -> None:
+        """Add the files of a version whose index is in a local directory; `place` says where each one is.
+
+        Nothing is read before a file is asked for. A delta's files are like no others.
+        """
+        if not item.is_delta:
+            with self._lock:
+                self._new.append((item, directory, place))
+
+    def place(self, content: object) -> T | None:
+        """The place of a file that holds this, of the version that was added last; None without one."""
+        with self._lock:
+            while self._new:
+                item, directory, place = self._new.pop(0)
+                with suppress(ExportError, OSError):  # a damaged version lends nothing
+                    passage = Passage(item, directory)
+                    for file in passage.files:
+                        holds, found = passage.content(file), place(file)
+                        if holds is not None and found is not None:
+                            self._places[holds] = found
+            return self._places.get(content)
+
+    def add_file(self, content: object, place: T) -> None:
+        """Add a file by what it holds."""
+        with self._lock:
+            self._places.setdefault(content, place)
+
+
+class StoredFiles(SameFiles[RemoteObject]):
+    """The files of the versions of a model in a store that are in a local directory, too, for their indexes.
+
+    A manifest is written after its files, each of which was compared on its way. So an object that is no
+    younger has been as it is since then; one that was written later, by whatever tool, lends nothing.
+    """
+
+    def __init__(self, model: Path, stored: StoredModel, items: Iterable[Item]) -> None:
+        super().__init__()
+        for item in items:
+            self.add(item, model / item.path, partial(_unchanged, stored, item.path))
+
+    def copies_of(self, item: Item, directory: Path) -> int:
+        """The bytes of an item that the store need not be sent; its files count as stored from then on."""
+        found, passage = 0, Passage(item, directory)
+        for file in () if item.is_delta else passage.files:
+            content = passage.content(file)
+            if self.place(content) is not None:
+                found += file.bytes_
+            elif content is not None and file.bytes_ <= MOST_COPIED:
+                self.add_file(content, RemoteObject("", file.bytes_, None, 0.0))
+        return found
+
+
+def _unchanged(stored: StoredModel, path: str, file: FileEntry) -> RemoteObject | None:
+    """The object of a version's file, if the store can copy it and it is as it was published; else None."""
+    each, manifest = stored.objects.get(f"{path}/{file.path}"), stored.manifests[path]
+    is_same = each is not None and each.size == file.bytes_ and each.modified <= manifest.modified
+    return each if is_same and file.bytes_ <= MOST_COPIED else None
+
+
+class LocalFiles(SameFiles[Path]):
+    """The files of the versions in a local model."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self._model = model
+
+    def add_version(self, item: Item) -> None:
+        """Add the files of a version that lies in the model."""
+
+        def place(file: FileEntry) -> Path | None:
+            path = self._model / item.path / file.path
+            found = path.lstat()
+            is_whole = stat.S_ISREG(found.st_mode) and found.st_size == file.bytes_
+            # a trainer may write into a file that has another name in its directory
+            is_trainers = file.linked is not None and LinkedFile.of(found).inode == file.linked.inode
+            return path if is_whole and not is_trainers else None
+
+        self.add(item, self._model / item.path, place)
+
+    def lend(self, content: object, path: Path) -> bool:
+        """Make `path` a link to a file that holds this, or a copy of it; False without one.
+
+        Its bytes are not compared: who altered the file there has altered it here.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        source = self.place(content)
+        if source is None:
+            return False
+        make_directories(path.parent)
+        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # retention has removed the version meanwhile
+            link_or_copy(source, path)
+            sync(path)
+            sync(path.parent)
+            return True
+        return False
