@@ -6,11 +6,12 @@ A feature is a tensor's name, or an object with the tensor and how an Example ho
      "size": {"tensor": "IteratorGetNext:1", "dtype": "int64", "shape": [2], "default": 0},
      "words": {"sparse": "DeserializeSparse"}}
 
-Dense features: `shape` is that of one Example, by default the tensor's without the batch; a first length of
--1 stands for any number of values, which are padded with `default`. A feature without `default` must be in
-every Example. Sparse features, which an Example may lack, name the tensors `[indices, values, dense_shape]`,
-or the node whose outputs these are. `dtype` is the stored one (float32, int64, string), from which values are
-cast.
+Dense features: `shape` is the shape in one Example, by default the tensor's without the batch. A first length
+of -1 accepts any number of values, and shorter Examples of a batch are padded with `default`. A feature
+without `default` must be in every Example. Sparse features, which an Example may lack, name the tensors
+`[indices, values, dense_shape]`, or the node with these as outputs. `dtype` is the stored one (float32,
+int64, string), from which values are cast.
+
 Source of the parsing node: `ParseExampleV2` in tensorflow/core/ops/parsing_ops.cc.
 """
 
@@ -36,12 +37,12 @@ _WANTED = 'expected "TENSOR", {"tensor": TENSOR, "shape": [...], "default": ...}
 
 
 class Feature(Struct, frozen=True):
-    """A feature of a tf.Example and the tensor that takes its values; three tensors if it is sparse."""
+    """A feature of a tf.Example, and the tensor that takes its values; three tensors if it is sparse."""
 
     name: str
     tensors: tuple[str, ...]
     dtype: DType | None = None
-    shape: tuple[int, ...] | None = None  # of one Example, None to take the tensor's
+    shape: tuple[int, ...] | None = None  # in one Example; None: the tensor's, without the batch
     default: Any = None  # None if every Example must have the feature
 
     @property
@@ -51,7 +52,10 @@ class Feature(Struct, frozen=True):
 
 
 def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
-    """The features of a JSON object (see the module) in order of their names, or UsageError."""
+    """Return the features of a JSON object (see the module), in order of their names.
+
+    UsageError if the object is not valid.
+    """
     if not isinstance(entry, dict) or not entry:
         raise UsageError(f"{where}: 'examples' is not an object of features", cause=_WANTED)
     return tuple(_read_feature(where, name, entry[name]) for name in sorted(entry))
@@ -75,7 +79,11 @@ def _read_feature(where: str, name: str, entry: Any) -> Feature:
 
 
 def _triple(sparse: Any) -> list[Any]:
-    """The names of indices, values and dense shape: a list of three, or a node's first three outputs."""
+    """Return the names of indices, values and dense shape: a list of three, or a node's first three
+    outputs.
+
+    Empty for anything else.
+    """
     if isinstance(sparse, list):
         return sparse if len(sparse) == 3 else []
     return [f"{sparse}:{output}" for output in range(3)] if isinstance(sparse, str) else []
@@ -101,7 +109,9 @@ def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | No
 
 
 class ExampleParser(Struct, frozen=True):
-    """The parser in the graph: the placeholder of the Examples, and the parsed tensor for each old one."""
+    """The parser in the graph: the placeholder of the Examples, and {tensor of a feature: its parsed
+    tensor}.
+    """
 
     examples: Endpoint
     parsed: Mapping[Endpoint, Endpoint]
@@ -110,7 +120,7 @@ class ExampleParser(Struct, frozen=True):
 def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
     """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder.
 
-    UsageError if two features are one tensor.
+    UsageError if a feature does not fit its tensors, or if two features name the same tensor.
     """
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
@@ -121,7 +131,7 @@ def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]
     sparse = [item for item in resolved if item.feature.is_sparse]
     dense = [item for item in resolved if not item.feature.is_sparse]
     parser = _Nodes(meta_graph.graph_def, index).add_parsing(sparse, dense)
-    for node in index.nodes.values():  # those from before: the parser's own are not among them
+    for node in index.nodes.values():  # the nodes from before, without the parser's own
         for at, text in enumerate(node.input):
             if not text.startswith("^") and (moved := parser.parsed.get(endpoint(text))):
                 node.input[at] = moved.as_input
@@ -129,7 +139,7 @@ def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]
 
 
 class _Resolved(Struct, frozen=True):
-    """A feature and its tensors in the graph: `dtype` is the stored one, `values` that of the graph."""
+    """A feature with its tensors in the graph, its stored dtype, and the dtype of the graph's values."""
 
     feature: Feature
     tensors: tuple[Endpoint, ...]
@@ -154,9 +164,10 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """The values for an Example without the feature, or the padding; empty for a required feature.
+        """Return the values for an Example without the feature, or the padding; empty for a required
+        feature.
 
-        UsageError if what is given is not of its type and shape.
+        UsageError if the given value is not of the feature's type and shape.
         """
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
@@ -179,7 +190,7 @@ class _Resolved(Struct, frozen=True):
 
 
 def _natural(dtype: DType) -> DType | None:
-    """The dtype in which a tf.Example holds values of a dtype, None for handles."""
+    """Return the dtype in which a tf.Example holds values of a dtype; None for resources and variants."""
     if dtype is DType.STRING:
         return dtype
     if dtype in (DType.RESOURCE, DType.VARIANT):
@@ -188,7 +199,7 @@ def _natural(dtype: DType) -> DType | None:
 
 
 def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, ...]) -> None:
-    """Refuse tensors whose dtypes are not those of indices, values and dense shape."""
+    """Raise UsageError unless indices and dense shape are int64."""
     found = [index.dtype(tensor) for tensor in tensors]
     if found[0] is not DType.INT64 or found[2] is not DType.INT64:
         raise UsageError(
@@ -199,9 +210,9 @@ def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, 
 
 
 def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, ...]:
-    """The shape of a dense feature in one Example: as it says, else the tensor's without the batch.
+    """Return a dense feature's shape in one Example: the given one, else the tensor's without the batch.
 
-    UsageError if neither tells, or if they differ.
+    UsageError if neither is known, or if they differ.
     """
     known = index.shape(tensor)
     shape = feature.shape
@@ -225,7 +236,7 @@ def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, 
 
 
 class _Nodes:
-    """Adds nodes under one scope."""
+    """Adds the parser's nodes under one scope."""
 
     def __init__(self, graph_def: Proto, index: GraphIndex) -> None:
         self._graph_def = graph_def
@@ -233,7 +244,7 @@ class _Nodes:
         self._scope = free_name(self._names, "parse_examples")
 
     def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> ExampleParser:
-        """Add the placeholder, the parsing node and a tensor for each old one."""
+        """Add the placeholder, the parsing node, and one parsed tensor for each tensor of a feature."""
         name = free_name(self._names, "examples")
         examples = self._put(new_node(name, "Placeholder", dtype=DType.STRING, shape=(-1,)))
         keys = [("names", []), ("sparse_keys", sparse), ("dense_keys", dense), ("ragged_keys", [])]
@@ -260,7 +271,9 @@ class _Nodes:
     def _passed_on(
         self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]
     ) -> Endpoint:
-        """Add an Identity, or a Cast, named after the feature, with its type and shape as attributes."""
+        """Add an Identity or a Cast of a parsed tensor, named after the feature; its shape is an
+        attribute.
+        """
         leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
         name = free_name(self._names, f"{self._scope}/{leaf}")
         if stored is wanted:
@@ -281,7 +294,7 @@ class _Nodes:
 
 
 def _describe_outputs(node: Proto, sparse: list[_Resolved], dense: list[_Resolved]) -> None:
-    """Set the parsing node's attributes, also empty lists, which have no default."""
+    """Set the parsing node's attributes, even empty lists: the operation has no defaults for them."""
     node.attr["num_sparse"].i = len(sparse)
     for name, items in (("sparse_types", sparse), ("Tdense", dense)):
         node.attr[name].list.SetInParent()

@@ -1,11 +1,11 @@
-"""Find what a signature's inputs are looked up in: a vocabulary of a file or of the graph, a table by keys.
+"""Find where a signature's inputs are looked up: in a vocabulary (a file or a constant) or a table by
+keys.
 
-The graph is taken with the functions that it calls in the place of the calls. In it the values of an input
-are followed forward, through operations that hand them on, to the operations that look them up. What these
-read is followed back from there to the node that makes it, and on to the node that fills it. Arithmetic,
-branches and loops are not followed.
+Calls are replaced by the nodes of the called functions. The values of an input are then followed forward,
+through operations that keep or rearrange them, to the lookups. From a lookup its table is followed back to
+the node that makes it, and on to the node that fills it. Arithmetic, branches and loops are not followed.
 
-The graph is that of any version that a server loads, perhaps not one of ours.
+The graph may be of any version that a server loads, and need not be one of ours.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from exporter.tables.lookup import JOINED, SIZE, TABLE
 from exporter.wire.protos import Proto
 
 WHOLE_LINE = -2
-"""The column of a file whose lines are keys. Source: tensorflow/core/kernels/lookup_util.cc."""
+"""The column of a file whose whole lines are keys. Source: tensorflow/core/kernels/lookup_util.cc."""
 
 
 class FromFile(Struct, frozen=True):
-    """A vocabulary in an asset of the version: its keys are in a column, from 0 on, or `WHOLE_LINE`."""
+    """A vocabulary in an asset of the version; its keys are column `column`, from 0 on, or `WHOLE_LINE`."""
 
     asset: str
     column: int
@@ -43,7 +43,7 @@ class FromFile(Struct, frozen=True):
 
 
 class Listed(Struct, frozen=True):
-    """A vocabulary in the graph: its first keys, strings as bytes."""
+    """A vocabulary in the graph: its first keys (at most `_MOST_KEYS`), strings as bytes."""
 
     keys: tuple[object, ...]
 
@@ -66,13 +66,13 @@ _HANDS_ON = frozenset(
 )
 _SAME = frozenset({"Identity", "Enter"})
 
-_MOST_NODES = 1 << 18  # of functions: those that call others twice, on many levels, have any number
-_MOST_STEPS = 64  # back to what a lookup reads; a damaged graph may have a circle
-_MOST_KEYS = 1 << 10  # of a vocabulary in the graph: an example needs a few
+_MOST_NODES = 1 << 18  # later ones are left out: nested calls can multiply the nodes without limit
+_MOST_STEPS = 64  # from a lookup back to its table; a damaged graph may have a circle
+_MOST_KEYS = 1 << 10  # of a vocabulary in the graph: an example needs only a few
 
 
 def fed_lookups(meta_graph: Proto, signature: Proto) -> dict[str, tuple[Lookup, ...]]:
-    """{input of a signature: what it is looked up in, nearest first}, for all inputs that are plain tensors.
+    """Return {input of a signature: its lookups, nearest first}, for all inputs that are plain tensors.
 
     Raises:
         GraphError, CorruptFile: the graph, or its list of assets, is damaged.
@@ -86,7 +86,7 @@ def fed_lookups(meta_graph: Proto, signature: Proto) -> dict[str, tuple[Lookup, 
 
 
 class _Node(Struct):
-    """A node, or what stands for an argument or a result of a call: an Identity."""
+    """A node, or an Identity for an argument or a result of a call."""
 
     op: str
     inputs: list[str]
@@ -94,7 +94,7 @@ class _Node(Struct):
 
 
 class _Graph:
-    """A graph, with functions in the place of calls, whose inputs are followed."""
+    """A graph with functions expanded at their calls, in which inputs can be followed."""
 
     def __init__(self, meta_graph: Proto) -> None:
         self._nodes = _inlined(meta_graph)
@@ -108,7 +108,7 @@ class _Graph:
                 self._fills.setdefault(table, node)
 
     def lookups(self, name: str) -> tuple[Lookup, ...]:
-        """What the node of an input leads to."""
+        """Return the lookups that the values of an input node reach."""
         handed_on = closure(
             [name], lambda n: (each for each in self._readers.get(n, ()) if self._nodes[each].op in _HANDS_ON)
         )
@@ -117,7 +117,7 @@ class _Graph:
         return tuple(dict.fromkeys(lookup for lookup in found if lookup is not None))
 
     def _by_keys(self, reader: str) -> ByKeys | None:
-        """The table by keys that a node belongs to the lookup in, by itself or joined."""
+        """Return the table by keys if the node is part of a lookup in one, joined or separate; else None."""
         node = self._nodes[reader].proto
         if JOINED in node.attr:
             return ByKeys(attr_text(node, TABLE))
@@ -128,7 +128,9 @@ class _Graph:
         )
 
     def _vocabulary(self, find: _Node) -> Lookup | None:
-        """The keys of a lookup table; None if the node finds none, or it is not known what fills it."""
+        """Return the vocabulary that a node looks keys up in; None if it does no lookup or the keys are not
+        known.
+        """
         table = self._table(find) if find.op in FINDS else None
         fill = self._fills.get(table) if table is not None else None
         name = None if fill is None else self._behind(fill.inputs[1])
@@ -142,12 +144,12 @@ class _Graph:
         return None if keys is None else Listed(tuple(keys.ravel()[:_MOST_KEYS].tolist()))
 
     def _table(self, node: _Node) -> str | None:
-        """The lookup table that a node fills or finds keys in; None if that is not known."""
+        """Return the lookup table that a node fills or finds keys in; None if it is not known."""
         name = self._behind(node.inputs[0]) if len(node.inputs) > 1 else None
         return None if name is None else attr_text(self._nodes[name].proto, "shared_name") or name
 
     def _behind(self, name: str) -> str | None:
-        """The node that makes what a node hands on; None if there is none."""
+        """Return the node behind Identity and Enter nodes; None if it is not found."""
         for _ in range(_MOST_STEPS):
             node = self._nodes.get(name)
             if node is None or node.op not in _SAME or not node.inputs:
@@ -157,7 +159,7 @@ class _Graph:
 
 
 def _inlined(meta_graph: Proto) -> dict[str, _Node]:
-    """The nodes of a graph and, once for each call, of the functions that are called, with their inputs."""
+    """Return a graph's nodes, and a copy of a called function's nodes for each call, with their inputs."""
     functions = GraphIndex.of(meta_graph).functions
     found: dict[str, _Node] = {}
     pending = [("", meta_graph.graph_def.node)]

@@ -22,7 +22,11 @@ _SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sp
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """{placeholder: constant in its dtype} from `--feed NAME=VALUE`; a single value fills a known shape."""
+    """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`; one number fills a known
+    shape.
+
+    UsageError if a name is not a placeholder's, or if its value does not fit.
+    """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
 
@@ -84,7 +88,7 @@ def _scalar(text: str, dtype: DType) -> Any:
 
 
 def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
-    """The text to type for a tensor of one value: `[1.0]`, with a pair of brackets for each dimension."""
+    """Return the text to type for a tensor of one value: `[1.0]`, with a pair of brackets per dimension."""
     item = value.item()
     text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
     return "[" * len(shape) + text + "]" * len(shape)
@@ -101,7 +105,7 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
-    """Replace the nodes that `feeds` name by constants, in place."""
+    """Replace the nodes named in `feeds` by constants, in place."""
     for name, value in feeds.items():
         nodes[name] = constant(name, value, index.dtype(Endpoint(name, 0)))
 
@@ -109,7 +113,9 @@ def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str
 def cut_inputs(
     index: GraphIndex, nodes: dict[str, Proto], inputs: Mapping[Endpoint, str]
 ) -> dict[Endpoint, Endpoint]:
-    """Add a placeholder, named as its alias, for each input that the graph computes; returns {input: it}."""
+    """Add a placeholder, named after its alias, for each input that the graph computes; returns {input:
+    it}.
+    """
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
         if nodes[tensor.node].op in PLACEHOLDERS:
@@ -124,12 +130,14 @@ def cut_inputs(
 
 
 def hands_over_batches(op: str) -> bool:
-    """True for an operation by which an input pipeline passes batches to a training graph."""
+    """Return True for an operation by which an input pipeline passes batches to a training graph."""
     return op == _SPARSE or _BATCHED.fullmatch(op) is not None
 
 
 def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
-    """A tensor's shape, in which the fixed size of an input pipeline's batch becomes -1; None if unknown."""
+    """Return a tensor's shape, with -1 for the fixed batch size of an input pipeline; None if it is
+    unknown.
+    """
     shape = index.shape(tensor)
     if shape and _BATCHED.fullmatch(index.nodes[tensor.node].op):
         return (-1, *shape[1:])
@@ -137,7 +145,7 @@ def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
 
 
 def pipeline_batches(index: GraphIndex) -> set[int]:
-    """The fixed sizes of the batches that a training graph's input pipeline gives."""
+    """Return the fixed batch sizes that a training graph's input pipeline delivers."""
     sizes = set()
     for name, node in index.nodes.items():
         if _BATCHED.fullmatch(node.op):
@@ -147,7 +155,10 @@ def pipeline_batches(index: GraphIndex) -> set[int]:
 
 
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """{placeholder: "false"} for booleans that may switch training on: with defaults, or fed with true."""
+    """Return {placeholder: "false"} for booleans that may switch training on.
+
+    These have a default value, or are fed with true.
+    """
     defaults = (node for node in graph_def.node if node.op == "PlaceholderWithDefault")
     found = {node.name: "false" for node in defaults if attr_dtype(node, "dtype") is DType.BOOL}
     return found | {

@@ -1,4 +1,4 @@
-"""Which lookup tables of a graph are filled otherwise than those of another: by another vocabulary."""
+"""Find the lookup tables that two graphs fill with different vocabularies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from exporter.wire.protos import Proto
 
 
 def differing_lookups(was: Proto, now: Proto) -> list[str]:
-    """Return the scopes of lookups, in Keras those of layers, whose tables other constants fill now.
+    """Return the scopes of lookups (in Keras, of layers) in both graphs whose tables have different
+    constants.
 
     Tables that are filled from files, or looked up in functions, do not count.
     """
@@ -19,7 +20,7 @@ def differing_lookups(was: Proto, now: Proto) -> list[str]:
 
 
 def _filled(graph_def: Proto) -> dict[str, bytes]:
-    """{node that looks up: digest of the nodes that fill its table}."""
+    """Return {node that looks keys up: digest of the nodes that fill its table}."""
     nodes = {node.name: node for node in graph_def.node}
 
     def sources(name: str) -> list[str]:
@@ -44,6 +45,6 @@ def _filled(graph_def: Proto) -> dict[str, bytes]:
 
 
 def _scope(lookup: str) -> str:
-    """The scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`, or its whole name."""
+    """Return the scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`, or its whole name."""
     scope, _, rest = lookup.rpartition("/")[0].rpartition("/")
     return scope if scope and rest.endswith("_Lookup") else lookup

@@ -64,8 +64,8 @@ _REF_FORMS = {
 _GATHERS = frozenset({"Gather", "GatherV2"})
 _MAX_STEPS = 32
 _SHOWN = 4
-_MOST_LEVELS = 128  # of calls: some walks here, and TensorFlow's own, recurse into each level
-_MOST_EXPANDED = 1 << 22  # nodes; graphs that are served have some ten thousand, and 2 GB hold not many more
+_MOST_LEVELS = 128  # of calls: some functions here, and TensorFlow itself, recurse into each level
+_MOST_EXPANDED = 1 << 22  # nodes; served graphs have some ten thousand, and not many more fit into 2 GB
 _FILLS = frozenset({"InitializeTable", "InitializeTableV2", "LookupTableImport", "LookupTableImportV2"})
 _STATIC = frozenset({"HashTable", "HashTableV2"})
 _TABLES = re.compile(r"(Anonymous|Mutable)*(Dense)?HashTable(OfTensors)?(V2)?")
@@ -80,7 +80,11 @@ def served_library(
     *,
     allow_foreign: bool,
 ) -> Proto:
-    """The functions that a graph calls, pruned; those that initialisers call lose assignments alone."""
+    """Return the functions that a graph calls, pruned; functions of initialisers lose only assignments.
+
+    With `allow_foreign` they may use operations that TensorFlow lacks. GraphError, or one of its kinds, if a
+    function cannot be served.
+    """
     for_init = reachable(initialisers, library)
     served = protos.FunctionDefLibrary()
     stock = None if allow_foreign else library.keys()
@@ -102,7 +106,8 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Pruned copies of the functions that nodes call, by name; `stock` None allows foreign operations.
+    """Return pruned copies of the functions that nodes call, by name; `stock` None allows foreign
+    operations.
 
     GraphError if one cannot be served.
     """
@@ -124,7 +129,8 @@ def _prune_reachable(
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None) -> Proto:
     """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known.
 
-    A function with control flow stays. GraphError if a node cannot be served, or reads what is not there.
+    A function with control flow is not changed. GraphError if a node cannot be served, or reads an input that
+    does not exist.
     """
     nodes = {node.name: node for node in function.node_def}
     if has_control_flow(nodes):
@@ -152,7 +158,7 @@ def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | No
 
 
 def needed_by(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
-    """The nodes of a function's body that results are computed from, without those only waited for."""
+    """Return the nodes of a function's body that results are computed from, without control inputs."""
 
     def makers(texts: Iterable[str]) -> Iterator[str]:
         return (name for text in texts if (name := text.partition(":")[0]) in nodes)  # `^name` is no node
@@ -161,7 +167,7 @@ def needed_by(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
 
 
 def without_placement(function: Proto) -> Proto:
-    """A copy of a function without devices and colocation, which name the trainer's machines."""
+    """Return a copy of a function without devices and colocation, which name the trainer's machines."""
     copy = deepcopy(function)
     for node in copy.node_def:
         node.device = ""
@@ -176,12 +182,15 @@ def _without_assignments(function: Proto) -> Proto:
 
 
 def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
-    """The names of the functions that `nodes` call, directly or through others."""
+    """Return the names of the functions that `nodes` call, directly or through others.
+
+    GraphError for a call of a function that the library lacks.
+    """
     return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """The functions that `nodes` call, directly or not, each after those that it calls.
+    """Return the functions that `nodes` call, directly or not, each after its callees.
 
     NotServable for recursion, and for functions that nest too deeply or expand to too many nodes.
     """
@@ -204,7 +213,9 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too much."""
+    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too many
+    nodes.
+    """
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
@@ -223,7 +234,7 @@ def _require_expandable(
 
 
 def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
-    """The functions of the library that nodes call directly; GraphError for a call of a function it lacks."""
+    """Yield the functions of the library that nodes call directly; GraphError for a call of a missing one."""
     for node in nodes:
         for key in _CALLEES if node.op in CALLS else ():
             name = attr(node, key).func.name
@@ -236,7 +247,10 @@ def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[s
 
 
 def mutating(library: Mapping[str, Proto]) -> set[str]:
-    """The functions that write a variable or a table, directly or not; filling own tables does not count."""
+    """Return the functions that write a variable or a table, directly or not.
+
+    A function that only fills its own tables with constants is not one of them.
+    """
     found = set[str]()
     for name, function in library.items():
         changing = [node.name for node in function.node_def if changes_state(node.op)]
@@ -246,9 +260,9 @@ def mutating(library: Mapping[str, Proto]) -> set[str]:
 
 
 def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
-    """The functions `called`, and those that call one of them, directly or through others."""
+    """Return the functions `called`, and their callers, direct or through others."""
     found = {*called}
-    if not found:  # a walk over a large library is not free
+    if not found:  # a large library takes time to walk
         return found
     calling: dict[str, set[str]] = {name: set() for name in library}
     for name, function in library.items():
@@ -259,10 +273,10 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
 
 
 def terminating(library: Mapping[str, Proto]) -> list[str]:
-    """The functions whose calls come to an end, without any recursion, each after those that it calls."""
+    """Return the functions without any recursion, each after its callees."""
     calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
     order = TopologicalSorter(calls)
-    with suppress(CycleError):  # what lies in no circle is still given out
+    with suppress(CycleError):  # after it, get_ready still yields what depends on no cycle
         order.prepare()
     found = list[str]()
     while ready := order.get_ready():
@@ -272,7 +286,7 @@ def terminating(library: Mapping[str, Proto]) -> list[str]:
 
 
 def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
-    """{filling node: table's node} for the fills of a body's own tables with constants."""
+    """Return {filling node: table's node} for the nodes that fill a body's own tables with constants."""
     found = {}
     for node in nodes.values():
         if node.op not in _FILLS:
@@ -286,7 +300,7 @@ def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
 
 def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
     """Make every user of a table wait for the node that fills it, in place."""
-    # The control edge that the program made may have led through nodes that are dropped.
+    # The program's own control edge may have gone through nodes that are dropped.
     for node in nodes.values() if fills else ():
         if node.name not in fills and node.op != "Identity":
             taken = {through_identities(nodes, text) for text in input_names(node)}
@@ -295,10 +309,10 @@ def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> Non
 
 
 def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
-    """Remove, in place, fills of static tables in functions, where the init op has filled the table before.
+    """Remove from functions, in place, the fills of static tables that the init op has filled before.
 
     Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each call of a signature. A static
-    table takes its contents once; filling it again is ignored with equal contents, and an error with others
+    table is filled once; a second fill is ignored if its contents are equal, and an error if they differ
     (`InitializableLookupTable::Initialize` in tensorflow/core/framework/lookup_interface). A server runs the
     init op before any signature.
     """
@@ -328,7 +342,7 @@ def _arguments_that_are(
     served: Iterable[Proto],
     library: Mapping[str, Proto],
 ) -> dict[str, set[str]]:
-    """The arguments of each function to which every call of it passes one of these tables."""
+    """Return, for each function, the arguments to which every call passes one of these tables."""
     behind = partial(through_identities, graph)
     arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
     found = {name: {*names} for name, names in arguments.items()}
@@ -336,7 +350,7 @@ def _arguments_that_are(
     calls += [(name, node) for name, function in library.items() for node in function.node_def]
     calls = [(where, node) for where, node in calls if called_functions(node) & library.keys()]
     is_changing = True
-    while is_changing:  # what a function gets depends on what its callers get: until none loses any more
+    while is_changing:  # a function's arguments depend on its callers': until none is removed any more
         is_changing = False
         for where, node in calls:
             inputs = input_names(node)
@@ -354,7 +368,9 @@ def _arguments_that_are(
 
 
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Make every variable a VarHandleOp read by handle, in place; returns {reference variable: its value}."""
+    """Make every variable a VarHandleOp with explicit reads, in place; returns {reference variable: its
+    value}.
+    """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
     for node in list(nodes.values()):
@@ -373,7 +389,7 @@ def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
 def _read_by_value(
     nodes: dict[str, Proto], node: Proto, references: set[str], reads: dict[Endpoint, Endpoint]
 ) -> None:
-    if node.op in ("Identity", "RefIdentity"):  # it becomes the read itself, under the name that others use
+    if node.op in ("Identity", "RefIdentity"):  # it becomes the read, and keeps its name for its readers
         node.op = "ReadVariableOp"
         if "T" in node.attr:
             node.attr["dtype"].CopyFrom(node.attr["T"])
@@ -399,8 +415,8 @@ def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
 
 
 def _make_handle(node: Proto, shared_name: str) -> None:
-    """Make a variable's node a VarHandleOp of this shared name, in place."""
-    # `allowed_devices` and `debug_name` go: a server has no use for them, and older servers do not know them.
+    """Replace a variable's node by a VarHandleOp with this shared name, in place."""
+    # `allowed_devices` and `debug_name` are dropped: a server needs neither, and older servers refuse them.
     kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
     dtype = attr_dtype(node, "dtype") or DType.FLOAT
     handle = new_node(node.name, "VarHandleOp", dtype=dtype, shared_name=shared_name.encode())
@@ -413,7 +429,7 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(
     nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str]
 ) -> tuple[GraphVariable, ...]:
-    """The variables of a graph's VarHandleOps, each once, except the nodes `without`.
+    """Return the variables of a graph's VarHandleOps, each once, except the nodes `without`.
 
     NotServable if one has no static shape.
     """
@@ -456,7 +472,11 @@ def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """The handle of the variable whose whole value `text` is, behind Switch and Enter, too; or None."""
+    """Return the handle of the variable whose whole value `text` is, also behind Switch and Enter; else
+    None.
+
+    A Switch or an Enter of the value gets a copy for the handle, which is added to `nodes`.
+    """
     name = node_of(text)
     node = nodes.get(name)
     if node is None or not node.input or not steps_left:

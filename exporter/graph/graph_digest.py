@@ -1,8 +1,8 @@
-"""Digest an inference graph. Graphs that compute the same from the same variables are equal.
+"""Digest an inference graph. Graphs that compute the same from the same variables have equal digests.
 
 Two runs of one builder, or two `.meta` files of one program, differ in details that do not count: the order
 of nodes and functions, functions' numbers, hints, shared names, debugging information, the version of
-TensorFlow, sizes of dynamic tables. Names of nodes count, because another name may be another variable.
+TensorFlow, sizes of dynamic tables. Names of nodes count, because another name may mean another variable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 
 
 def graph_digest(graph: InferenceGraph) -> str:
-    """The SHA-256 of what a graph computes, without the files that its tables read."""
+    """Return the SHA-256 of the graph's computation, without the files that its tables read."""
     graph_def = graph.meta_graph.graph_def
     functions = {function.signature.name: function for function in graph_def.library.function}
     names = _FunctionNames(functions)
@@ -38,7 +38,7 @@ def graph_digest(graph: InferenceGraph) -> str:
 
 
 class _FunctionNames:
-    """Maps functions' names to digests of their bodies; other names are as they are."""
+    """Replaces functions' names by digests of their bodies; keeps other names."""
 
     def __init__(self, functions: Mapping[str, Proto]) -> None:
         self._functions, self._known = functions, dict[str, str]()
@@ -64,7 +64,7 @@ class _FunctionNames:
 
 
 def _forget_own_name(function: Proto) -> None:
-    """Take a function's name, with its number, out of the names of the inputs that a loop does not read."""
+    """Remove a function's name, with its number, from the names of the inputs that a loop does not read."""
     # `<function>___redundant_placeholder0`: while_v2.py makes the inputs of condition and body alike.
     own = f"{function.signature.name.lower()}___"
     for argument in function.signature.input_arg:
@@ -73,7 +73,7 @@ def _forget_own_name(function: Proto) -> None:
 
 
 def _node(node: Proto, names: _FunctionNames, but_for: Collection[str] = ()) -> bytes:
-    """The bytes of a node, without attributes that do not count."""
+    """Return the bytes of a node, without the attributes that do not count."""
     copy = deepcopy(node)
     copy.ClearField("experimental_debug_info")
     copy.op = names(copy.op)

@@ -1,4 +1,4 @@
-"""Read the files of graphs: messages, and SavedModels whole."""
+"""Read files of graphs: protocol buffers, and whole SavedModels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TRAINING_TAGS = {"train", "eval"}
 
 
 def read_saved_model(path: Path) -> Proto:
-    """The `protos.SavedModel` in a directory, its graphs without what `IncrementHook` added to them.
+    """Return the `protos.SavedModel` in a directory, its graphs without the nodes that `IncrementHook`
+    added.
 
     Raises:
         CorruptFile: it is damaged.
@@ -46,7 +47,10 @@ def read_saved_model(path: Path) -> Proto:
 
 
 def read_graph_file(path: Path) -> bytes:
-    """The bytes of a graph's file; CorruptFile if there are more than 2 GiB, OSError if it cannot be read."""
+    """Return the bytes of a graph's file.
+
+    CorruptFile if there are more than 2 GiB, OSError if it cannot be read.
+    """
     try:
         return read_regular(path, MAX_MESSAGE_BYTES)
     except OSError as error:
@@ -58,9 +62,9 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """A protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set.
+    """Parse a protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set.
 
-    CorruptFile if it cannot be parsed, or that field is not set.
+    CorruptFile if it cannot be parsed, or if that field is not set.
     """
     from google.protobuf import text_format
 

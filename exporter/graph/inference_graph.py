@@ -1,4 +1,6 @@
-"""`InferenceGraph`: the pruned graph, with variables without values, that every kind of `--model` becomes."""
+"""`InferenceGraph`: the pruned graph, with variables but without their values, made from every kind of
+`--model`.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class PartitionStrategy(Enum):
-    """How `embedding_lookup` finds a row in a partitioned table of n parts.
+    """The way in which `embedding_lookup` finds a row in a partitioned table of n parts.
 
-    `MOD`: row i is row i // n of part i % n. `DIV`: parts are contiguous ranges of rows.
-    `NONE`: the parts are never looked up by id (they are concatenated), so their order is the rows' order.
+    `MOD`: row i is row i // n of part i % n. `DIV`: parts are contiguous ranges of rows. `NONE`: the parts
+    are never looked up by id (they are concatenated), so their order is the rows' order.
     """
 
     MOD = "mod"
@@ -38,24 +40,24 @@ class GraphVariable(Struct, frozen=True):
     """A variable of the inference graph."""
 
     node: str  # its VarHandleOp
-    key: str  # the name it is restored by; of a part, the whole variable's
+    key: str  # the name it is restored by; for a part, the whole variable's
     dtype: DType
     shape: tuple[int, ...]
     part: SliceSpec | None = None  # a part's box in the whole variable
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole variable that `key` names."""
+        """Return the shape of the whole variable named `key`."""
         return self.part.full_shape if self.part else self.shape
 
     @property
     def box(self) -> SliceSpec:
-        """Its box in the whole variable; for an ordinary variable the whole."""
+        """Return its box in the whole variable; for an ordinary variable this is the whole."""
         return self.part or SliceSpec.whole(self.shape)
 
     @property
     def served_name(self) -> str:
-        """Its name in a delta: its key, and for a part the slice behind it."""
+        """Return its name in a delta: its key, for a part followed by its slice."""
         part = self.part
         return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
 
@@ -63,15 +65,15 @@ class GraphVariable(Struct, frozen=True):
 class GraphTable(Struct, frozen=True, rename={"key_label": "key_dtype", "value_label": "value_dtype"}):
     """A lookup table whose contents are served."""
 
-    node: Annotated[Text, doc("its node")]
-    keys: Annotated[Text, doc("the name of its keys")]
-    values: Annotated[Text, doc("the name of its values")]
-    key_label: Annotated[DtypeLabel, doc("of its keys")]
-    value_label: Annotated[DtypeLabel, doc("of its values")]
-    # None where only the checkpoint tells it: a manifest always has both shapes.
-    key_shape: Annotated[Shape | None, doc("of one key, as it is stored")]
-    value_shape: Annotated[Shape | None, doc("of one value")]
-    has_all_buckets: Annotated[bool, doc("true: there is an entry for each bucket")] = False
+    node: Annotated[Text, doc("the name of the table's node")]
+    keys: Annotated[Text, doc("the name of the tensor with its keys")]
+    values: Annotated[Text, doc("the name of the tensor with its values")]
+    key_label: Annotated[DtypeLabel, doc("the type of its keys")]
+    value_label: Annotated[DtypeLabel, doc("the type of its values")]
+    # None if only the checkpoint has it: a manifest always has both shapes.
+    key_shape: Annotated[Shape | None, doc("the stored shape of one key")]
+    value_shape: Annotated[Shape | None, doc("the stored shape of one value")]
+    has_all_buckets: Annotated[bool, doc("true if there is an entry for each bucket")] = False
 
     @property
     def key_dtype(self) -> DType:
@@ -85,7 +87,7 @@ class GraphTable(Struct, frozen=True, rename={"key_label": "key_dtype", "value_l
 
 
 class GraphDynamicTable(Struct, frozen=True, eq=False):
-    """A table whose rows have arbitrary integers as keys; it is served from four ordinary variables."""
+    """A table with arbitrary integers as keys of its rows; it is served from four ordinary variables."""
 
     name: str  # in a checkpoint, without a part's number
     nodes: tuple[str, str, str, str]  # its VarHandleOps, in the order of `exporter.tables.parts.PARTS`
@@ -93,11 +95,11 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
     value_dtype: DType
     dim: int
     defaults: np.ndarray  # [d, dim], of `value_dtype`: an absent key reads row `key mod d`
-    is_laid_out: bool = False  # the checkpoint is a published version, and has these very variables
+    is_laid_out: bool = False  # True: the checkpoint is a published version, and has these four variables
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """Its variables, with -1 for sizes that the checkpoint gives."""
+        """Return its variables, with -1 for sizes that only the checkpoint gives."""
         dtypes = (DType.INT64, DType.INT32, DType.INT64, self.value_dtype)
         shapes: tuple[tuple[int, ...], ...] = ((-1,), (-1,), (-1,), (-1, self.dim))
         return tuple(
@@ -107,18 +109,18 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
 
 class JoinedPart(Struct, frozen=True):
-    """Where a variable's rows lie in the memory of several: the VarHandleOp of that, and the first row."""
+    """The place of a variable's rows in a joined variable: that variable's VarHandleOp, and the first row."""
 
     node: str
     first: int
 
 
 class Asset(Struct, frozen=True):
-    """A file that the graph reads: `node` is the constant that holds its path."""
+    """A file that the graph reads; `node` is the constant with its path."""
 
     node: str
     source: Path
-    name: str = ""  # given where two files of a graph have the same name
+    name: str = ""  # set if two files of a graph have the same name
 
     @property
     def file_name(self) -> str:
@@ -137,7 +139,7 @@ class Effect(StrEnum):
 
 
 class Outside(Struct, frozen=True):
-    """An operation that reaches out of the model, and the function that it is in, "" for the graph."""
+    """An operation with an effect outside the model, and the function that it is in ("": the graph)."""
 
     node: str
     op: str
@@ -159,7 +161,7 @@ class TrainingMode(Struct, frozen=True):
     idle: frozenset[str] = frozenset()  # the nodes of variables that are read only in branches that never run
 
     def notes(self) -> Iterator[str]:
-        """Yield notes for the user, a line each."""
+        """Yield notes for the user, one line each."""
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
         for said in self.dropping():
@@ -177,7 +179,7 @@ class TrainingMode(Struct, frozen=True):
 
 
 class KeptState(Struct, frozen=True):
-    """State that is neither a variable nor a lookup table, and that operations of its own library restore."""
+    """State outside of variables and lookup tables, which operations of its own library restore."""
 
     importing: tuple[str, ...] = ()  # the nodes that restore it
     prefix: str = ""  # the placeholder that gets the bundle's prefix
@@ -191,11 +193,11 @@ class InferenceGraph(Struct, frozen=True):
     """The graph to serve, cleaned, without values of variables."""
 
     source: str
-    meta_graph: Proto  # of the nodes that signatures need, initialisers and complete signatures alone
+    meta_graph: Proto  # only the nodes that signatures need, initialisers, and complete signatures
     variables: tuple[GraphVariable, ...]
     assets: tuple[Asset, ...] = ()
     init_op: str | None = None  # the NoOp that waits for all initialisers
-    # {variable's key: how ids find its rows}; it is unknown for those that are missing.
+    # {variable's key: how ids find its rows}, without variables for which it is unknown.
     lookups: Mapping[str, PartitionStrategy] = field(default_factory=dict)
     tables: tuple[GraphTable, ...] = ()
     training: TrainingMode = field(default_factory=TrainingMode)
@@ -206,7 +208,7 @@ class InferenceGraph(Struct, frozen=True):
     traced_rows: int | None = None  # the only number of rows that the source accepts; None if it takes any
     opened_batch: int | None = None  # training's batch size, if its numbers were made to follow requests
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()  # `variables` has theirs once shapes are known
-    joined: Mapping[str, JoinedPart] = field(default_factory=dict)  # {a variable's node: where it lies now}
+    joined: Mapping[str, JoinedPart] = field(default_factory=dict)  # {variable's node: its place now}
     foreign: tuple[str, ...] = ()  # operations that stock TensorFlow lacks
     state: KeptState = NO_STATE
     outside: tuple[Outside, ...] = ()

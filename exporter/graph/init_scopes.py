@@ -1,12 +1,13 @@
-"""Where `tf.init_scope()` leads to while a builder runs: into its graph, or out of it for those who insist.
+"""Choose the context of `tf.init_scope()` while a builder runs: its graph, or eager execution if asked
+for.
 
-The scope leads out of functions, but not out of a plain graph, in which builders run: TensorFlow and Keras
-make variables in it, which are symbols there. Some libraries refuse to work unless `tf.executing_eagerly()`
-is True in it (Sonnet 2, `assert_tf2`). A builder of theirs is run once more, with eager execution in the
-scopes that are opened by others than TensorFlow and Keras.
+The scope leaves functions, but not a plain graph, in which builders run: TensorFlow and Keras make variables
+in it, which are symbols there. Some libraries refuse to work unless `tf.executing_eagerly()` is True in it
+(Sonnet 2, `assert_tf2`). Their builders run once more, with eager execution in the scopes that other code
+than TensorFlow and Keras opens.
 
-Which context the scope enters stands on a stack of TensorFlow's, one for each thread. (Source: `init_scope`
-in tensorflow/python/framework/ops.py, `_ContextSwitchStack` in tensorflow/python/eager/context.py.)
+TensorFlow keeps the context that the scope enters on a stack, one for each thread. (Source: `init_scope` in
+tensorflow/python/framework/ops.py, `_ContextSwitchStack` in tensorflow/python/eager/context.py.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 _FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
-# Modules between the scope and the code that opens it.
+# Modules whose frames are between the scope and the code that opens it.
 _ON_THE_WAY = (
     __name__,
     "contextlib",
@@ -31,7 +32,9 @@ _ON_THE_WAY = (
 
 
 class InitScopes(Struct):
-    """The scopes that are opened in a graph; `are_asked_for` once code opened one that is no framework's."""
+    """The init scopes that are opened in a graph; `are_asked_for` once other code than a framework opened
+    one.
+    """
 
     graph: Any
     are_eager: bool = False
@@ -39,7 +42,7 @@ class InitScopes(Struct):
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
-        """Make the graph the default one, and decide where its scopes lead to."""
+        """Make the graph the default one, and choose the context of the init scopes in it."""
         from tensorflow.python.eager import context
 
         with self.graph.as_default():
@@ -60,7 +63,7 @@ class InitScopes(Struct):
 
 
 def _opened_by() -> str:
-    """The package of the code that opens a scope."""
+    """Return the top-level package of the code that opens a scope."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
         frame = frame.f_back

@@ -1,21 +1,21 @@
-"""Join lookups in tables by keys: one search finds the rows of all tables that a request asks for.
+"""Join lookups in tables by keys: one search finds the rows of all tables that a request reads.
 
-A lookup is a dozen operations and three gathers of its table's index. Of a hundred tables these cost more
-than the memory that they read. So their indexes lie in three variables, one table's behind another's, and the
-lookups that a request makes anyway become one, in which each id goes by its table's sizes:
+A lookup is a dozen operations and three gathers of its table's index. For a hundred tables these cost more
+than the memory that they read. So their indexes are kept in three variables, one table's after another's, and
+the lookups that every request makes become one, which gets the sizes of its table with each id:
 
     ids of each table -> one vector -> one lookup in the joined index -> rows, split -> gathers of each table
 
-Published are the same variables as before: a bundle, a delta and a manifest know each table's own. Only where
-they lie in a server's memory differs (`InferenceGraph.joined`): a loader puts them together, and an update
-adds a table's first row to the numbers of the rows that it writes.
+The published variables do not change: a bundle, a delta and a manifest know each table's own. Only their
+place in a server's memory differs (`InferenceGraph.joined`): a loader puts them together, and an update adds
+a table's first row to the numbers of the rows that it writes.
 
-What is joined, the graph proves to be asked together: lookups whose ids need no table's rows, and that the
-same signatures need. So no signature looks up, or waits for, what it did not before. A table stays by itself
-if another table's rows lead to its ids, or if something else takes its index: a function, or a branch.
+Lookups are joined only if the graph proves that they always run together: their ids need no table's rows, and
+the same signatures need them. So no signature looks up, or waits for, more than before. A table stays
+separate if another table's rows lead to its ids, or if another node uses its index: a function, or a branch.
 
-A version that is published lends its graph to other checkpoints: `separate_lookups` makes of it what it was
-before its lookups were joined, so that tables get other sizes, and others may be joined.
+A published version lends its graph to other checkpoints: `separate_lookups` restores the graph from before
+its lookups were joined, so that tables can get other sizes, and others may be joined.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _CONTROL_FLOW = frozenset(
 
 
 class _Lookup(Struct, frozen=True, eq=False):
-    """A lookup: its table, the tensor of ids, and its nodes, of which `own` are nobody else's."""
+    """A lookup: its table, the tensor of ids, and its nodes; no other lookup uses the nodes `own`."""
 
     table: GraphDynamicTable
     ids: Endpoint
@@ -88,9 +88,10 @@ class _Lookup(Struct, frozen=True, eq=False):
 
 
 def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> InferenceGraph:
-    """A copy of a graph, whose tables have sizes, with lookups joined where that can be; else the same.
+    """Return a copy of a graph, whose tables have sizes, with lookups joined where possible; else the same
+    graph.
 
-    Variables whose nodes are in `apart` stay by themselves.
+    Variables whose nodes are in `apart` are not joined.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -124,7 +125,7 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
 def _lookups(
     index: GraphIndex, tables: Iterable[GraphDynamicTable], everything: Iterable[GraphDynamicTable]
 ) -> Iterator[_Lookup]:
-    """Yield the lookups in tables whose index only lookups read, and whose ids are known before any."""
+    """Yield the lookups in tables whose index only lookups read, and whose ids need no table's rows."""
     readers = index.consumers
     rows_read = {name for table in everything for name, _ in readers.get(table.nodes[1], ())}
     for table in tables:
@@ -140,7 +141,9 @@ def _lookups(
 
 
 def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | None:
-    """The lookup whose gather of the row's number is the node `row`; None if it is none of `add_rows`."""
+    """Return the lookup whose gather of the row's number is the node `row`; None if `add_rows` did not make
+    it.
+    """
     nodes, readers = index.nodes, index.consumers
     scope, slash, _ = row.rpartition("/")
     key, held, found, rows = (f"{scope}{slash}{part}" for part in ("key", "held", "found", "rows"))
@@ -151,8 +154,8 @@ def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | 
     sources = closure(
         [rows], lambda name: (each.node for each in data_inputs(nodes[name]) if each.node not in ends)
     )
-    # An attribute of the constants, which nobody else gives them, says that these nodes are ours. One of them
-    # stays: it tells of a version that is served which of its rows absent keys read.
+    # An attribute of the constants, which only we set, shows that these nodes are ours. One constant stays:
+    # it says which rows of a served version absent keys read.
     sized = {name: attr_text(nodes[name], SIZE) for name in sources if SIZE in nodes[name].attr}
     own = {name for name in sources if sized.get(name) != "first_default"}
     shared = (name for name in own - {rows, found} for reader, _ in readers[name] if reader not in own)
@@ -164,7 +167,7 @@ def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | 
 def _asked_together(
     index: GraphIndex, ends: Mapping[str, SignatureEnds], lookups: Iterable[_Lookup]
 ) -> list[list[_Lookup]]:
-    """The lookups that the same signatures need, in groups that are worth it."""
+    """Return the lookups that the same signatures need, in groups that are large enough to join."""
     needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
     given = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
     asking: dict[frozenset[str], list[_Lookup]] = defaultdict(list)
@@ -187,7 +190,9 @@ def _asked_together(
 def _join_variables(
     graph_def: Proto, graph: InferenceGraph, tables: Iterable[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add the variables that hold the indexes of tables; where each table's lie, and the new ones' nodes."""
+    """Add the variables for the indexes of tables; returns each part's place, and the new variables'
+    nodes.
+    """
     known = {variable.node: variable for variable in graph.variables}
     joined, handles = dict[str, JoinedPart](), []
     for number, part in enumerate(INDEX):
@@ -211,7 +216,7 @@ def _join(
     group: list[_Lookup],
     named: Collection[str],
 ) -> dict[str, str]:
-    """Add the lookup of a group, whose results take the place of its lookups', {node: tensor}."""
+    """Add one lookup for a group; returns {node of a single lookup's result: the tensor that replaces it}."""
     body = Body(graph_def.node)
     vectors = [makes_vector(body, lookup.ids.as_input, named) for lookup in group]
     wanted = [
@@ -244,7 +249,7 @@ def _placed(
     joined: Mapping[str, JoinedPart],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> JoinedLookup:
-    """A lookup with its table's sizes, and where the table's index begins."""
+    """Return a lookup with its table's sizes, and the first rows of the table in the joined index."""
     seeds, rows, keys, _ = lookup.table.nodes
     (groups,), (slots,), (capacity,) = shapes[seeds], shapes[rows], shapes[keys]
     geometry = TableGeometry.of_shapes(groups, slots, capacity, len(lookup.table.defaults))
@@ -254,7 +259,7 @@ def _placed(
 
 
 def _is_found_read(index: GraphIndex, lookup: _Lookup, named: Collection[str]) -> bool:
-    """True if others than the lookup ask which of its ids were found."""
+    """True if other nodes than the lookup's read which of its ids were found."""
     found = lookup.nodes.found
     return found in named or any(name != lookup.nodes.rows for name, _ in index.consumers[found])
 
@@ -262,7 +267,7 @@ def _is_found_read(index: GraphIndex, lookup: _Lookup, named: Collection[str]) -
 def separate_lookups(meta_graph: Proto) -> None:
     """Give each lookup that `join_lookups` joined its own nodes and variables again, in place.
 
-    What joined them stays, and nothing reads it. GraphError if the nodes are not as they were made.
+    The joining nodes stay, but nothing reads them. GraphError if the nodes are not as they were made.
     """
     graph_def = meta_graph.graph_def
     if not any(JOINED in node.attr for node in graph_def.node):
@@ -309,7 +314,7 @@ class _Joined(Struct, frozen=True):
 
 
 def _joined(index: GraphIndex, count: Proto) -> _Joined:
-    """The joined lookup whose ids a node counts; GraphError if others do not follow as they were added."""
+    """Return the joined lookup whose ids a node counts; GraphError if the nodes after it are not as added."""
     table, scope = attr_text(count, TABLE), attr_text(count, JOINED)
     inputs, packs = data_inputs(count), index.consumers[count.name]
     if len(inputs) != 1 or len(packs) != 1 or not table or not scope:
@@ -317,7 +322,7 @@ def _joined(index: GraphIndex, count: Proto) -> _Joined:
     (ids,), ((pack, number),) = inputs, packs
     splits = [name for name, at in index.consumers[pack] if index.nodes[name].op == "SplitV" and at == 1]
     results = {attr_dtype(index.nodes[split], "T"): [Endpoint(split, number)] for split in splits}
-    # Ids that are no vector were made one, and the results reshaped.
+    # Ids of another shape were made a vector, and the results reshaped.
     flat = index.nodes.get(ids.node) if ids.node == f"{count.name.rpartition('/')[0]}/ids_{number}" else None
     if flat is not None:
         ids = next(iter(data_inputs(flat)), ids)
@@ -333,13 +338,13 @@ def _joined(index: GraphIndex, count: Proto) -> _Joined:
 
 
 def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
-    """The nodes that read a tensor."""
+    """Return the nodes that read a tensor."""
     readers = dict.fromkeys(name for name, _ in index.consumers[tensor.node])
     return [name for name in readers if tensor in data_inputs(index.nodes[name])]
 
 
 def _damaged(table: str, scope: str) -> GraphError:
-    """The error for a joined lookup whose nodes are not as they were added."""
+    """Return the error for a joined lookup whose nodes have changed since they were added."""
     return GraphError(f"the joined lookup {scope!r} in table {table!r} is damaged", hint=_NAME_SOURCE)
 
 

@@ -1,16 +1,17 @@
-"""Find how a checkpoint stores each variable of a graph: its name, a part's box in the whole, the row order.
+"""Find how a checkpoint stores each variable of a graph: its name, a part's box in the whole, the row
+order.
 
 *Names* (`variable_keys`) come from the first of three places: the graph's own Saver (its restore nodes), the
 VariableDefs in the collections (partitions), the variable's name.
 
 In an object-based SavedModel node names say little: TensorFlow may capture one variable under several handles
 called `kernel_1` or `Variable_7`. The object graph lists, for each function, the objects that it captures;
-calls of the function take their handles last, in that order. Its restore function pairs handles with keys of
-the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), which counts for variables that no function
-captures. They may differ: Keras 3's variables are saved under one handle, and computed from under another,
-so that TensorFlow Serving itself does not find them. A variable's object has its name as the program gave it.
-(Source: tensorflow/core/protobuf/saved_object_graph.proto; tensorflow/python/saved_model/load.py;
-tensorflow/python/checkpoint/trackable_view.py.)
+calls of the function have their handles as last inputs, in that order. Its restore function pairs handles
+with keys of the object graph (`layers/1/kernel/.ATTRIBUTES/VARIABLE_VALUE`), which are used for variables
+that no function captures. They may differ: Keras 3's variables are saved under one handle, and used in
+computations under another, so that TensorFlow Serving itself does not find them. A variable's object has the
+name that the program gave it. (Source: tensorflow/core/protobuf/saved_object_graph.proto;
+tensorflow/python/saved_model/load.py; tensorflow/python/checkpoint/trackable_view.py.)
 
 *Row order* (`lookup_strategies`). `embedding_lookup` over n parts assigns ids to parts, sends them there by
 DynamicPartition, and gathers in each part. By `mod` the part is `id % n` (FloorMod); by `div` it is the
@@ -59,7 +60,10 @@ _SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
 
 
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
-    """{variable's key: how its rows are looked up}, without unknown ones; a whole gathered table is DIV."""
+    """Return {variable's key: how its rows are looked up}, without variables for which it is unknown.
+
+    A whole variable has DIV if rows of it are gathered, else NONE.
+    """
     parts: dict[str, list[str]] = {}
     whole: list[GraphVariable] = []
     for variable in variables:
@@ -77,7 +81,9 @@ def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> d
 
 
 def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
-    """{variable's key: how its rows are looked up} for the partitioned variables of a trainer's graph."""
+    """Return {variable's key: how its rows are looked up} for the partitioned variables of a trainer's
+    graph.
+    """
     index = GraphIndex.of(meta_graph)
     parts: dict[str, list[str]] = {}
     for node, key in variable_keys(meta_graph, index).items():
@@ -98,7 +104,7 @@ def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, Par
 
 
 def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
-    """The tensor of ids of each gather from a variable or a part, whose value other nodes may hand on."""
+    """Return the ids of each gather from a variable or a part, also behind nodes that pass its value on."""
 
     def readers(name: str, ops: Collection[str]) -> Iterator[str]:
         consumers = index.consumers.get(name, ())
@@ -110,13 +116,13 @@ def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:
-    """True if a function takes a variable: its uses there are not followed."""
+    """True if a function takes a variable; its uses there are not followed."""
     readers = {reader for reader, _ in index.consumers.get(variable, ())}
     return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
 
 
 def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
-    """The strategy by which a part's ids were assigned to it, None if it is neither of the two."""
+    """Return the strategy by which ids were assigned to a part; None if it is neither MOD nor DIV."""
     partition = _origin(index, ids.node)
     if partition is None or partition.op != "DynamicPartition" or len(data_inputs(partition)) < 2:
         return None
@@ -129,7 +135,7 @@ def _origin(index: GraphIndex, name: str) -> Proto | None:
 
 
 def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
-    """The objects of a SavedModel; a variable's `tensor` is the node of its handle, as is a table's name."""
+    """Return the objects of a SavedModel; `tensor` of a variable and `table` are nodes of handles."""
     nodes = meta_graph.object_graph_def.nodes
     edges = [{child.local_name: child.node_id for child in node.children} for node in nodes]
     known = [
@@ -159,7 +165,9 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
 
 
 def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
-    """{variable's object number: its handle's node} for the variables that called functions capture."""
+    """Return {variable's object number: its handle's node} for the variables that called functions
+    capture.
+    """
     objects = meta_graph.object_graph_def
     captures = {name: function.bound_inputs for name, function in objects.concrete_functions.items()}
     found = {}
@@ -175,7 +183,7 @@ def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
 def _restored_in_function(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """(handle's node, `count` keys) for each operation of `ops` in the function that the restore op calls."""
+    """Yield (handle's node, `count` keys) for each operation of `ops` in the function of the restore op."""
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
     function = index.functions.get(attr(call, "f").func.name) if call is not None else None
     if call is None or function is None:
@@ -192,7 +200,7 @@ def _restored_in_function(
 
 
 def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
-    """The name that RestoreV2 reads for a value such as `Identity_3:output:0`; None for any other value."""
+    """Return the name that RestoreV2 reads for a value such as `Identity_3:output:0`; else None."""
     name, _, output = text.partition(":")
     node = nodes.get(name)
     if node is not None and node.op == "Identity" and node.input:
@@ -200,7 +208,7 @@ def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) 
         node = nodes.get(name)
     if node is None or node.op != "RestoreV2" or len(node.input) < 2:
         return None
-    if name not in restored:  # one node restores thousands: its list is read once
+    if name not in restored:  # one node may restore thousands: its list is read only once
         restored[name] = const_texts(nodes.get(node.input[1].partition(":")[0])) or []
     position = output.rpartition(":")[2]
     if not position.isdecimal() or int(position) >= len(restored[name]):
@@ -223,9 +231,9 @@ _PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
 
 
 def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey]:
-    """{variable's node: the name and box by which a checkpoint stores it}."""
-    # In a graph made by sessions a checkpoint name is the node's name; in an object-based SavedModel the
-    # object's, or the handle's `shared_name`.
+    """Return {variable's node: the name and box by which a checkpoint stores it}."""
+    # In a graph for sessions the checkpoint's name is the node's name; in an object-based SavedModel it is
+    # the object's name, or the handle's `shared_name`.
     has_objects = meta_graph.HasField("object_graph_def")
     objects = saved_objects(meta_graph, index).objects if has_objects else ()
     own_names = {item.variable.tensor: item.variable.name for item in objects if item.variable}
@@ -241,7 +249,9 @@ def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
-    """(node, key with box) for each part of a variable (source: tensorflow/core/framework/variable.proto)."""
+    """Yield (node, key with box) for each variable's part (source:
+    tensorflow/core/framework/variable.proto).
+    """
     for variable in collected_variables(meta_graph, _COLLECTIONS):
         info = variable.save_slice_info_def
         if info.full_name:
@@ -250,7 +260,7 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
 
 
 def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterator[Proto]:
-    """Yield the `VariableDef`s in those of these collections that a graph has."""
+    """Yield the `VariableDef`s in the given collections, as far as the graph has them."""
     for name in collections:
         if name not in meta_graph.collection_def:
             continue
@@ -262,7 +272,9 @@ def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterat
 def restored_names(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """(handle's node, names of its `count` tensors) for each operation of `ops` under the restore op."""
+    """Yield (handle's node, names of its `count` tensors) for each operation of `ops` under the restore
+    op.
+    """
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
     yield from _restored_in_function(meta_graph, index, ops, count=count)
@@ -271,7 +283,7 @@ def restored_names(
 def _from_restore(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[VariableKey]]]:
-    """(handle's node, its `count` keys) for each operation of `ops` that the restore op waits for."""
+    """Yield (handle's node, its `count` keys) for each operation of `ops` that the restore op waits for."""
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
     restored: dict[str, list[VariableKey]] = {}
 
@@ -282,7 +294,7 @@ def _from_restore(
     def keys(source: Endpoint) -> list[VariableKey]:
         if source.node not in index.nodes or index.nodes[source.node].op != "RestoreV2":
             return []
-        if source.node not in restored:  # one node restores all that a server holds: its lists are read once
+        if source.node not in restored:  # one node may restore all variables: its lists are read only once
             names, boxes = (_strings(index, source.node, position) for position in (1, 2))
             pairs = zip(names, boxes, strict=False)
             restored[source.node] = [VariableKey(name, parse_slice_spec(box)) for name, box in pairs]
@@ -304,7 +316,7 @@ def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
 
 
 def parse_slice_spec(text: str) -> SliceSpec | None:
-    """RestoreV2's `"6 4 0,3:-"` as a box; None for "", a whole tensor, and for anything else.
+    """Return RestoreV2's `"6 4 0,3:-"` as a box; None for "", a whole tensor, and for anything else.
 
     Source: tensorflow/core/framework/tensor_slice.h.
     """

@@ -1,4 +1,4 @@
-"""The entry of the graph stage: from what `--model` names to the graph that is served.
+"""The entry of the graph stage: load what `--model` names, and make the graph to serve.
 
     source = load_source(GraphRequest(model="train/model.meta", inputs={"x": "x:0"}, outputs={"y": "y:0"}))
     graph = clean(source)
@@ -45,23 +45,24 @@ _GRAPH_FILES = {".meta", ".pbtxt"}
 
 
 def load_graph(request: GraphRequest) -> InferenceGraph:
-    """The inference graph that a request describes.
+    """Load the inference graph that a request describes.
 
     Raises:
         GraphError: the graph cannot be served; the subclass says why.
         CheckpointError: a file is damaged.
-        UsageError: the request does not fit what it names.
+        UsageError: the request does not fit the model that it names.
     """
     return clean(load_source(request))
 
 
 def load_source(request: GraphRequest) -> SourceGraph:
-    """The graph as its author left it, with complete signatures; it may be restored and run for comparison.
+    """Load the graph as its author made it, with complete signatures; it can be restored and run to
+    compare.
 
     Raises:
         GraphError: a builder failed, or a signature names an unknown tensor.
         CheckpointError: a file is damaged.
-        UsageError: the request does not fit what it names.
+        UsageError: the request does not fit the model that it names.
     """
     if request.model is None:
         raise nothing_to_serve()
@@ -88,7 +89,7 @@ def load_source(request: GraphRequest) -> SourceGraph:
 
 
 def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
-    """Return the error for a checkpoint alone."""
+    """Return the error for a checkpoint without a model."""
     return UsageError(
         "nothing says what to serve: no --model, and no .meta beside the checkpoint",
         hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn; or begin a builder: "
@@ -97,7 +98,7 @@ def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
 
 
 def require_function_named(path: Path) -> None:
-    """Refuse what is no finished graph, and names no builder's function either; UsageError."""
+    """Raise UsageError for a path that is neither a finished graph nor the name of a builder's function."""
     if not (":" in str(path) or is_archive(path) or path.is_dir() or path.suffix in _GRAPH_FILES):
         raise UsageError(
             f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
@@ -108,8 +109,8 @@ def require_function_named(path: Path) -> None:
 
 
 def run_builders_once() -> GraphSource:
-    """A `load_source` that runs a builder once for equal requests, and keeps its graph."""
-    # A second run would be slow, and wrong: Keras numbers layers through the whole process.
+    """Return a `load_source` that runs a builder once for equal requests, and keeps its graph."""
+    # A second run would be slow, and make other names: Keras numbers layers through the whole process.
     built: list[tuple[GraphRequest, SourceGraph]] = []
 
     def load(request: GraphRequest) -> SourceGraph:
@@ -125,7 +126,7 @@ def run_builders_once() -> GraphSource:
 
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of the model that a Keras archive describes; UsageError if it holds weights alone."""
+    """Load the graph of the model that a Keras archive describes; UsageError if it has only weights."""
     from exporter.graph.archived_model import archive_builder
     from exporter.graph.builder import load_builder
     from exporter.graph.code_recorder import recording
@@ -150,7 +151,7 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _load_model(request: GraphRequest) -> SourceGraph:
-    """The graph of a Keras model of this program, built once more; UsageError if it is given arguments."""
+    """Load the graph of a Keras model of this program, built once more; UsageError if arguments are given."""
     from exporter.graph.archived_model import model_builder
     from exporter.graph.builder import load_builder
 
@@ -161,7 +162,7 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of a `.meta` file or a SavedModel; UsageError for another directory."""
+    """Load the graph of a `.meta` file or a SavedModel; UsageError for another directory."""
     if not path.is_dir():
         return load_metagraph(path, request)
     if not is_saved_model(path):
@@ -174,10 +175,10 @@ def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _meant(path: Path) -> str:
-    """A hint with the path that the user probably meant; "" if none is like it."""
+    """Return a hint with the path that the user probably meant; "" if none is similar."""
     found = path if path.exists() else nearest(path)
     if found is None and path.name.isdecimal() and path.parent.is_dir():
-        found = path.parent  # a version that is not there, or no longer
+        found = path.parent  # a version that does not exist, or no longer exists
     if found is None:
         return ""
     if found.suffix == ".py":

@@ -1,11 +1,12 @@
-"""Tables of a graph: which operations fill lookup tables, from which files, and which a checkpoint restores.
+"""Find which operations fill a graph's lookup tables, from which files, and which tables a checkpoint
+restores.
 
-*Static tables* are filled by an initialiser, when a model is loaded. The files that it reads become assets.
+*Static tables* are filled by an initialiser when a model is loaded. The files that it reads become assets.
 
 *Tables that training fills* have their contents in the checkpoint, and are restored like variables. A Saver
 stores a `MutableHashTable` or `DenseHashTable` of the collection SAVEABLE_OBJECTS as two tensors,
-`<name>-keys` and `<name>-values`; of a dense table all buckets, also the empty ones. The program gives the
-name, which is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
+`<name>-keys` and `<name>-values`; for a dense table these have all buckets, including empty ones. The program
+chooses the name, which is not always the node's. Source: tensorflow/python/ops/lookup_ops.py.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _ASSET_COLLECTION = "asset_filepaths"
 _INIT_COLLECTION = "table_initializer"
 _RESTORABLE = re.compile(r"Mutable(Dense)?HashTable(OfTensors)?V2")
 _OF_KERAS = re.compile(r"hash_table_[0-9a-f]{8}-[0-9a-f-]{27}$")
-"""A layer's table: its name is made at random, and says nothing."""
+"""The random name of a Keras layer's table."""
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
-    """Refuse needed tables whose contents are neither in the graph nor in a checkpoint."""
+    """Raise NotServable for a needed table whose contents are neither in the graph nor in a checkpoint."""
     for name in needed:
         if _MUTABLE.fullmatch(nodes[name].op) and not is_restorable(nodes[name].op):
             raise NotServable(
@@ -70,7 +71,7 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 
 
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
-    """The names of the nodes that fill the needed tables, then of such calls under the graph's init op."""
+    """Return the names of the nodes that fill the needed tables, then of calls under the init op that do."""
     tables = _Tables(index)
     wanted = tables.behind(needed)
     found = [
@@ -80,7 +81,7 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
     ]
     for name in waited_for(index.nodes, [init_op] if init_op else []):
         node = index.nodes[name]
-        # Assignments under an init op are left out: a checkpoint gives the values of variables.
+        # Assignments under an init op are left out: variables get their values from a checkpoint.
         if node.op.endswith("PartitionedCall") or node.op in index.functions:
             resources = {source.node for source in data_inputs(node) if _is_resource(index, source.node)}
             if not resources or tables.behind([name, *resources]) & wanted:
@@ -89,7 +90,7 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
 
 
 def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
-    """Refuse a cleaned graph with a static table that no node of `filling`, nor its own function, fills."""
+    """Raise NotServable for a static table that neither a node of `filling` nor its own function fills."""
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)
     wanted = tables.behind(index.nodes)
@@ -116,7 +117,7 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
 
 
 class _Tables:
-    """The static tables of a graph, each known by its shared name, or else by the node that makes it."""
+    """The static tables of a graph, each identified by its shared name, or else by the node that makes it."""
 
     # That node may be in a function: a SavedModel that was loaded and saved again makes tables in calls.
 
@@ -129,7 +130,7 @@ class _Tables:
         self._makers = callers(index.functions, {name for name, made in self._made.items() if made})
 
     def behind(self, names: Iterable[str]) -> set[str]:
-        """The static tables that nodes make or hand on, also in the functions that they call."""
+        """Return the static tables that nodes make or pass on, also in the functions that they call."""
         found: set[str] = set()
         for name in names:
             node = self._index.nodes.get(through_identities(self._index.nodes, name))
@@ -148,13 +149,13 @@ class _Tables:
         return any(_has_fill(functions[name]) for name in reachable([node], functions))
 
     def filled_where_made(self) -> set[str]:
-        """The tables that are made and filled in one function."""
+        """Return the tables that are made and filled in the same function."""
         functions = self._index.functions.items()
         return {table for name, function in functions if _has_fill(function) for table in self._made[name]}
 
 
 def _identity(node: Proto, scope: str = "") -> str:
-    """The name of a table; all nodes with equal ones make one table."""
+    """Return the name of a table; nodes with equal names make the same table."""
     return attr_text(node, "shared_name") or f"{scope}{node.name}"
 
 
@@ -163,7 +164,7 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """Add a NoOp that runs the graph's collected initialisers of tables, as sessions do; returns its name.
+    """Add a NoOp that runs the graph's collected table initialisers, as sessions do; returns its name.
 
     None if there are none.
     """
@@ -193,7 +194,7 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
     """Let initialisers read assets' paths directly instead of through variables, in place."""
     # In an object-based SavedModel a placeholder for the path is assigned to a variable, which initialisers
     # read: the placeholder becomes a constant, and the read an Identity on it.
-    if not assets:  # a walk over a large graph is not free
+    if not assets:  # a large graph takes time to walk
         return
     for name in assets:
         if name in nodes and nodes[name].op != "Const":
@@ -210,15 +211,20 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
 
 
 def path_constant(name: str, file_name: str) -> Proto:
-    """A Const of an asset's file name, to which a loader feeds the path in the version that it loads."""
+    """Make a Const of an asset's file name; a loader feeds it the path in the version that it loads."""
     value = protos.TensorProto(dtype=int(DType.STRING), string_val=[file_name.encode()])
     return new_node(name, "Const", dtype=DType.STRING, value=value)
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """The existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's.
+    """Return the existing files that kept nodes read: a SavedModel's, initialisers', the asset
+    collection's.
 
-    MissingAsset if one is absent, AccessRefused if the graph may not read it, NotServable if it is computed.
+    Raises:
+        MissingAsset: a file does not exist.
+        AccessRefused: the graph may not read it.
+        NotServable: its path is computed.
+        GraphError: a table's initialiser names no file.
     """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
@@ -237,9 +243,9 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
 
 
 def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
-    """The Const with the file of a table's initialiser, or NotServable if the file is computed.
+    """Return the Const with the path of a table initialiser's file.
 
-    GraphError if it names none.
+    NotServable if the path is computed, GraphError if the initialiser names no file.
     """
     inputs = data_inputs(node)
     if len(inputs) < 2:
@@ -255,9 +261,11 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
-    """The existing file that a Const names, or MissingAsset; AccessRefused if the graph may not read it."""
+    """Return the existing file that a Const names, or MissingAsset; AccessRefused if the graph may not read
+    it.
+    """
     path = _named_file(source, name, node)
-    # A SavedModel's own asset is a whole path already; a path in a constant may be relative to the graph.
+    # A SavedModel's own asset is a complete path; a path in a constant may be relative to the graph.
     for candidate in (path,) if name in source.assets else _places(source, path):
         if _is_there(source, name, candidate):
             return candidate
@@ -265,7 +273,7 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
-    """True if a file that the node `name` asks for exists.
+    """True if the file that the node `name` reads exists.
 
     Raises:
         AccessRefused: the graph may not read it.
@@ -280,12 +288,15 @@ def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
 
 
 def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
-    """The places where a file of the graph may be; a relative path of a found graph only in its directory."""
+    """Return the places where a file of the graph may be.
+
+    A relative path in a found graph is tried only in that graph's directory.
+    """
     return (source.directory / path,) if source.trust.is_found else (path, source.directory / path)
 
 
 def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
-    """The path in a Const, or of the asset that a SavedModel has there."""
+    """Return the path in a Const, or of a SavedModel's asset with that node."""
     if name in source.assets:
         return source.assets[name]
     value = const_value(node)
@@ -294,7 +305,9 @@ def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def files_to_feed(source: SourceGraph) -> dict[str, Path]:
-    """{node: path} to feed to the init op of a source graph that is run here: assets, and moved files."""
+    """Return {node: path} to feed to the init op of a source graph that is run here: assets, and moved
+    files.
+    """
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)
     for node in nodes.values():
@@ -314,9 +327,10 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
-    """The name that `path` has in `assets/`: its own, or with a number if another path has that in `taken`.
+    """Return the name of `path` in `assets/`: its own, with a number if another path in `taken` has that
+    name.
 
-    Adds it to `taken`; a path that is there keeps its name.
+    The name is added to `taken`; the same path always gets the same name.
     """
     name, number = path.name, 0
     while taken.setdefault(name, path) != path:
@@ -326,7 +340,7 @@ def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
 
 
 def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
-    """Put assets' bare file names in the place of the training machine's paths, in place."""
+    """Replace the training machine's paths by assets' bare file names, in place."""
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
             nodes[asset.node].CopyFrom(path_constant(asset.node, asset.file_name))
@@ -341,7 +355,8 @@ def is_restorable(op: str) -> bool:
 def table_keys(
     meta_graph: Proto, index: GraphIndex, given: Mapping[str, TableKey] | None = None
 ) -> dict[str, TableKey]:
-    """{table's node: the names by which checkpoints store its contents}, for tables that training fills.
+    """Return {table's node: the names by which checkpoints store its contents}, for tables that training
+    fills.
 
     They come from the program (`given`), else from the graph's own Saver, else from the node's name.
     """
@@ -358,11 +373,11 @@ def table_keys(
 
 
 def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tuple[GraphTable, ...]:
-    """The tables of a cleaned graph that a checkpoint restores, each once."""
+    """Return the tables of a cleaned graph that a checkpoint restores, each once."""
     found: dict[str, GraphTable] = {}
     for node in _restorable(nodes.values()):
         stored = keys.get(node.name) or TableKey.of(node.name)
-        if any(table.keys == stored.keys for table in found.values()):  # objects have names that others have
+        if any(table.keys == stored.keys for table in found.values()):  # two objects may have the same name
             stored = TableKey.of(node.name)
         found.setdefault(
             _identity(node),
@@ -381,7 +396,7 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
 
 
 def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
-    """The names of all nodes that make the same table as the node `name`, with that node."""
+    """Return the names of all nodes that make the same table as the node `name`, including it."""
     nodes = _restorable(graph_def.node)
     wanted = next(_identity(node) for node in nodes if node.name == name)
     return tuple(str(node.name) for node in nodes if _identity(node) == wanted)
@@ -392,7 +407,7 @@ def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
 
 
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """A copy of the graph in which dynamic tables' variables, by served name, have `shapes` like all others.
+    """Return a copy of the graph with `shapes`, by served name, for the variables of its dynamic tables.
 
     Raises:
         ShapeMismatch: the shapes of a table's variables contradict each other.
@@ -414,7 +429,10 @@ def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...
 
 
 def table_geometries(graph: InferenceGraph) -> dict[str, TableGeometry]:
-    """The sizes of a graph's dynamic tables, which have shapes, by their names."""
+    """Return {dynamic table's name: its sizes}; the variables must have shapes.
+
+    ShapeMismatch if a table's shapes contradict each other.
+    """
     shapes = {variable.key: variable.shape for variable in graph.variables}
     return {
         table.name: _geometry(table, [shapes[variable.key] for variable in table.variables])
@@ -435,7 +453,7 @@ def _geometry(table: GraphDynamicTable, shapes: list[tuple[int, ...]]) -> TableG
 def tables_among(
     tables: tuple[GraphDynamicTable, ...], nodes: Mapping[str, object]
 ) -> tuple[GraphDynamicTable, ...]:
-    """The dynamic tables of whose variables a graph with these nodes has at least one."""
+    """Return the dynamic tables with at least one variable among these nodes."""
     return tuple(table for table in tables if any(node in nodes for node in table.nodes))
 
 
@@ -452,12 +470,12 @@ _OLD_HANDING_ON = {
 
 
 def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
-    """Give tables of TensorFlow 1.0 to 1.2 resources for handles, in place; True if there were some.
+    """Let tables of TensorFlow 1.0 to 1.2 have resource handles, in place; True if the graph had some.
 
-    An operation such as HashTable hands its table on as a reference, which no function takes, so that a
+    An operation such as HashTable returns its table as a reference, which no function takes, so that a
     signature could not be computed again after an update. HashTableV2 makes the same table, in the same
-    kernel with the same attributes, and hands it on as a resource (tensorflow/core/ops/lookup_ops.cc and
-    core/kernels/lookup_table_op.cc). A graph in which anything else takes such a handle stays as it is.
+    kernel with the same attributes, and returns it as a resource (tensorflow/core/ops/lookup_ops.cc and
+    core/kernels/lookup_table_op.cc). A graph in which any other operation takes such a handle is not changed.
     """
 
     def takers(name: str) -> Iterator[str]:
@@ -482,7 +500,7 @@ def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
 
 
 def _second_form(op: Proto) -> Proto:
-    """The OpDef with resources in the place of references."""
+    """Return the OpDef with resources instead of references."""
     second = type(op)()
     second.CopyFrom(op)
     second.name = f"{op.name}V2"

@@ -1,7 +1,7 @@
 """Read a `.meta` file: a MetaGraphDef, binary or (`.pbtxt`) as text, with the signatures to serve.
 
 If a user has to name the signatures, the error suggests inputs and outputs. Inputs are placeholders, except
-those of a Saver's file name. Outputs are the tensors after the last use of a trained variable: a softmax,
+those for a Saver's file name. Outputs are the tensors after the last use of a trained variable: a softmax,
 sigmoid, top-k or arg-max there, and the logits before it. Tensors of gradients, updates of variables,
 summaries and Savers are not outputs.
 
@@ -65,7 +65,10 @@ _NO_OUTPUT = re.compile(
 
 
 def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
-    """The graph of a `.meta` file, with the request's signatures, else its own; refuses AutoDist's graphs."""
+    """Load the graph of a `.meta` file, with the request's signatures, else its own.
+
+    NotServable for a graph that AutoDist has transformed; otherwise as `with_signatures`.
+    """
     meta_graph = read_metagraph(path)
     if is_autodist(meta_graph):
         raise NotServable(
@@ -82,7 +85,7 @@ def is_autodist(meta_graph: Proto) -> bool:
 
 
 def read_metagraph(path: Path) -> Proto:
-    """The `protos.MetaGraphDef` in a file, without what `IncrementHook` added to the trainer's graph.
+    """Return the `protos.MetaGraphDef` in a file, without the nodes that `IncrementHook` added to it.
 
     Raises:
         CorruptFile: it is truncated, or not a graph.
@@ -97,16 +100,19 @@ def read_metagraph(path: Path) -> Proto:
 
 
 def readable_version(text: str) -> str:
-    """A version that `tf.saved_model.load` can parse: `1.15.5` of `1.15.5-deeprec2402`; "" if none."""
+    """Return the part of a version that `tf.saved_model.load` can parse; "" if there is none.
+
+    For instance `1.15.5` for `1.15.5-deeprec2402`.
+    """
     found = _VERSION.match(text)
     return "" if found is None else found[0] if found.end() == len(text) else found["release"]
 
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
-    """A source graph, made of `meta_graph` in place, with the request's signatures, else its own.
+    """Make a source graph of `meta_graph`, which is changed, with the request's signatures, else its own.
 
-    UsageError if there are none. DeepRec's lookups and reference tables become resources; lookups that a
-    published version joined are separate again.
+    UsageError if there are none; GraphError, or a kind of it, if they cannot be served. DeepRec's lookups and
+    reference tables become resources; lookups that a published version joined are separate again.
     """
     without_references(meta_graph)
     separate_lookups(meta_graph)
@@ -143,7 +149,7 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
 
 
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
-    """The error for a graph without signatures; it suggests inputs and outputs."""
+    """Return the error for a graph without signatures; it suggests inputs and outputs."""
     placeholders = [node.name for node in input_placeholders(index)]
     fed = f"its placeholders are {_listed(placeholders)}" if placeholders else "it has no placeholders"
     batches = [
@@ -168,7 +174,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Refuse a graph all of whose signatures (if it has none: the graph itself) need TFRA's operations."""
+    """Refuse a graph if TFRA's operations are needed by all its signatures, or are in it and it has none."""
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
     own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}
@@ -185,15 +191,18 @@ def _is_addons(node: Proto) -> bool:
 
 
 def input_placeholders(index: GraphIndex) -> list[Proto]:
-    """The placeholders that may be inputs, in the graph's order; those of a Saver's file name may not."""
+    """Return the placeholders that may be inputs, in the graph's order, without those for a Saver's file
+    name.
+    """
     nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
     return [node for node in nodes if not _is_a_savers(index, node.name)]
 
 
 def fed_variables(index: GraphIndex, tensors: Iterable[Endpoint]) -> dict[Endpoint, tuple[str, ...]]:
-    """The variables that each tensor is first used with, such as the table that it is looked up in.
+    """Return {tensor: the variables that it is first used with}, such as the table that it is looked up
+    in.
 
-    Of a partitioned variable the name of the whole; none of a tensor that meets no variable.
+    A partitioned variable counts under the name of the whole. A tensor that meets no variable has none.
     """
     values = _variables_values(index)
     return {tensor: _met(index, tensor, values) for tensor in tensors}
@@ -213,23 +222,23 @@ def _met(index: GraphIndex, tensor: Endpoint, values: set[str]) -> tuple[str, ..
 
 
 def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
-    """The nodes that take this output's values."""
+    """Return the nodes that read the values of this output."""
     return [name for name in _takers(index, tensor.node) if tensor in data_inputs(index.nodes[name])]
 
 
 def _takers(index: GraphIndex, node: str) -> Iterator[str]:
-    """The nodes that take values of a node, and not their shape alone."""
+    """Return the nodes that read a node's values, and not only their shape."""
     return (name for name, _ in index.consumers[node] if index.nodes[name].op not in SHAPES)
 
 
 def _behind(index: GraphIndex, value: str) -> list[str]:
-    """The variables that a value is computed from."""
+    """Return the variables that a value is computed from."""
     before = closure([value], lambda name: (each for each in _sources(index, name) if each in index.nodes))
     return [name for name in before if index.nodes[name].op in VARIABLE_OPS or index.nodes[name].op == HANDLE]
 
 
 def likely_outputs(index: GraphIndex) -> list[Endpoint]:
-    """Tensors that look like a model's outputs, the likeliest first; none if no variable is used."""
+    """Return tensors that look like a model's outputs, the likeliest first; none if no variable is used."""
     forward = _computed_from_inputs(index)
     values = _variables_values(index)
     reading = (name for name in forward if not values.isdisjoint(_sources(index, name)))
@@ -258,7 +267,9 @@ def _is_a_savers(index: GraphIndex, name: str) -> bool:
 
 
 def _computed_from_inputs(index: GraphIndex) -> set[str]:
-    """The nodes computed from inputs, without training's: the forward pass, and losses after it."""
+    """Return the nodes computed from inputs, without those of training: the forward pass, and losses after
+    it.
+    """
     reached = {
         name
         for name in _after(index, _inputs(index), index.nodes)
@@ -269,7 +280,7 @@ def _computed_from_inputs(index: GraphIndex) -> set[str]:
 
 
 def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
-    """The names among `nodes` of those that are read only to compute new values of variables."""
+    """Return the names among `nodes` that are read only to compute new values of variables."""
     readers = {name: [reader for reader, _ in index.consumers[name]] for name in nodes}
     left = {name: sum(not changes_state(index.nodes[r].op) for r in found) for name, found in readers.items()}
     pending = [name for name, found in readers.items() if found and not left[name]]
@@ -283,7 +294,7 @@ def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
 
 
 def _variables_values(index: GraphIndex) -> set[str]:
-    """The variables, and the nodes that are computed from them alone: reads, and joined partitions."""
+    """Return the variables, and the nodes computed only from them: reads, and joined partitions."""
     variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS or node.op == HANDLE]
     fed = {*_after(index, _inputs(index), index.nodes)}
     return {*_after(index, variables, index.nodes.keys() - fed)}
@@ -295,13 +306,13 @@ def _inputs(index: GraphIndex) -> list[str]:
 
 
 def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
-    """The nodes `start`, and all `among` others that depend on them, nearest first."""
+    """Return the nodes `start`, and all `among` others that depend on them, nearest first."""
     among = {*among}
     return [*closure(start, lambda name: (reader for reader, _ in index.consumers[name] if reader in among))]
 
 
 def _before(index: GraphIndex, start: Iterable[str], among: set[str]) -> set[str]:
-    """All nodes `among` others that the nodes `start` are computed from, through these alone."""
+    """Return all nodes of `among` that `start` is computed from, following only such nodes."""
 
     def before(name: str) -> Iterator[str]:
         return (source for source in _sources(index, name) if source in among)

@@ -1,11 +1,11 @@
 """The nodes of a graph: read, walk, make and rename them, without TensorFlow (`exporter.wire.protos`).
 
 *Control edges* (`Pivots`). In a graph of Switch, Merge, Enter and Exit a node without data inputs (a
-constant, a random number) is bound to its branch or loop by a control edge alone; every other node by its
-inputs. So of all control edges just one for each node without data inputs matters, and it may come from any
-node of the same branch or iteration: its *pivot*. All others only order side effects, which an inference
-graph does not have. (Source: tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` of `CondContext` and
-of `WhileContext`.)
+constant, a random number) belongs to its branch or loop only by a control edge; every other node by its
+inputs. So only one control edge matters for each node without data inputs, and it may come from any node of
+the same branch or iteration: its *pivot*. All others only order side effects, which an inference graph does
+not have. (Source: tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` of `CondContext` and of
+`WhileContext`.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
-# In the order in which they are asked: a Cast has SrcT and DstT, and gives DstT.
+# In the order in which they are tried: a Cast has SrcT and DstT, and its output has DstT.
 _TYPE_ATTRS = ("dtype", "T", "Tparams", "out_type", "output_type", "DstT", "SrcT")
 _TYPE_LIST_ATTRS = ("Tout", "output_types", "component_types", "dtypes", "_output_types")
 
@@ -41,7 +41,7 @@ class Endpoint(NamedTuple):
 
     @property
     def as_input(self) -> str:
-        """Its text among a NodeDef's inputs: the bare node's name for output 0."""
+        """Return its text as an input of a NodeDef: only the node's name for output 0."""
         return str(self) if self.output else self.node
 
 
@@ -57,27 +57,27 @@ def endpoint(text: str) -> Endpoint:
 
 
 def node_of(text: str) -> str:
-    """The node (or a function's argument) that an input names, in a GraphDef or a FunctionDef."""
+    """Return the node (or a function's argument) that an input names, in a GraphDef or a FunctionDef."""
     return text.removeprefix("^").partition(":")[0]
 
 
 def input_names(node: Proto) -> list[str]:
-    """The data inputs of a node as it spells them, in order; control inputs come after them."""
+    """Return the data inputs of a node as they are written, in order, without control inputs."""
     return [text for text in node.input if not text.startswith("^")]
 
 
 def data_inputs(node: Proto) -> list[Endpoint]:
-    """The tensors that a node of a GraphDef reads, in order."""
+    """Return the tensors that a node of a GraphDef reads, in order."""
     return [endpoint(text) for text in node.input if not text.startswith("^")]
 
 
 def control_inputs(node: Proto) -> list[str]:
-    """The nodes that a node waits for by control edges."""
+    """Return the nodes that a node waits for by control edges."""
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
 def readers_of(nodes: Iterable[Proto], *, waiting: bool = False) -> dict[str, list[Proto]]:
-    """The readers of each node's outputs, by its name; with `waiting` also those bound by control edges."""
+    """Return {node's name: the readers of its outputs}; with `waiting` also readers by control edges."""
     readers: dict[str, list[Proto]] = {}
     for node in nodes:
         for text in node.input if waiting else input_names(node):
@@ -86,7 +86,10 @@ def readers_of(nodes: Iterable[Proto], *, waiting: bool = False) -> dict[str, li
 
 
 def base_dtype(number: int) -> DType:
-    """The DType of a number in a graph, of a reference what it refers to; GraphError if it is unknown."""
+    """Return the DType for a number in a graph; for a reference, the dtype that it refers to.
+
+    GraphError if the number is unknown.
+    """
     try:
         return DType(number)
     except ValueError:
@@ -99,34 +102,36 @@ def _absent() -> Proto:
 
 
 def attr(node: Proto, name: str) -> Proto:
-    """An attribute's AttrValue, for reading alone; a shared empty one if the node lacks the attribute."""
+    """Return an attribute's AttrValue, only for reading; a shared empty one if the node lacks the
+    attribute.
+    """
     return node.attr.get(name) or _absent()  # reading a map field by [] would insert the key
 
 
 def attr_dtype(node: Proto, name: str) -> DType | None:
-    """A type attribute's DType, None if absent."""
+    """Return a type attribute's DType, None if absent."""
     number = attr(node, name).type
     return base_dtype(number) if number else None
 
 
 def attr_text(node: Proto, name: str) -> str:
-    """A string attribute, "" if absent."""
+    """Return a string attribute, "" if absent."""
     return str(attr(node, name).s.decode("utf-8", "replace"))
 
 
 def attr_shape(node: Proto, name: str = "shape") -> tuple[int, ...] | None:
-    """A shape attribute as `shape_of` gives it; None if absent or of unknown rank."""
+    """Return a shape attribute as `shape_of` does; None if absent or of unknown rank."""
     value = attr(node, name)
     return shape_of(value.shape) if value.HasField("shape") else None
 
 
 def shape_of(shape: Proto) -> tuple[int, ...] | None:
-    """A TensorShapeProto as a tuple, with -1 for unknown lengths; None for an unknown rank."""
+    """Return a TensorShapeProto as a tuple, with -1 for unknown lengths; None for an unknown rank."""
     return None if shape.unknown_rank else tuple(dim.size for dim in shape.dim)
 
 
 def shape_proto(shape: tuple[int, ...] | None) -> Proto:
-    """The TensorShapeProto of a shape as `shape_of` gives it."""
+    """Return the TensorShapeProto of a shape as `shape_of` returns it."""
     proto = protos.TensorShapeProto(unknown_rank=shape is None)
     for size in shape or ():
         proto.dim.add(size=size)
@@ -134,7 +139,9 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
 
 
 def const_value(node: Proto | None) -> np.ndarray | None:
-    """The value of a Const; None for any other node, and for one that is damaged or fills above 8 MiB."""
+    """Return the value of a Const; None for any other node, and for a value that is damaged or above 8
+    MiB.
+    """
     if node is None or node.op != "Const":
         return None
     try:
@@ -144,7 +151,7 @@ def const_value(node: Proto | None) -> np.ndarray | None:
 
 
 def const_texts(node: Proto | None) -> list[str] | None:
-    """The strings of a Const of strings, flattened; None for any other node."""
+    """Return the strings of a Const of strings, flattened; None for any other node."""
     value = const_value(node)
     if value is None or value.dtype != object:
         return None
@@ -155,9 +162,9 @@ _PASSES_ON = frozenset({"Identity"})
 
 
 def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[str] = _PASSES_ON) -> str:
-    """The node or argument whose value an input is: follow first inputs back through nodes of these `ops`."""
+    """Follow first inputs back through nodes of these `ops`; returns the node or argument with the value."""
     name = node_of(text)
-    for _ in range(_MAX_IDENTITIES):  # a damaged graph may have a circle of them
+    for _ in range(_MAX_IDENTITIES):  # a damaged graph may have a cycle of them
         node = nodes.get(name)
         if node is None or node.op not in ops or not node.input:
             break
@@ -168,7 +175,7 @@ def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[st
 def tensor_behind(
     nodes: Mapping[str, Proto], tensor: Endpoint, ops: Collection[str] = _PASSES_ON
 ) -> Endpoint:
-    """The tensor that a tensor of a GraphDef is handed on from by nodes of these `ops`, with its output."""
+    """Follow a GraphDef's tensor back through nodes of these `ops`; returns the tensor with the value."""
     for _ in range(_MAX_IDENTITIES):
         node = nodes.get(tensor.node)
         if node is None or node.op not in ops or not data_inputs(node):
@@ -205,12 +212,12 @@ class GraphIndex:
 
     @classmethod
     def of(cls, meta_graph: Proto) -> GraphIndex:
-        """The index of a MetaGraphDef, with the OpDefs that it carries."""
+        """Index a MetaGraphDef, with the OpDefs in it."""
         return cls(meta_graph.graph_def, meta_graph.meta_info_def.stripped_op_list.op)
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[str, int]]]:
-        """The (consumer, position among its data inputs) of each node's outputs, by the node's name."""
+        """Return {node: (consumer, position among the consumer's data inputs) of each use of its outputs}."""
         readers: dict[str, list[tuple[str, int]]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for position, source in enumerate(data_inputs(node)):
@@ -219,7 +226,9 @@ class GraphIndex:
         return readers
 
     def resolve(self, text: str, role: str) -> Endpoint:
-        """The tensor that a user named (a node: its output 0), or UnknownTensor with the nearest names."""
+        """Return the tensor that a user named (for a node its output 0), or UnknownTensor with the nearest
+        names.
+        """
         found = endpoint(text)
         node = self.nodes.get(found.node)
         if node is None or found.output < 0:
@@ -235,7 +244,9 @@ class GraphIndex:
         return found
 
     def nearest(self, text: str, count: int = 5) -> list[str]:
-        """At most `count` tensor names like `text`: similar ones, then those with its last component."""
+        """Return at most `count` tensor names like `text`: similar ones, then those that have its last
+        component.
+        """
         import difflib
 
         name = endpoint(text).node
@@ -246,11 +257,11 @@ class GraphIndex:
         return [f"{known}:0" for known in [*dict.fromkeys([*similar, *holding])][:count]]
 
     def op_def(self, op: str) -> Proto | None:
-        """The OpDef that the graph has for an operation, or a function's signature; None if it has none."""
+        """Return the graph's OpDef of an operation, or a function's signature; None if it has none."""
         return self._op_defs.get(op)
 
     def output_dtypes(self, node: Proto) -> list[DType] | None:
-        """The dtypes of a node's outputs, None if neither OpDefs nor attributes give them."""
+        """Return the dtypes of a node's outputs; None if neither OpDefs nor attributes have them."""
         op_def = self._op_defs.get(node.op)
         if op_def is None:
             return _guessed_dtypes(node)
@@ -260,7 +271,7 @@ class GraphIndex:
         return found
 
     def dtype(self, tensor: Endpoint) -> DType:
-        """A tensor's dtype, or GraphError if the graph does not describe the operation."""
+        """Return a tensor's dtype; GraphError if the graph does not describe the operation."""
         dtypes = self.output_dtypes(self.nodes[tensor.node])
         if dtypes is None or tensor.output >= len(dtypes):
             op = self.nodes[tensor.node].op
@@ -271,7 +282,7 @@ class GraphIndex:
         return dtypes[tensor.output]
 
     def shape(self, tensor: Endpoint) -> tuple[int, ...] | None:
-        """A tensor's recorded shape, with -1 for unknown lengths; None if its rank is unknown."""
+        """Return a tensor's recorded shape, with -1 for unknown lengths; None if its rank is unknown."""
         node = self.nodes[tensor.node]
         recorded = attr(node, "_output_shapes" if "_output_shapes" in node.attr else "output_shapes")
         if tensor.output < len(recorded.list.shape):
@@ -280,9 +291,9 @@ class GraphIndex:
 
 
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
-    """The dtypes of one output argument: one, `number_attr` equal ones, or a list of them.
+    """Return the dtypes of one output argument: one, `number_attr` equal ones, or a list of them.
 
-    Empty if the node does not tell; GraphError for an impossible number of outputs.
+    Empty if the node lacks them; GraphError for an impossible number of outputs.
     """
     if argument.type_list_attr:
         types = _attr_or_default(node, op_def, argument.type_list_attr)
@@ -300,7 +311,9 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
 
 
 def _attr_or_default(node: Proto, op_def: Proto, name: str) -> Proto | None:
-    """An attribute, or its OpDef's default, which MetaGraphs may leave out; None if there is neither."""
+    """Return an attribute, or its OpDef's default, which MetaGraphs may leave out; None if there is
+    neither.
+    """
     if name in node.attr:
         return attr(node, name)
     return next((a.default_value for a in op_def.attr if a.name == name), None)
@@ -324,7 +337,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
-    """The items `start` and all that `following` leads to from them, nearest first, each once."""
+    """Return `start` and all items that `following` finds from them, nearest first, each once."""
     found = dict.fromkeys(start)
     pending = deque(found)
     while pending:
@@ -342,7 +355,9 @@ class Reached(Struct, frozen=True):
     toward_output: Mapping[str, str | None]  # for each node one that needs it; None where the search began
 
     def path(self, name: str) -> str:
-        """The path from an output to a node, for an error message; a long one is cut in the middle."""
+        """Return the path from an output to a node, for an error message; a long one is shortened in the
+        middle.
+        """
         steps: list[str] = []
         current: str | None = name
         while current is not None:
@@ -360,9 +375,9 @@ def reach(
     replaced: Mapping[Endpoint, Endpoint] | None = None,
     given: Collection[Endpoint] = (),
 ) -> Reached:
-    """All nodes that `roots` need, with tensors `replaced` by others; the search stops at those `given`.
+    """Return all nodes that `roots` need, with tensors `replaced` by others; the search stops at `given`.
 
-    GraphError if one of them reads a tensor of a node that the graph does not have.
+    GraphError if one of them reads a node that the graph does not have.
     """
     pivots = Pivots(nodes)
     replaced = replaced or {}
@@ -395,7 +410,7 @@ def reach(
 def all_before(
     nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
 ) -> dict[str, None]:
-    """Every node that runs for some tensors, also those only waited for, nearest first; stops at `given`."""
+    """Return every node that runs for some tensors, nearest first, with control inputs; stops at `given`."""
     found: dict[str, None] = {}
     pending = deque(tensors)
     while pending:
@@ -413,7 +428,7 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
     try:
         TopologicalSorter(waits_for).prepare()
     except CycleError as error:
-        cycle = [*reversed(error.args[1])]  # it leads from a node to its readers, and ends where it begins
+        cycle = [*reversed(error.args[1])]  # from a node to its readers; the last is the first again
         shown = [*cycle[:_SHOWN_AT_EACH_END], "..."] if len(cycle) > 2 * _SHOWN_AT_EACH_END + 1 else cycle
         raise GraphError(
             f"the graph has a cycle outside of any loop: {' <- '.join(shown)}",
@@ -422,7 +437,7 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
 
 
 def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
-    """The nodes of these inputs, without the edge from NextIteration to Merge that closes a loop."""
+    """Return the nodes of these inputs, without the edge from NextIteration to Merge that closes a loop."""
     sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
         return {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
@@ -430,7 +445,7 @@ def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]
 
 
 def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
-    """The nodes `names`, each NoOp (a group) replaced by those that it waits for, in no given order."""
+    """Return the nodes `names`, each NoOp (a group) replaced by the nodes that it waits for, in any order."""
     pending, found, seen = [*names], list[str](), set[str]()
     while pending:
         name = pending.pop()
@@ -449,7 +464,7 @@ MERGES = frozenset({"Merge", "RefMerge"})
 ENTERS = frozenset({"Enter", "RefEnter"})
 EXITS = frozenset({"Exit", "RefExit"})
 NEXT_ITERATIONS = frozenset({"NextIteration", "RefNextIteration"})
-_MAX_NESTED = 64  # conditionals that are followed by recursion: Python's stack ends at 1,000 calls
+_MAX_NESTED = 64  # conditionals, each followed by recursion: Python allows 1,000 nested calls
 _FRAME_BOUND = ENTERS | NEXT_ITERATIONS | {"LoopCond"}
 
 
@@ -459,7 +474,7 @@ def has_control_flow(nodes: Mapping[str, Proto]) -> bool:
 
 
 class Pivots:
-    """Finds pivots in one graph, and remembers nodes that lie outside of all control flow."""
+    """Finds pivots in one graph, and remembers nodes outside of all control flow."""
 
     def __init__(self, nodes: Mapping[str, Proto]) -> None:
         self._nodes = nodes
@@ -467,7 +482,9 @@ class Pivots:
         self._is_plain = not has_control_flow(nodes)
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """A node's data inputs; for one without any, the control edge from its pivot, if it has one."""
+        """Return a node's data inputs; for a node without any, the control edge from its pivot, if it has
+        one.
+        """
         data = input_names(node)
         if data or self._is_plain:
             return data
@@ -499,7 +516,9 @@ class Pivots:
         return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
 
     def _same_context(self, node: Proto, depth: int) -> list[str]:
-        """The nodes before `node` that run exactly when and where it does, outside of what it ends."""
+        """Return nodes before `node` in the same branch or iteration, or before the loop or branch that it
+        ends.
+        """
         if node.op in EXITS:
             return self._before_loop(node)
         if node.op in MERGES:
@@ -507,7 +526,7 @@ class Pivots:
         return [source.node for source in data_inputs(node)] or control_inputs(node)
 
     def _before_loop(self, node: Proto) -> list[str]:
-        """The node that the loop's Enter reads, found from an Exit; none if the loop is damaged."""
+        """Return the node that the loop's Enter reads, found from an Exit; none if the loop is damaged."""
         for _ in range(4):  # Exit, Switch, Merge, Enter
             sources = data_inputs(node)
             if not sources or sources[0].node not in self._nodes:
@@ -518,7 +537,7 @@ class Pivots:
         return []
 
     def _before_branch(self, merge: Proto, depth: int) -> list[str]:
-        """The nodes that a conditional's Switch reads, found from the Merge that ends it."""
+        """Return the nodes that a conditional's Switch reads, found from the Merge that ends it."""
         switch = next((s for s in data_inputs(merge) if self._op(s) in SWITCHES), None)
         if switch is None:
             branch_pivot = self._first_pivot([source.node for source in data_inputs(merge)], depth + 1)
@@ -542,10 +561,10 @@ def new_node(
     device: str = "",
     **attrs: Any,
 ) -> Proto:
-    """A new NodeDef that waits for the nodes `after`.
+    """Make a NodeDef that waits for the nodes `after`.
 
-    An attribute is a `DType` or a tuple of them, a shape (a tuple of numbers, -1 or None where unknown), a
-    bool, an int, bytes, a `TensorProto`, or the name of a function, as a str.
+    An attribute is a `DType` or a tuple of them, a shape (a tuple of numbers, -1 or None if unknown), a bool,
+    an int, bytes, a `TensorProto`, or the name of a function, as a str.
     """
     node = protos.NodeDef(name=name, op=op, device=device)
     node.input.extend([*inputs, *(f"^{other}" for other in after)])
@@ -555,7 +574,7 @@ def new_node(
 
 
 def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
-    """A new Const of a value, as this dtype."""
+    """Make a Const of a value, with this dtype."""
     tensor = protos.TensorProto()
     fill(tensor, value)
     tensor.dtype = int(dtype)  # numpy knows no quantised types
@@ -563,7 +582,7 @@ def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
 
 
 def free_name(taken: Collection[str], wish: str) -> str:
-    """`wish`, or `wish_1`, `wish_2` ...: the first that is not taken."""
+    """Return `wish`, or the first of `wish_1`, `wish_2` ... that is not taken."""
     name, number = wish, 0
     while name in taken:
         number += 1
@@ -580,7 +599,7 @@ def put_nodes(field: Any, nodes: Iterable[Proto]) -> None:
 
 def drop_nodes(field: Any, gone: Collection[str]) -> None:
     """Remove nodes, and the edges from them, from a graph (`node`) or a function (`node_def`), in place."""
-    for at in reversed(range(len(field))):  # nodes that were added last are cut off the end
+    for at in reversed(range(len(field))):  # from the end, so that removing the last nodes moves no others
         if field[at].name in gone:
             del field[at]
     for node in field:
@@ -590,7 +609,7 @@ def drop_nodes(field: Any, gone: Collection[str]) -> None:
 
 
 def drop_from_function(function: Proto, gone: Collection[str]) -> None:
-    """Remove nodes, edges from them and control outputs that name them from a function, in place."""
+    """Remove nodes from a function, in place, with edges from them and control outputs that name them."""
     drop_nodes(function.node_def, gone)
     for output in [output for output, node in function.control_ret.items() if node in gone]:
         del function.control_ret[output]
@@ -600,7 +619,7 @@ def drop_from_function(function: Proto, gone: Collection[str]) -> None:
 
 def _set_attr(attr: Proto, value: Any) -> None:
     match value:
-        case DType():  # before int, which an IntEnum is; and bool before int, for the same reason
+        case DType():  # before int, because an IntEnum is an int; so is a bool
             attr.type = int(value)
         case bool():
             attr.b = value
@@ -625,13 +644,14 @@ CALLS = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall", *LOOPS), 0),
     **dict.fromkeys(("If", "StatelessIf", "Case", "StatelessCase"), 1),
 }
-"""Ops that call functions, with the number of inputs before the functions' arguments."""
+"""The operations that call functions, with the number of inputs before the functions' arguments."""
 
 
 class Body:
     """The nodes of a graph or of a function, with the two ways in which they name tensors.
 
-    A GraphDef says `node` or `node:1`; a FunctionDef `node:output argument:0`, and an argument's bare name.
+    A GraphDef names them `node` or `node:1`; a FunctionDef `node:output argument:0`, or an argument's bare
+    name.
     """
 
     def __init__(self, nodes: Proto, function: Proto | None = None) -> None:
@@ -641,29 +661,29 @@ class Body:
 
     @property
     def name(self) -> str:
-        """The function's name, "" for a graph."""
+        """Return the function's name, "" for a graph."""
         return "" if self.function is None else str(self.function.signature.name)
 
     @classmethod
     def of(cls, function: Proto) -> Body:
-        """A FunctionDef's body; changes are made in the FunctionDef."""
+        """Return a FunctionDef's body; changes are made in the FunctionDef."""
         return cls(function.node_def, function)
 
     def producer(self, reference: str) -> Proto | None:
-        """The node that makes a tensor; None for a function's argument."""
+        """Return the node that makes a tensor; None for a function's argument."""
         is_argument = self.function is not None and ":" not in reference
         return None if is_argument else self.by_name.get(node_of(reference))
 
     def results(self) -> Iterator[str]:
-        """The tensors that a function returns; none for a graph."""
+        """Yield the tensors that a function returns; none for a graph."""
         return iter(self.function.ret.values() if self.function is not None else ())
 
     def canonical(self, reference: str) -> str:
-        """One name for a tensor that has two (`node` and `node:0` in a graph)."""
+        """Return the same name for both names of a tensor (`node` and `node:0` in a graph)."""
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 
     def output(self, node: Proto, index: int) -> str:
-        """The name of output `index` of a node that forwards tensors (Identity, Switch) or loops."""
+        """Return the name of output `index` of a node that forwards tensors (Identity, Switch) or loops."""
         if self.function is None:
             return f"{node.name}:{index}"
         if node.op == "Switch":
@@ -671,7 +691,7 @@ class Body:
         return f"{node.name}:output:{index}"
 
     def single(self, node: Proto, argument: str) -> str:
-        """The name of a node's only output, which its OpDef calls `argument`."""
+        """Return the name of a node's only output, named `argument` in its OpDef."""
         return str(node.name) if self.function is None else f"{node.name}:{argument}:0"
 
     def add(self, name: str, op: str, *inputs: str, device: str = "", **attrs: Any) -> Proto:
@@ -679,7 +699,7 @@ class Body:
         return self.put(new_node(free_name(self.by_name, name), op, inputs, device=device, **attrs))
 
     def rename(self, node: Proto, name: str) -> None:
-        """Give a node another name, which is free; its old one is free then."""
+        """Rename a node; the new name must be free, and the old one becomes free."""
         del self.by_name[node.name]
         node.name = name
         self.by_name[name] = node
@@ -694,14 +714,14 @@ class Body:
         return self.single(made, "output")
 
     def put(self, node: Proto) -> Proto:
-        """Add a node whose name is free; returns the body's own copy, which alone may be changed further."""
+        """Add a node whose name is free; returns the body's own copy, the only one to change further."""
         self.nodes.append(node)
         self.by_name[node.name] = self.nodes[-1]
         return self.nodes[-1]
 
 
 _VECTORS = {"Unique": "y", "UniqueWithCounts": "y", "Range": "output"}
-"""Operations, and the output that is a vector."""
+"""{operation: its output that is a vector}."""
 _BY_ELEMENT = frozenset(
     {
         *("Identity", "Cast", "StringToHashBucketFast", "StringToNumber"),
@@ -711,11 +731,12 @@ _BY_ELEMENT = frozenset(
 
 
 def makes_vector(body: Body, reference: str, named: Collection[str], depth: int = 12) -> bool:
-    """True if operations make a tensor one-dimensional whatever they are given, as `Unique` does.
+    """True if operations always make a tensor one-dimensional, whatever their inputs are, as `Unique`
+    does.
 
-    Shapes that the graph only declares do not count: nothing checks those of what a client sends. It may send
-    any node of those that signatures have `named`, also one that another signature computes. Looks at most
-    `depth` operations back.
+    Shapes that the graph only declares do not count: nothing checks them for values that a client sends. It
+    may send any node of those that signatures have `named`, also one that another signature computes. Looks
+    at most `depth` operations back.
     """
 
     def unless_sent(text: str) -> Proto | None:
@@ -742,13 +763,13 @@ def makes_vector(body: Body, reference: str, named: Collection[str], depth: int 
 
 
 def bodies(graph_def: Proto) -> Iterator[Body]:
-    """The bodies of the graph, and of each of its functions."""
+    """Yield the bodies of the graph, and of each of its functions."""
     yield Body(graph_def.node)
     yield from map(Body.of, graph_def.library.function)
 
 
 def called(node: Proto) -> Iterator[Proto]:
-    """The functions that a node's attributes name, as messages whose `name` may be set."""
+    """Yield the functions that a node's attributes name, as messages whose `name` may be set."""
     for value in node.attr.values():
         if value.HasField("func"):
             yield value.func

@@ -1,4 +1,4 @@
-"""Builders that return an object: a Keras model, or a `tf.Module` with `signatures`.
+"""Build graphs from objects that a builder returns: a Keras model, or a `tf.Module` with `signatures`.
 
 They run in a graph as other builders do: variables are symbols and initialisers are never run, so nothing is
 allocated. Then the object is called on placeholders of that graph. The object graph is kept, too: by its
@@ -27,7 +27,7 @@ from exporter.while_needed import WhileNeeded
 
 Tensors = Mapping[str, Any]
 
-# Names that Keras 3 gives to unnamed inputs, with a number that counts all inputs of a process.
+# Names of unnamed inputs in Keras 3, with a number that counts all inputs of a process.
 _NUMBERED = re.compile(r"(keras_tensor(_\d+)?)?")
 
 _LIST = "trainable_variables"
@@ -35,9 +35,9 @@ _UNNAMED = "Variable"  # TensorFlow's name for a variable without a name
 
 
 def objects_among(result: Any) -> dict[str, Any]:
-    """The models and modules that a builder returned, by the names of their signatures.
+    """Return the models and modules that a builder returned, by the names of their signatures.
 
-    "" is the name of one that it returned alone. Empty if there are none.
+    A single one, returned alone, has the name "". Empty if there are none.
     """
     if _is_object(result):
         return {"": result}
@@ -46,7 +46,7 @@ def objects_among(result: Any) -> dict[str, Any]:
 
 
 def holding(models: Mapping[str, Any]) -> Any:
-    """The model called "", or an object that holds these models under their names."""
+    """Return the model named "", or an object that has these models as attributes under their names."""
     import tensorflow as tf
 
     if "" in models:
@@ -64,9 +64,10 @@ def _is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Tensors, Tensors]]:
-    """{signature: (inputs, outputs)} of a model or module, called on placeholders in the default graph.
+    """Return {signature: (inputs, outputs)} of a model or module, called on placeholders in the default
+    graph.
 
-    With a `name`, its only or default signature is called so, and others `<name>_<signature>`. BuilderError
+    With a `name`, its only or default signature gets that name, and others `<name>_<signature>`. BuilderError
     if it has no signatures, its inputs are unknown, or the call fails.
     """
     _refuse_foreign_variables(model, label)
@@ -95,11 +96,11 @@ def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Ten
 
 
 def as_loaded(model: Any, naming: Naming) -> tuple[str, ...]:
-    """Change a Keras model to answer as after loading a checkpoint's values; returns notes for the user.
+    """Change a Keras model so that it answers as after loading a checkpoint; returns notes for the user.
 
-    Layers begin each request with a reset state, since a served model keeps none. Where files store values
-    by layer, Keras merges adapters (LoRA) into kernels as it saves, and gives zeros to adapters as it loads;
-    weights that it quantizes by a calibration count as calibrated. Any other value is left as it is.
+    Layers begin each request with a reset state, since a served model keeps none. If files store values by
+    layer, Keras merges adapters (LoRA) into kernels when it saves, and sets adapters to zero when it loads;
+    weights that it quantizes by a calibration count as calibrated. Other settings are not changed.
     """
     if (keras := keras_of(model)) is None:
         return ()
@@ -121,12 +122,13 @@ def as_loaded(model: Any, naming: Naming) -> tuple[str, ...]:
     return tuple(text.format(some) for text, some in zip(said, names, strict=True) if some)
 
 
-# Ways to quantize of Keras 3 after which a layer computes with the quantized kernel only once it is loaded.
+# Quantization modes of Keras 3 in which a layer uses the quantized kernel only once it is loaded.
 _CALIBRATED = {"gptq", "awq"}
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """A note for the user if a subclassed Keras model does not declare its inputs, served as floats.
+    """Return a note for the user if a subclassed Keras model without declared inputs is served with
+    floats.
 
     Empty for any other model.
     """
@@ -142,7 +144,9 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Refuse a model that was built before, as one in a global: its variables are no symbols of the graph."""
+    """Raise BuilderError for a model that was built before, such as a global one: its variables have
+    values.
+    """
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
@@ -160,21 +164,23 @@ class ObjectView(Struct, frozen=True):
     """The objects below a model or module, as TensorFlow would save them."""
 
     objects: ObjectGraph
-    # {variable's node: Keras' path of it; its path among the objects if it has no name, or another's}.
+    # {variable's node: its Keras path; its path among the objects if its name is missing or not unique}.
     names: Mapping[str, str]
 
 
 def view_objects(
     model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
 ) -> ObjectView:
-    """The objects below a model; variables name nodes of its graph, or are as `variable_of` gives them."""
+    """Return the objects below a model; variables name nodes of its graph, or are what `variable_of`
+    returns.
+    """
     import tensorflow as tf
 
     view = tf.train.TrackableView(model)
     items = list(view.descendants())
     edges = [dict(view.children(item)) for item in items]
     for item, children in [*zip(items, edges, strict=True)]:
-        if _is_keras_model(item) and _LIST not in children:  # optimizers keep that list, too
+        if _is_keras_model(item) and _LIST not in children:  # a checkpoint's optimizer has that list
             children[_LIST] = _as_list(item.trainable_variables, items, edges)
     numbers = {id(item): number for number, item in enumerate(items)}
     objects = ObjectGraph(
@@ -191,7 +197,9 @@ def view_objects(
 
 
 def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
-    """An object whose children are these variables; adds it, and untracked variables, to items and edges."""
+    """Return an object with these variables as children; adds it, and untracked variables, to items and
+    edges.
+    """
     known = {id(item) for item in items}
     listed = object()
     new = [listed, *(variable for variable in variables if id(variable) not in known)]
@@ -209,13 +217,13 @@ def _names(objects: ObjectGraph) -> Iterator[tuple[str, str]]:
             yield entry.variable.tensor, objects.paths[number] if is_unclear else name
 
 
-# The bases of tf-keras' classes, as they were before the first of the builders that run now.
+# The bases of tf-keras' classes before the first of the builders that run now.
 _BASES: dict[type, tuple[type, ...]] = {}
 
 
 @contextlib.contextmanager
 def unchanged_classes() -> Iterator[None]:
-    """Undo what building in graphs does to a program's own tf-keras classes, once no builder runs.
+    """Restore the bases of a program's own tf-keras classes once no builder runs in a graph any more.
 
     tf-keras gives a subclass of Model other bases while there is no eager execution, and models that exist
     already would lose theirs. (Source: tf_keras/src/utils/version_utils.py, swap_class.)
@@ -245,9 +253,9 @@ _PUT_BACK = WhileNeeded(_put_back)
 
 @contextlib.contextmanager
 def counted_anew() -> Iterator[None]:
-    """Let Keras 3 number the names of the block from the beginning, and go on with its own count after it.
+    """Let Keras 3 number names from the beginning in the block, and restore its own count after it.
 
-    A builder then makes the same names in a program that made models before as in one that made none.
+    So a builder makes the same names whether or not its program made models before.
     """
     before = getattr(_keras_counts(), _COUNTS, None)
     _count_from({})
@@ -261,7 +269,7 @@ _COUNTS = "object_name_uids"
 
 
 def _keras_counts() -> Any:
-    """Where Keras 3 counts the names that this thread has given; None before it is loaded."""
+    """Return the object in which Keras 3 counts the names of this thread; None before Keras is loaded."""
     state = sys.modules.get("keras.src.backend.common.global_state")
     return getattr(state, "GLOBAL_STATE_TRACKER", None)
 
@@ -280,7 +288,7 @@ def _subclasses(root: type) -> Iterator[type]:
 
 
 def keras_of(value: Any) -> Any:
-    """The Keras of a model of this program, Keras 3 or tf-keras; None if the value is no Keras model."""
+    """Return the Keras module of a model, Keras 3 or tf-keras; None if the value is not a Keras model."""
     kerases = (sys.modules.get(name) for name in ("keras", "tf_keras"))
     return next((keras for keras in kerases if keras is not None and isinstance(value, keras.Model)), None)
 
@@ -294,12 +302,14 @@ def _variable(item: Any) -> TrackedVariable | None:
     if variable is None:
         return None
     node = variable.handle.op.name
-    # Keras' own path: a graph gives the node of an unnamed model's second layer another name, `dense_1_1`.
+    # Keras' own path: in a graph the node of an unnamed model's second layer has another name, `dense_1_1`.
     return TrackedVariable(getattr(item, "path", None) or node, node)
 
 
 def _table_node(item: Any) -> str:
-    """The node of a table that training fills; "" for other objects, and for a table outside of a graph."""
+    """Return the node of a table that training fills; "" for other objects, and for a table outside of a
+    graph.
+    """
     import tensorflow as tf
 
     tables = tf.lookup.experimental
@@ -310,7 +320,7 @@ def _table_node(item: Any) -> str:
 
 
 def _value_of(item: Any) -> Any:
-    """The TensorFlow variable that an object is or wraps; None for other objects."""
+    """Return the TensorFlow variable that an object is or wraps; None for other objects."""
     import tensorflow as tf
 
     kind: Any = getattr(sys.modules.get("keras"), "Variable", None)  # Keras 2 has none
@@ -320,9 +330,9 @@ def _value_of(item: Any) -> Any:
 
 
 def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
-    """Placeholders for a Keras model's inputs: by name, and in the structure that it is called with.
+    """Make placeholders for a Keras model's inputs: by name, and in the structure that it is called with.
 
-    BuilderError if the model does not tell its inputs.
+    BuilderError if the model's inputs are unknown.
     """
     import tensorflow as tf
 
@@ -341,7 +351,7 @@ def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
 
 
 def _declared_inputs(model: Any) -> Any:
-    """The inputs that a model itself declares; None if it declares none."""
+    """Return the inputs that a model itself declares; None if it declares none."""
     structure = _quietly(lambda: model.input)
     if structure is not None:
         return structure
@@ -350,7 +360,9 @@ def _declared_inputs(model: Any) -> Any:
 
 
 def _input_names(model: Any, structure: Any) -> list[str]:
-    """A name for each input: of a dict its key, else the program's own, else `inputs` or `input_<i>`."""
+    """Return a name for each input: its key in a dict, else the program's own, else `inputs` or
+    `input_<i>`.
+    """
     import tensorflow as tf
 
     if isinstance(structure, Mapping):
@@ -364,7 +376,9 @@ def _input_names(model: Any, structure: Any) -> list[str]:
 
 
 def _built_shapes(model: Any) -> Any:
-    """The TensorSpec of a subclassed model's only input, from the shape that it was built with; or None."""
+    """Return the TensorSpec of a subclassed model's only input, from the shape that it was built with; or
+    None.
+    """
     import tensorflow as tf
 
     config = _quietly(model.get_build_config) or {}
@@ -379,7 +393,7 @@ def _built_shapes(model: Any) -> Any:
 
 
 def _placeholder(spec: Any, name: str) -> Any:
-    """A placeholder for an input of any batch size, declared by a TypeSpec or by Keras' own tensors."""
+    """Make a placeholder for an input of any batch size, declared by a TypeSpec or by Keras' own tensors."""
     import tensorflow as tf
 
     if isinstance(spec, tf.SparseTensor | tf.RaggedTensor):  # Keras 2 declares inputs by placeholders
@@ -397,7 +411,7 @@ def _placeholder(spec: Any, name: str) -> Any:
 
 
 def _composite(spec: Any, name: str) -> Any:
-    """A sparse or ragged tensor of placeholders, one for each of its components."""
+    """Make a sparse or ragged tensor of placeholders, one for each of its components."""
     import tensorflow as tf
 
     flat = tf.nest.flatten(spec, expand_composites=True)
@@ -409,12 +423,12 @@ def _composite(spec: Any, name: str) -> Any:
 
 
 def _node_name(name: str) -> str:
-    """`name` if a graph allows it for a node, else `input`."""
+    """Return `name` if it is valid for a node, else `input`."""
     return name if name and (name[0].isalnum() or name[0] == ".") and " " not in name else "input"
 
 
 def _outputs(result: Any, names: list[str]) -> Tensors:
-    """{name: result of a call}, by a dict's keys, the names of output layers, or `output_<i>`."""
+    """Return {name: result of a call}, by a dict's keys, the names of output layers, or `output_<i>`."""
     import tensorflow as tf
 
     if isinstance(result, Mapping):
@@ -426,7 +440,9 @@ def _outputs(result: Any, names: list[str]) -> Tensors:
 
 
 def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
-    """The inputs and outputs of a tf.function, called on placeholders; BuilderError for any other value."""
+    """Return the inputs and outputs of a tf.function, called on placeholders; BuilderError for any other
+    value.
+    """
     import tensorflow as tf
 
     if not hasattr(function, "get_concrete_function"):
@@ -445,7 +461,7 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
 
 
 def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
-    """A name for each of a function's tensors; `keywords` has one for each component of a composite one."""
+    """Return a name for each of a function's tensors; `keywords` has one for each component of a tensor."""
     import tensorflow as tf
 
     names, place = [], 0
@@ -459,7 +475,9 @@ def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
 
 
 def _quietly(read: Callable[[], Any]) -> Any:
-    """The value of a Keras model's property; None if it raises, as for a model without such a thing."""
+    """Return the value of a Keras model's property; None if the model does not have it, and reading it
+    fails.
+    """
     try:
         return read()
     except (AttributeError, ValueError, RuntimeError, NotImplementedError):

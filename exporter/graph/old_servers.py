@@ -1,7 +1,8 @@
-"""Graphs for servers of older TensorFlows: what says nothing there is left out, what they lack is refused.
+"""Adapt graphs to servers of older TensorFlows: leave out attributes without effect, refuse what they
+lack.
 
-An attribute at its default says nothing: with that an operation does what it did before it had the attribute.
-What came when stands in `exporter.wire.server_ops`.
+An attribute at its default has no effect: the operation does what it did before it had the attribute.
+`exporter.wire.server_ops` lists the version in which each part was added.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from exporter.wire.server_ops import OLDEST, Version, attribute_text, late_ops, 
 _PASSES_OVER: Version = (2, 8)
 """A loader of this version, and from 2.6 on, ignores an attribute that it does not know."""
 _ONLY_TALK = {("IgnoreErrorsDataset", "log_warning")}
-"""Attributes that change what a server logs, and nothing else."""
+"""Attributes that only change what a server logs."""
 _SHOWN = 4
 
 
@@ -32,7 +33,7 @@ class LatePart(Struct, frozen=True):
 
 
 def make_for(graph_def: Proto, server: Version) -> None:
-    """Leave out, in place, attributes that a server lacks and need not know.
+    """Remove, in place, attributes without effect that a server lacks.
 
     Raises:
         NotServable: the server lacks something else.
@@ -44,7 +45,7 @@ def make_for(graph_def: Proto, server: Version) -> None:
 
 
 def require_had(graph_def: Proto, server: Version) -> None:
-    """Raise NotServable if a graph needs what servers of a TensorFlow lack."""
+    """Raise NotServable if a graph needs a part that servers of this TensorFlow lack."""
     lacking = [each for each in _late_parts(all_nodes(graph_def)) if not each.silent and each.since > server]
     if not lacking:
         return
@@ -61,7 +62,7 @@ def require_had(graph_def: Proto, server: Version) -> None:
 
 
 def oldest_server(graph_def: Proto) -> Version:
-    """The oldest TensorFlow whose servers load a graph as it is, of those that are told apart."""
+    """Return the oldest known TensorFlow whose servers load a graph unchanged, `OLDEST` at the earliest."""
     parts = _late_parts(all_nodes(graph_def))
     return max(
         (min(each.since, _PASSES_OVER) if each.silent else each.since for each in parts), default=OLDEST
@@ -69,12 +70,12 @@ def oldest_server(graph_def: Proto) -> Version:
 
 
 def text_of(version: Version) -> str:
-    """`2.8`."""
+    """Return a version as text, such as `2.8`."""
     return ".".join(map(str, version))
 
 
 def _late_parts(nodes: Iterable[Proto]) -> Iterator[LatePart]:
-    """Yield what nodes have that came after `OLDEST`."""
+    """Yield the parts of nodes that were added to TensorFlow after `OLDEST`."""
     late = late_ops()
     for node in nodes:
         if node.op in late.ops:

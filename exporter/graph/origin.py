@@ -1,7 +1,7 @@
 """Record the sources of a base besides its checkpoint: the model, its options, its tables' files.
 
-A later delta fits the graph only while these are unchanged. What cannot be compared by files alone (a module
-that is not found, a configuration that differs) is found out by building the graph again.
+A later delta fits the graph only while these are unchanged. If files alone cannot decide it (a module is not
+found, a configuration differs), the graph is built again and compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 
 def _written(default: Any) -> Any:
-    """A default that is written, too, as earlier releases wrote it; `omit_defaults` spares factories."""
+    """Make a field default that is written, too, as earlier releases did; `omit_defaults` does so for
+    factories.
+    """
     return field(default_factory=lambda: copy(default))
 
 
@@ -49,13 +51,11 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     """The sources of a graph."""
 
     function: Annotated[Text, doc("the builder's name; empty for a finished graph")] = _written("")
-    is_beside: Annotated[bool, doc("nothing was named: the graph lay beside the checkpoint")] = _written(
-        False
-    )
-    files: Annotated[tuple[SourceFile, ...], doc("the builder's files, the one that was named first")] = (
+    is_beside: Annotated[bool, doc("true: found beside the checkpoint, without `--model`")] = _written(False)
+    files: Annotated[tuple[SourceFile, ...], doc("the builder's files, first the one in `--model`")] = (
         _written(())
     )
-    options: Annotated[dict[Text, Any], doc("the options about the graph that were given")] = _written({})
+    options: Annotated[dict[Text, Any], doc("the given options about the graph")] = _written({})
     graph: Annotated[Sha256 | Literal[""], doc("a digest of the inference graph")] = _written("")
     assets: Annotated[dict[Text, Sha256], doc("a digest of each table's file, by its name")] = _written({})
     modules: Annotated[tuple[ModuleFile, ...], doc("other modules of the builder, by name")] = ()
@@ -68,7 +68,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """The sources that a request names, before it is loaded; the code of a builder is known later."""
+        """Return the sources that a request names, before it is loaded; a builder's code is not known yet."""
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
         function, _, path = _named(request.model)
@@ -80,7 +80,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return cls(function, is_beside, files, graph_options(request))
 
     def with_code(self, code: Code) -> GraphOrigin:
-        """The origin with the code that made the graph."""
+        """Return the origin with the code that made the graph."""
         return replace(
             self,
             files=code.files or self.files,
@@ -90,14 +90,18 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         )
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """The origin with the digests of the graph made from it, and of `assets`, the files of its tables."""
+        """Return the origin with the digests of the graph made from it, and of `assets`, the files of its
+        tables.
+        """
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """Yield how a later request's model and options differ, in words; it may leave them out."""
+        """Yield the differences of a later request's model and options, in words; omitted ones do not
+        count.
+        """
         given = graph_options(request)
         if given:
             for name in sorted(self.options.keys() | given.keys()):
@@ -115,7 +119,8 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def code_differences(
         self, request: GraphRequest, places: CodePlaces, digests: FileDigests, known: Mapping[str, str]
     ) -> tuple[list[str], list[str]]:
-        """How the code of a later request differs from modules found by name, and what is not known of it.
+        """Return how the code of a later request differs from modules found by name, and what is unknown of
+        it.
 
         The second list has modules that are not found, or were edited before they were recorded, and files
         that the builder read if they differ. `known` are digests of such files that made the same graph.
@@ -138,7 +143,9 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return [f"{name} has changed" for name in changed], unknown
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """The digest of the finished graph that a request names, if this origin is one, too; else None."""
+        """Return the digest of the finished graph in a request, if this origin is a finished graph, too; else
+        None.
+        """
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
             return None
@@ -153,7 +160,7 @@ def _is_known(place: Path | None, digest: str | None) -> bool:
 
 
 class CodePlaces(Struct, frozen=True):
-    """Where a builder's modules, and the files that it read, were when it ran; see `Code`."""
+    """The paths of a builder's modules, and of the files that it read, when it ran; see `Code`."""
 
     files: Mapping[str, Path] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
@@ -161,17 +168,19 @@ class CodePlaces(Struct, frozen=True):
 
     @classmethod
     def of(cls, code: Code) -> CodePlaces:
-        """The places of code that ran just now."""
+        """Return the places of code that ran just now."""
         return cls(code.places, code.beside, code.by_name)
 
     def find(self, name: str, path: list[str], builder: BuilderFile | None) -> Path | None:
-        """The present file of a module, beside a builder that may have moved; None if none is found."""
+        """Return the present file of a module, beside a builder that may have moved; None if it is not
+        found.
+        """
         if name in self.by_name:
             return find_module(name, path) or self._kept(name, builder)
         return self._kept(name, builder) or find_module(name, path)
 
     def find_opened(self, name: str, root: Path, builder: BuilderFile | None) -> Path | None:
-        """The present file that a builder read under a name; None if there is none."""
+        """Return the present file that a builder read under a name; None if there is none."""
         beside = below(root, name, "a manifest names a file of the builder:")
         return self._kept(name, builder) or (beside if beside.is_file() else None)
 
@@ -189,7 +198,7 @@ def _is_in_archive(place: Path) -> bool:
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """{option: value} of the options about the graph that a request gives; of a file, its contents."""
+    """Return {option: value} of the options about the graph in a request; for a file, its contents."""
     from exporter.graph.source_graph import read_signatures
 
     given: dict[str, Any] = {
@@ -208,7 +217,7 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """Yield the names of `known` files whose digests changed; a file that is gone does not count."""
+    """Yield the names of `known` files whose digests changed; a missing file does not count."""
     for name, digest in known.items():
         with contextlib.suppress(OSError):
             if name in places and digests(places[name]) != digest:
@@ -216,7 +225,7 @@ def changed_assets(
 
 
 def check_named(model: Any) -> None:
-    """Refuse a named model that does not exist, without running anything.
+    """Check that a named model exists, without running anything.
 
     Raises:
         BuilderError: the file, module or function does not exist.
@@ -226,7 +235,10 @@ def check_named(model: Any) -> None:
 
 
 def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
-    """(builder's function, its file, None) or ("", None, finished graph's file); UsageError if not there."""
+    """Return (builder's function, its file, None) or ("", None, finished graph's file).
+
+    UsageError if the file does not exist, BuilderError if the builder does not.
+    """
     if model is None:
         return "", None, None
     if callable(model):
@@ -260,9 +272,9 @@ def _is_as_written(path: Path, known: str) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """The digest of a graph's file; of an archive, that of its model, because its weights are not the graph.
+    """Return the digest of a graph's file; of an archive only its model's, without its weights.
 
-    BuilderError if an archive holds weights alone.
+    BuilderError if an archive has only weights.
     """
     from exporter.checkpoint.families import is_archive
     from exporter.wire.protos import MAX_MESSAGE_BYTES

@@ -1,20 +1,20 @@
 """Find operations that reach out of a model, and prepare a source graph for being run here.
 
 *Reaching out* is reading or writing files, calling other processes, or running code. A graph is data until a
-process runs it: then a server reads its own disk for any client that asks, and so does this process where it
-compares answers. `harmless_ops.txt` lists the operations that were judged not to reach out, and
-`_EFFECTS` those that do; any other operation of TensorFlow counts as one that may do anything.
+process runs it: then a server reads its own disk for any client that asks, and so does this process when it
+compares answers. `harmless_ops.txt` lists the operations that were judged not to reach out, and `_EFFECTS`
+those that do; any other operation of TensorFlow counts as one that may do anything.
 `tests/graph/test_outside_ops.py` compares both with TensorFlow's own registry. Reading a file of the version
 itself (an asset) does not count: see `exporter.graph.own_files`.
 
-*Attributes.* Functions that an attribute names are judged like the graph. What cannot be followed counts as
-an operation that may do anything: functions in the attributes of functions, and tensors that hold handles of
-resources or serialised objects.
+*Attributes.* Functions that an attribute names are judged like the graph. Whatever cannot be followed counts
+as an operation that may do anything: functions in the attributes of functions, and tensors of resource
+handles or serialised objects.
 
 *Running a source graph* (`runnable_graph`). Control edges may lead from an output to operations that only
 training can run: checks of a label that is not fed, reads of a queue that is not filled, updates of an
 average. They would fail, block for ever, or change the answers, so these edges are removed. Everything else
-stays, so that a comparison finds what cleaning did wrong; except for what TensorFlow cannot import.
+stays, so that a comparison finds errors of cleaning; only operations that TensorFlow cannot import go.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ _ONLY_IF: dict[str, Callable[[Proto], bool]] = {
 }
 """Tests of a harmless operation's attributes that are false if it may do harm.
 
-Sparse tensors come from texts, as in `ParseTensor`; and `Empty` without `init` gives out memory as it was
-left, which may be by another model or a client of it.
+Sparse tensors come from texts, as in `ParseTensor`; and `Empty` without `init` returns old contents of
+memory, which may be another model's or one of its clients'.
 """
 
 # The inputs that name a file, for operations that read just the files that these inputs name.
@@ -132,8 +132,8 @@ _SHOWN = 6
 
 @cache
 def effect_of(op: str) -> Effect | None:
-    """The worst effect of an operation, whatever its attributes say; None if harmless."""
-    # `_EFFECTS` goes before the list, so that a name in both counts as what reaches out.
+    """Return the worst effect of an operation, whatever its attributes are; None if harmless."""
+    # `_EFFECTS` has precedence over the list, so that an operation in both counts as reaching out.
     known = next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
     return known if known or op in _harmless() else Effect.UNKNOWN
 
@@ -147,10 +147,10 @@ def _harmless() -> frozenset[str]:
 def outside_ops(
     graph_def: Proto, files: Collection[str] = (), own: Collection[str] = (), fed: Collection[str] = ()
 ) -> list[Outside]:
-    """Every operation of a served graph that reaches out, except reads of the version's own files.
+    """Return every operation of a served graph that reaches out, except reads of the version's own files.
 
-    `files` are nodes that hold the path of an own file; the nodes `own` are not judged; clients send values
-    for the nodes `fed`.
+    `files` are nodes with the path of an own file; the nodes `own` are not judged; clients send values for
+    the nodes `fed`. NotServable if a function calls itself.
     """
     return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
 
@@ -158,7 +158,7 @@ def outside_ops(
 def running_outside(
     graph_def: Proto, names: Collection[str], is_stateful: Callable[[str], bool]
 ) -> list[Outside]:
-    """Operations that reach out, beyond reading, if this process imports a graph and runs the nodes `names`.
+    """Return operations that reach out, beyond reading, if this process imports a graph and runs `names`.
 
     Raises:
         NotServable: a function calls itself.
@@ -171,14 +171,16 @@ def running_outside(
 
     bodies = [("", graph_def.node), *((name, library[name].node_def) for name in sorted(library))]
     found = [each for name, nodes in bodies for each in _judged(nodes, name, library)]
-    found.sort(key=lambda each: not runs(each))  # errors name the first: what runs for certain
+    found.sort(key=lambda each: not runs(each))  # errors name the first ones: those certain to run
     # To know shapes, TensorFlow computes constants from operations without state while it imports a graph.
     found = [each for each in found if runs(each) or not is_stateful(each.op)]
     return [each for each in found if each.effect is not Effect.READS]
 
 
 def keep_before(graph_def: Proto, names: Collection[str]) -> None:
-    """Reduce a graph, in place, to the nodes `names`, all that run before them, and functions they call."""
+    """Reduce a graph, in place, to the nodes `names`, all nodes that run before them, and functions they
+    call.
+    """
     nodes = {node.name: node for node in graph_def.node}
     kept = all_before(nodes, [endpoint(name) for name in names])
     put_nodes(graph_def.node, [node for name, node in nodes.items() if name in kept])
@@ -190,7 +192,12 @@ def keep_before(graph_def: Proto, names: Collection[str]) -> None:
 
 
 def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
-    """Refuse to serve a graph that reaches out, unless `is_allowed`; one that calls Python always."""
+    """Check that a graph may be served, which does not reach out unless `is_allowed`.
+
+    Raises:
+        NotServable: an initialiser calls Python, whatever is allowed.
+        AccessRefused: the graph reaches out, and `is_allowed` is false.
+    """
     found = [*found]
     python = [each for each in found if each.op in _PYTHON]
     if python:
@@ -208,10 +215,11 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
 
 
 def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -> None:
-    """Refuse to run here, for `what`, a graph with effects beyond reading, unless `is_allowed`.
+    """Check that a graph may run here, for `what`, which has no effects beyond reading unless
+    `is_allowed`.
 
     Raises:
-        AccessRefused: it does, and that was not allowed; the error names the operations.
+        AccessRefused: it has, and `is_allowed` is false; the error names the operations.
     """
     found = [each for each in found if each.effect is not Effect.READS]
     if found and not is_allowed:
@@ -222,7 +230,7 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
 
 
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
-    """The operations with an effect among the nodes of a function, or of the graph ("")."""
+    """Yield the operations with an effect among the nodes of a function, or of the graph ("")."""
     for node in nodes:
         effect = effect_in(node, library)
         if effect is not None:
@@ -230,7 +238,9 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 
 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
-    """The effect of a node with its attributes; None if harmless, for calls and for foreign operations."""
+    """Return the effect of a node with its attributes; None if harmless, for calls and for foreign
+    operations.
+    """
     effect = effect_of(node.op)
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
         effect = None  # a function's body is judged itself, and `clean` judges foreign operations
@@ -242,7 +252,9 @@ def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
 
 
 def _is_fixed(node: Proto) -> bool:
-    """True unless a call of the function that the node is in gives one of its attributes, to be anything."""
+    """True unless a call of the node's function supplies one of its attributes, which may then have any
+    value.
+    """
     return not any(value.placeholder for value in node.attr.values())
 
 
@@ -263,7 +275,9 @@ def _is_opaque(node: Proto, library: Collection[str]) -> bool:
 
 
 def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
-    """True for a function of the graph that gets no functions or tensors in attributes; True for none."""
+    """True for a function of the graph without functions or tensors in its attributes, and for no
+    function.
+    """
     is_known = not function.name or function.name in library
     return is_known and not any(
         value.WhichOneof("value") in ("func", "tensor") or value.list.func or value.list.tensor
@@ -277,7 +291,9 @@ def _is_in_memory(source: str) -> bool:
 
 
 class _Judge:
-    """Finds what reaches out in a graph and its functions; a file's name is judged where it is passed."""
+    """Finds operations that reach out in a graph and its functions; judges a file's name where it is
+    passed.
+    """
 
     def __init__(self, graph_def: Proto, own: OwnFiles) -> None:
         self._nodes = graph_def.node
@@ -286,7 +302,7 @@ class _Judge:
         self._judged: dict[str, tuple[set[int], list[Outside]]] = {}
 
     def found(self, own: Collection[str]) -> list[Outside]:
-        """The operations that reach out, each once, without the nodes `own` of the graph."""
+        """Return the operations that reach out, each once, without the nodes `own` of the graph."""
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
             inside += self._function(name)[1]
@@ -294,9 +310,11 @@ class _Judge:
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """The places of a function's arguments that name files, and its other operations that reach out."""
+        """Return the places of a function's arguments that name files, and its other operations that reach
+        out.
+        """
         if name not in self._judged:
-            # Functions of one `api_implements` may call each other: for the meantime it has nothing.
+            # Functions of one `api_implements` may call each other: until this one is judged, it is empty.
             self._judged[name] = (set(), [])
             self._judged[name] = self._body(unambiguous(self._library[name]))
         return self._judged[name]
@@ -322,18 +340,20 @@ class _Judge:
         return arguments, found
 
     def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
-        """The scope's arguments that must be own files for a call to read no other; None if it reads one."""
+        """Return the scope's arguments that must be own files so that a call reads no other; None if it reads
+        one.
+        """
         places = {place for name in self._alike(callee) for place in self._function(name)[0]}
         return self._own.needs_of_call(node, callee, places, scope) if places else set()
 
     def _alike(self, name: str) -> list[str]:
-        """A function, and those of its `api_implements`, by which TensorFlow's optimizer may replace it."""
+        """Return a function, and the functions of its `api_implements` that TensorFlow may replace it by."""
         interface = attr(self._library[name], "api_implements").s
         others = self._library.items() if interface else ()
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
     def _reads(self, node: Proto, callee: str, scope: Body) -> list[Outside]:
-        """The operations that read, in a function to which a call passes the name of another file."""
+        """Return the operations that read, in a function to which a call passes the name of another file."""
         bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
         judged = (each for name, body in bodies for each in _judged(body, name, self._library))
         readers = [each for each in judged if each.op in _FILE_INPUTS]
@@ -341,10 +361,10 @@ class _Judge:
 
 
 def runnable_graph(source: SourceGraph) -> Proto:
-    """A copy of the source's GraphDef, to run here, without control edges from nodes that cannot be run."""
+    """Copy the source's GraphDef, to run here, without control edges from nodes that cannot be run."""
     index = GraphIndex.of(source.meta_graph)
     # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into
-    # one from the node that computes `fed`, which then runs in spite of the feed.
+    # one from the node that computes `fed`, which then runs although it is fed.
     unfit = _behind(
         index, [n.name for n in index.nodes.values() if is_refused(n.op) or n.op == "Placeholder"]
     )
@@ -354,7 +374,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     _drop_foreign(graph_def, index)
     for node in graph_def.node:
         kept = [text for text in node.input if not (text.startswith("^") and text[1:] in unfit)]
-        # A node that such an edge bound to its branch or iteration gets another edge from there.
+        # If such an edge bound the node to its branch or iteration, it gets another edge from there.
         if len(kept) < len(node.input) and node.name not in initialising:
             node.input[:] = (
                 dict.fromkeys([*kept, *pivots.needed_inputs(node)]) if not data_inputs(node) else kept
@@ -376,5 +396,5 @@ def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
 
 
 def _behind(index: GraphIndex, start: list[str]) -> set[str]:
-    """The nodes `start`, and all that read from them, directly or not."""
+    """Return the nodes `start`, and all nodes that read from them, directly or not."""
     return {*closure(start, lambda name: (reader for reader, _ in index.consumers[name]))}

@@ -1,28 +1,28 @@
-"""Reads of a table whose changed rows lie elsewhere: rows of the table, replaced by those of its overlay.
+"""Read a table whose changed rows are stored separately: replace its rows by those of its overlay.
 
 The table itself cannot be written (`exporter.bundle.mapped_tables`). Beside it are
 
     changed  bool []                 false: no row has changed, and nothing below is read
-    slots    int32 [rows]            0: the row is as it is in the table; else its place in the overlay
+    slots    int32 [rows]            0: the table's row is current; else the row's place in the overlay
     overlay  dtype [2 * capacity + 1, ...]    changed rows, each with two places; place 0 is never used
 
 A gather becomes
 
     gathered  = rows of the table
-    at        = places, in the gathered rows, of those whose slot is not 0
+    at        = places, in the gathered rows, of rows whose slot is not 0
     result    = gathered, with overlay[slot] at `at`
 
-and all but the first line is on the side of a Switch that is taken if `changed`. `ListDiff` gives slots that
-are not 0 with their places, and takes three nodes less than `Where`; but it hashes each slot twice, which
-makes a lookup of 100,000 ids a tenth longer.
+and all but the first line is on the side of a Switch that runs if `changed`. `ListDiff` returns slots that
+are not 0 with their places, and needs three nodes less than `Where`; but it hashes each slot twice, so that a
+lookup of 100,000 ids takes 10 % longer.
 
-Tables of more than `MOST_ROWS_OF_A_PAGE` have their slots by pages, those of 128 rows:
+Tables of more than `MOST_ROWS_OF_A_PAGE` rows have their slots in pages of 128 rows:
 
-    pages    int64 [rows / 128]      add a row's number, and you have the number of its slot
+    pages    int64 [rows / 128]      to be added to a row's number: the sum is the number of its slot
     slots    int32 [128 * (n + 1)]   as above
 
-The first page is 0 for good: rows of all pages in which nothing has changed are led there. With a tenth of
-4 M rows changed, pages make a lookup of 64, 1,000, 100,000 ids 8, 15, 10 % longer.
+The first page is always 0: the rows of all pages without changes use it. With 10 % of 4 M rows changed, pages
+make a lookup of 64, 1,000, 100,000 ids 8, 15, 10 % longer.
 
 `InplaceUpdate` writes into the buffer of its input (tensorflow/core/kernels/inplace_ops.cc), which is that of
 the gather, a new one at each call, and which nothing else reads. `where` over both gathers takes 2.1 and 2.2
@@ -50,16 +50,16 @@ SCATTERED = {
 
 PAGE_BITS = 7
 PAGE_ROWS = 1 << PAGE_BITS
-"""Rows whose slots lie together: 512 bytes once one of them has changed, and 8 in `pages` in any case."""
+"""The rows whose slots are one page: 512 bytes once one of them has changed, and 8 in `pages` in any case."""
 
 MOST_ROWS_OF_A_PAGE = 1 << 22
-"""Tables of at most so many rows have slots of all rows, 16 MiB, once one of them has changed."""
+"""The most rows of a table without pages: its slots take up to 16 MiB once one of its rows has changed."""
 
 
 class OverlaidReads(RowReads, frozen=True):
-    """The change of a table with an overlay, by the nodes of handles.
+    """The change of the reads of a table with an overlay, by the nodes of handles.
 
-    `pages` is None of a table that has a slot for each row. `named` are the nodes that signatures name.
+    `pages` is None for a table with a slot for each row. `named` are the nodes that signatures name.
     """
 
     variable: str
@@ -73,7 +73,7 @@ class OverlaidReads(RowReads, frozen=True):
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """The nodes of the handles of what lies beside the table."""
+        """Return the nodes of the handles of the variables beside the table."""
         return self.changed, self.slots, self.overlay, *([self.pages] if self.pages else [])
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
@@ -92,13 +92,13 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
     """Let the graph read tables, by the nodes of their handles, through their overlays.
 
     Raises:
-        NotServable: a table is read in another way than by gathers of rows; the message says by what.
+        NotServable: a table is read in another way than by gathers of rows; the message says by which node.
     """
     change_uses(graph_def, tables)
 
 
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
-    """Let a gather yield the table's rows under a new name; the rows as they are now take its old name."""
+    """Rename a gather of the table's rows; a node with its old name returns the current rows."""
     name, dtype = node.name, table.dtype
     changed_handle, slots_handle, overlay_handle, *pages_handle = extra_handles
     indices, index_type = node.input[1], base_dtype(node.attr["Tindices"].type)
@@ -146,5 +146,5 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
     if not is_vector:
         shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
         newest = reshape("in_shape", newest, shape, dtype)
-    # Its output is called `output`, too: what takes it stays as it is.
+    # Its output has the gather's name, `output`, so its readers need no change.
     add("", "Merge", unchanged, newest, T=dtype, N=2)

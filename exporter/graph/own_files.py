@@ -1,9 +1,9 @@
-"""Follow the paths that operations read: which tensors name files of the version itself.
+"""Follow the paths that operations read: find the tensors that name files of the version itself.
 
-The loader gives an asset's path to a constant. It stays the version's own where it is only handed on: by an
-operation that leaves it as it is, by a variable that gets nothing else, as an argument of a function. What
-computes a text may compute another path, so nothing else counts; nor does a tensor for which clients send
-values, which may be one in the middle of the graph.
+The loader feeds an asset's path to a constant. It stays the version's own while it is only passed on: by an
+operation that does not change it, by a variable that gets no other value, as an argument of a function. Any
+other operation may compute another path, so its result does not count; nor does a tensor for which clients
+send values, which may be one in the middle of the graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from exporter.graph.nodes import (
 )
 from exporter.wire.protos import Proto
 
-# Pack and ConcatV2 are followed, too; other operations on texts may compute another path.
+# Pack and ConcatV2 are followed separately; other operations on texts may compute another path.
 _HANDS_ON = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient"})
 
 
 def unambiguous(function: Proto) -> Body:
-    """A function's body, or GraphError if two of its nodes have one name."""
+    """Return a function's body, or GraphError if two of its nodes have the same name."""
     body = Body.of(function)
     if len(body.by_name) < len(function.node_def):
         raise GraphError(f"function {body.name!r} has two nodes of one name")
@@ -37,7 +37,7 @@ def unambiguous(function: Proto) -> Body:
 
 
 class OwnFiles:
-    """Tells which tensors of a graph are paths of own files: `files` hold such a path, clients feed `fed`."""
+    """Finds which tensors of a graph are paths of own files: nodes `files` hold one, clients feed `fed`."""
 
     def __init__(self, graph_def: Proto, files: Collection[str], fed: Collection[str] = ()) -> None:
         self._graph_def = graph_def
@@ -47,7 +47,9 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """The places of arguments of the scope that must be own files for `texts` to be; None: one is not."""
+        """Return the places of the scope's arguments that must be own files so that `texts` are; None: one is
+        not.
+        """
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
         while pending:
@@ -67,13 +69,13 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """As `needs`, for what a call passes to `callee`, whose arguments at `places` must be own files.
+        """As `needs`, for the inputs that a call passes to the arguments of `callee` at `places`.
 
-        None if it is not known what reaches them.
+        None if it is not known which inputs those are.
         """
         inputs, before = input_names(node), CALLS.get(node.op, 0)
         if node.op != callee and not (node.op in CALLS and callee in {each.name for each in called(node)}):
-            return None  # an operation that is not known to hand its inputs on as arguments
+            return None  # an operation that is not known to pass its inputs on as arguments
         needed = self._carried(node, {*places}) if node.op in LOOPS else {*places}
         if needed is None or any(place + before >= len(inputs) for place in needed):
             return None
@@ -88,13 +90,15 @@ class OwnFiles:
         return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """The places of a loop's arguments that must be own for `places` to be in each turn; or None."""
+        """Return the places of a loop's arguments that must be own files so that `places` are in each turn;
+        or None.
+        """
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):
             return None
         results = [body.ret.get(each.name, "") for each in body.signature.output_arg]
         pending = {*places}
-        while pending:  # what a turn returns is what the next one takes
+        while pending:  # the results of a turn are the arguments of the next
             place = pending.pop()
             needed = (
                 self.needs(unambiguous(body), results[place : place + 1]) if place < len(results) else None
@@ -106,7 +110,7 @@ class OwnFiles:
         return places
 
     def _sources(self, text: str, scope: Body) -> list[str] | None:
-        """The tensors that a path is handed on from, none for an own file; None if it may be another path."""
+        """Return the tensors that a path comes from, none for an own file; None if it may be another path."""
         name = node_of(text)
         node = scope.by_name.get(name)
         if node is None or self._is_fed(name, scope):
@@ -124,7 +128,7 @@ class OwnFiles:
         return scope.function is None and name in self._fed
 
     def _assigned(self, handle: str) -> list[str] | None:
-        """The tensors assigned to a variable of the graph; None if something else may change it."""
+        """Return the tensors assigned to a variable of the graph; None if another operation may change it."""
         node = self._graph.by_name.get(handle)
         if node is None or node.op != "VarHandleOp" or handle in self._fed or not self._is_only_handle(node):
             return None
@@ -153,6 +157,8 @@ class OwnFiles:
 
 
 def _has_lists(function: Proto) -> bool:
-    """True if an argument or result stands for several tensors, so that places do not count them."""
+    """True if an argument or result is a list of tensors, so that positions of inputs and arguments
+    differ.
+    """
     arguments = [*function.signature.input_arg, *function.signature.output_arg]
     return any(each.number_attr or each.type_list_attr for each in arguments)

@@ -1,8 +1,8 @@
-"""Decide which of a graph's own signatures can be served: those that train, save or count are left out.
+"""Decide which of a graph's own signatures can be served: leave out those that train, save or count.
 
 An inference graph has no side effects. A signature whose purpose is a side effect would answer as if it had
-trained or saved, and do nothing. If a signature computes an answer, and none depends on a change that it also
-makes, such as a count of requests or a line in a log, the change is dropped. Effects are followed into
+trained or saved, and do nothing. If a signature computes an answer, and no answer depends on a change that it
+also makes, such as a count of requests or a line in a log, the change is dropped. Effects are followed into
 functions: a `train_step` may have its gradients and assignments three calls deep.
 """
 
@@ -46,20 +46,22 @@ class Effects(Struct, frozen=True):
     """The effects of computing outputs, or a function's results; variables and tables by node or argument."""
 
     reads: frozenset[str] = frozenset()  # variables and tables that are read for outputs
-    writes: frozenset[str] = frozenset()  # and those that are changed
+    writes: frozenset[str] = frozenset()  # variables and tables that are changed
     outside: frozenset[Outside] = frozenset()  # operations that reach out of the model beyond reading
-    dropped: frozenset[Outside] = frozenset()  # those of them that no output needs: they are not served
-    computes: bool = False  # outputs are more than what was given, inputs and constants
+    dropped: frozenset[Outside] = frozenset()  # the part of `outside` that no output needs: not served
+    computes: bool = False  # an output is more than an input or a constant
 
     @property
     def is_purpose(self) -> bool:
-        """True if a client calls for these effects: it saves, or answers nothing that was not given."""
+        """True if a client asks for these effects: they save, or the outputs are only inputs and
+        constants.
+        """
         saves = any(each.op in _SAVES for each in self.dropped)
         return saves or (bool(self.writes or self.dropped) and not self.computes)
 
 
 class _Body(Struct, frozen=True):
-    """The nodes that run in a function, or in a graph (""); `computing` are those that results need."""
+    """The nodes that run in a function, or in a graph (""); results need the nodes `computing`."""
 
     function: str
     nodes: Mapping[str, Proto]
@@ -67,12 +69,12 @@ class _Body(Struct, frozen=True):
     handles: Collection[str]
 
     def handles_of(self, node: Proto) -> dict[int, str]:
-        """{position among a node's inputs: the handle that it takes there}."""
+        """Return {position among a node's inputs: the handle that it takes there}."""
         taken = {at: self._origin(text) for at, text in enumerate(input_names(node))}
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
     def _origin(self, text: str) -> str:
-        """The node or argument that a tensor comes from, behind Identity nodes that hand a handle on."""
+        """Return the node or argument that a tensor comes from, behind Identity nodes on a handle."""
         name = node_of(text)
         for _ in range(_MAX_IDENTITIES):
             node = self.nodes.get(name)
@@ -91,7 +93,7 @@ class EffectsOf:
         self._order = terminating(index.functions)  # callees first: deep calls without deep recursion
 
     def signature(self, ends: SignatureEnds) -> Effects:
-        """The effects of all nodes that a session runs for a signature, also of those only waited for."""
+        """Return the effects of all nodes that a session runs for a signature, also by control edges."""
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
         called = reachable((nodes[name] for name in runs), self._index.functions)
@@ -103,7 +105,7 @@ class EffectsOf:
 
     def _function(self, name: str) -> Effects:
         if name not in self._known:
-            self._known[name] = Effects()  # of a function that calls itself
+            self._known[name] = Effects()  # until it is analysed: it may call itself
             function = self._index.functions[name]
             nodes = {node.name: node for node in function.node_def}
             # With control flow a body is served whole: see `functions.pruned_body`.
@@ -113,7 +115,7 @@ class EffectsOf:
         return self._known[name]
 
     def _called(self, node: Proto) -> dict[str, Effects]:
-        """{function: its effects} for the functions that a node calls."""
+        """Return {function: its effects} for the functions that a node calls."""
         callees = sorted(called_functions(node) & self._index.functions.keys())
         return {callee: self._function(callee) for callee in callees}
 
@@ -123,7 +125,7 @@ class EffectsOf:
         return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
-        """The variables and tables that are read for results, and those that are changed."""
+        """Return the variables and tables that are read for results, and those that are changed."""
         reads, writes = set[str](), set[str]()
         for node in body.nodes.values():
             taken = body.handles_of(node)
@@ -143,12 +145,12 @@ class EffectsOf:
         return frozenset(reads), frozenset(writes)
 
     def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
-        """The operations that reach out beyond reading, and those of them that no result needs."""
+        """Return the operations that reach out beyond reading, and the part of them that no result needs."""
         outside, dropped = set[Outside](), set[Outside]()
         for node in body.nodes.values():
             called, effect = self._called(node).values(), effect_of(node.op)
             runs = {each for inner in called for each in inner.outside}
-            if effect not in (None, Effect.READS, Effect.UNKNOWN):  # unknown may be harmless
+            if effect not in (None, Effect.READS, Effect.UNKNOWN):  # an unknown effect may be harmless
                 runs.add(Outside(node.name, node.op, effect, body.function))
             outside |= runs
             needed = node.name in body.computing
@@ -156,18 +158,18 @@ class EffectsOf:
         return frozenset(outside), frozenset(dropped)
 
     def _computes(self, body: _Body) -> bool:
-        """True if a result is more than inputs and constants handed on."""
+        """True if a result is more than an input or a constant."""
         return any(
             any(inner.computes for inner in called)
             if (called := self._called(node).values())
-            # a handle is what is read, and nothing that is computed
+            # a handle is read, not computed
             else node.op not in _GIVEN and name not in body.handles
             for name, node in body.nodes.items()
             if name in body.computing
         )
 
     def _arguments(self, node: Proto, callee: str, taken: Mapping[int, str]) -> dict[str, str]:
-        """{argument of a called function: the handle that it gets}."""
+        """Return {argument of a called function: the handle that it gets}."""
         arguments = [argument.name for argument in self._index.functions[callee].signature.input_arg]
         shift = CALLS.get(node.op, 0)
         return {arguments[at - shift]: h for at, h in taken.items() if 0 <= at - shift < len(arguments)}
@@ -179,7 +181,11 @@ def _hands_on(node: Proto) -> bool:
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:
-    """The source without signatures that cannot be served, which its notes name; NotServable if none can."""
+    """Return the source without signatures that cannot be served, which its notes name.
+
+    A source in which every signature fails to be cleaned is returned unchanged: `clean` then reports why.
+    NotServable if none is left for other reasons.
+    """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     reasons = _failing(source, index, ends)
@@ -214,7 +220,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
 
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
-    """{signature: why it cannot be cleaned alone}; empty if there is one only."""
+    """Return {signature: why it cannot be cleaned alone}; empty if there is only one signature."""
     if len(ends) == 1:
         return {}
     foreign = frozenset[str]()
@@ -233,7 +239,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
         fed = {tensor.node for tensor in one.inputs} | source.feeds.keys()
         unfed = any(node.op.startswith("Placeholder") and node.name not in fed for node in before)
         if unfed or any(is_unfit(node) or called_functions(node) & unfit for node in before):
-            alone = deepcopy(source.meta_graph)  # cleaning is the judge, and slow: for suspects alone
+            alone = deepcopy(source.meta_graph)  # cleaning decides, but is slow: only suspects are cleaned
             for other in ends.keys() - {name}:
                 del alone.signature_def[other]
             try:
@@ -244,7 +250,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
 
 
 def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, str]:
-    """{signature: why it is training}, for those that change variables or tables that answers depend on."""
+    """Return {signature: why it is training}, for signatures that change state which answers depend on."""
     readers = {handle: name for name, done in effects.items() for handle in done.reads}
     found = {}
     for name, done in effects.items():

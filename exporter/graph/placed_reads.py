@@ -1,9 +1,10 @@
-"""Reads of a table whose most read rows lie once more behind it: a lookup by row number asks for a place.
+"""Read the hot rows of a table from copies behind it: a lookup by row number goes through a table of
+places.
 
-Popular rows are scattered over a table, and each keeps a page of cold neighbours in memory. So copies of
-them lie side by side behind the table, in the same variable (`exporter.bundle.hot_rows`), and beside it is
+Popular rows are scattered over a table, and each keeps a page of cold neighbours in memory. So copies of them
+are stored together after the table, in the same variable (`exporter.bundle.hot_rows`), and beside it is
 
-    places   int32 or int64 [rows]    the row's own number, or that of its copy behind the table
+    places   int32 or int64 [rows]    the row's own number, or that of its copy after the table
 
 A gather of `ids` becomes a gather of `places[ids]`. Overlays, updates, digests and deltas keep to row
 numbers. This is the last change of a graph, so that it finds all reads.
@@ -20,7 +21,9 @@ from exporter.wire.protos import Proto
 
 
 class PlacedReads(RowReads, frozen=True):
-    """The change of a table with rows behind it: its `shape` without them, and the handle of its places."""
+    """The change of the reads of a table with copied rows: its `shape` without them, and its places'
+    handle.
+    """
 
     shape: tuple[int, ...]
     places: str
@@ -28,7 +31,7 @@ class PlacedReads(RowReads, frozen=True):
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """The node of the places' handle."""
+        """Return the node of the places' handle."""
         return (self.places,)
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""The nodes that `IncrementHook` adds to a trainer's graph: found by their scopes, and left out.
+"""Find the nodes that `IncrementHook` adds to a trainer's graph, by their scopes, and leave them out.
 
-The trainer's Saver writes them into the `.meta`, as it writes the whole graph. They read every variable and
-take ids of their own, so that they look like lookups and inputs of the model, which they are not.
+The trainer's Saver writes them into the `.meta`, with the whole graph. They read every variable and have
+placeholders of their own, so that they look like lookups and inputs of the model, which they are not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from exporter.wire.protos import Proto
 
 SCOPE = "increments"
-"""Prefix of the names of everything that is added to a graph."""
+"""The prefix of the names of everything that is added to a graph."""
 
 _ADDED = re.compile(
     rf"{SCOPE}/((access|collect|count|mark|table|touched|plan(_\d+)?|recorded_steps(_\d+)?|Read(_\d+)?)/.*"
@@ -21,8 +21,8 @@ _ADDED = re.compile(
 
 
 def without_recording(meta_graph: Proto) -> Proto:
-    """Remove, in place, the nodes that record increments and every wait for them; returns the graph."""
-    # A node whose value the rest of the graph reads, or a signature names, is the program's own.
+    """Remove, in place, the nodes that record increments, and control edges from them; returns the graph."""
+    # A node that the rest of the graph reads, or that a signature names, is the program's own.
     nodes = meta_graph.graph_def.node
     added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}
     if not added:

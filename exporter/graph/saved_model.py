@@ -27,13 +27,14 @@ from exporter.wire.protos import Proto
 
 _INIT_SIGNATURE = "__saved_model_init_op"
 _INIT_COLLECTIONS = ("saved_model_main_op", "legacy_init_op")
-_UPDATE = "incremental_update"  # the signature that applies deltas, as the subgraph adds it
+_UPDATE = "incremental_update"  # the signature that applies deltas, added with the subgraph
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
-    """A SavedModel's graph for serving, or under the request's tag, without signatures for training.
+    """Load a SavedModel's graph for serving, or under the request's tag, without signatures for training.
 
-    UsageError if it takes deltas, or has no graph or signature to serve; MissingAsset if a file is absent.
+    UsageError if it takes deltas, or has no graph or signature to serve; MissingAsset if a file is absent;
+    otherwise as `read_saved_model` and `with_signatures`.
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:
@@ -59,7 +60,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> TrainingGraph:
-    """The graph with this tag as it is, to be published beside another.
+    """Load the graph with this tag unchanged, to be published beside another.
 
     Raises:
         AccessRefused: it names a file that it may not read.
@@ -73,11 +74,12 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
-    """The graph with exactly the tags that `tag` (the value of `option`) lists, or the only one with more.
+    """Return the graph with exactly the tags listed in `tag` (the value of `option`), or the only one with
+    more.
 
-    "" stands for a graph without tags, as modules of TensorFlow Hub have one. Without `tag`: the only graph,
-    else the one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags
-    that is not for training. UsageError unless that is one.
+    "" means a graph without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the
+    one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not
+    for training. UsageError unless there is exactly one.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -104,7 +106,7 @@ def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag
 
 
 def _likeliest(graphs: list[Proto]) -> list[str]:
-    """The tags of the first graph that is not for training; of the first graph if all are."""
+    """Return the tags of the first graph that is not for training; of the first graph if all are."""
     tags = [[*graph.meta_info_def.tags] for graph in graphs]
     return next((one for one in tags if not TRAINING_TAGS & {*one}), tags[0])
 
@@ -112,7 +114,7 @@ def _likeliest(graphs: list[Proto]) -> list[str]:
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
     """Remove training signatures from `meta_graph` unless the request names tensors; returns notes.
 
-    UsageError if none can be served then.
+    UsageError if then none can be served.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
@@ -129,9 +131,9 @@ def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> l
 
 
 def _init_op(meta_graph: Proto) -> str | None:
-    """The node that a SavedModel's loader runs: of the pseudo-signature, else of a collection.
+    """Return the node that a SavedModel's loader runs: from the pseudo-signature, else from a collection.
 
-    None without one.
+    None if there is none.
     """
     if _INIT_SIGNATURE in meta_graph.signature_def:
         name = meta_graph.signature_def[_INIT_SIGNATURE].outputs[_INIT_SIGNATURE].name
@@ -144,9 +146,10 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 
 def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
-    """{node that gets the path: file} for the assets of a SavedModel, all of which exist and may be read.
+    """Return {node that gets the path: file} for the assets of a SavedModel, which all exist and may be
+    read.
 
-    MissingAsset, AccessRefused or CorruptFile (its name leads out of `assets/`) for any other.
+    MissingAsset or AccessRefused for any other; CorruptFile if its name leads out of `assets/`.
     """
     said = f"{path} names an asset:"
     directory = path / ASSETS_DIRECTORY
@@ -162,7 +165,8 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 
 
 def asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """(node that gets the path, file name under assets/) for each asset, in the field or older collection.
+    """Return (node that gets the path, file name under assets/) for each asset, in the field or older
+    collection.
 
     CorruptFile if that is damaged.
     """

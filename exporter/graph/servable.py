@@ -1,4 +1,4 @@
-"""Find operations that a server cannot or must not run, and explain what to do about each.
+"""Find operations that a server cannot or must not run, and suggest what to do about each.
 
 Foreign operations are those that stock TensorFlow lacks. A server without their library cannot load the
 graph. Their state is neither a variable nor a lookup table of TensorFlow's, so `exporter.graph.clean` looks
@@ -52,14 +52,14 @@ _REBUILD = (
 
 
 def foreign_ops(nodes: Iterable[Proto], functions: Collection[str]) -> frozenset[str]:
-    """The operations of nodes that stock TensorFlow lacks; calls of the graph's functions are none."""
+    """Return the operations of nodes that stock TensorFlow lacks, without calls of the graph's functions."""
     used = {str(node.op) for node in nodes}
     return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))
 
 
 @cache
 def library_of(op: str) -> str:
-    """The library that an operation's name shows, or its namespace; "" if it shows none."""
+    """Return the library of an operation by its name, or the name's namespace; "" if neither is known."""
     if is_deeprec(op):
         return "DeepRec"
     for pattern, library in _LIBRARIES:
@@ -69,7 +69,7 @@ def library_of(op: str) -> str:
 
 
 def by_library(ops: Collection[str]) -> str:
-    """Operations by library, as a text for a note."""
+    """Return operations by library, as a text for a note."""
     named: dict[str, list[str]] = {}
     for op in sorted(ops):
         named.setdefault(library_of(op) or "unknown origin", []).append(op)
@@ -77,7 +77,7 @@ def by_library(ops: Collection[str]) -> str:
 
 
 def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
-    """The error for nodes `found` ({name: foreign operation}) that `where` needs."""
+    """Return the error for nodes `found` ({name: foreign operation}) that `where` needs."""
     ops = {*found.values()}
     shown = few([f"{op} {name!r}" for name, op in found.items()], _SHOWN)
     libraries = sorted({library for op in ops if (library := library_of(op))})
@@ -165,13 +165,15 @@ def check_servable(
     allowed: Collection[str] = (),
     foreign: Collection[str] = (),
 ) -> None:
-    """Refuse the reached node, nearest to an output, that a server cannot or must not run.
-
-    ForeignOperations for operations that stock TensorFlow lacks, NotServable for others and for a
-    placeholder.
+    """Check that a server can and may run the reached nodes; an error is about the one nearest to an
+    output.
 
     `fed` are the placeholders that a request fills; `allowed` are nodes that run once, at load; `foreign` are
     operations that stock TensorFlow lacks.
+
+    Raises:
+        ForeignOperations: stock TensorFlow lacks an operation.
+        NotServable: a server must not run an operation, or a placeholder gets no value.
     """
     found = {name: nodes[name].op for name in reached.inputs if name not in allowed}
     found = {name: op for name, op in found.items() if op in foreign or is_deeprec(op)}
@@ -200,7 +202,7 @@ def check_servable(
 
 
 def _batches(nodes: Mapping[str, Proto], reached: Reached) -> list[str]:
-    """The tensors that the reached nodes take from an input pipeline."""
+    """Return the tensors that the reached nodes take from an input pipeline."""
     feeding = {name for name in reached.inputs if _FEEDS_TRAINING.fullmatch(nodes[name].op)}
     taken = {endpoint(text) for name in reached.inputs.keys() - feeding for text in nodes[name].input}
     return [str(tensor) for tensor in sorted(taken) if tensor.node in feeding and tensor.output >= 0]
@@ -215,14 +217,14 @@ _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 
 @cache
 def _refusal(op: str) -> str:
-    """The reason why a server cannot run an operation, "" if it can."""
+    """Return the reason why a server cannot run an operation, "" if it can."""
     if is_deeprec(op):
         return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
 
 
 def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
-    """Raise ForeignOperations for a function whose body has operations that stock TensorFlow lacks."""
+    """Raise ForeignOperations for a function with operations that stock TensorFlow lacks."""
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
         found = {node.name: node.op for node in nodes if node.op in foreign}
@@ -247,8 +249,10 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Refuse a read that must see a change made in the same call (as when `v.assign_add(1)` is an output)."""
-    # Control edges but those from `allowed` are dropped, so that it would silently see the value before.
+    """Raise NotServable for a read that must see a change of the same call (`v.assign_add(1)` as an
+    output).
+    """
+    # Control edges are dropped, except from `allowed`, so such a read would silently see the old value.
     for name in names:
         node = nodes[name]
         sources = [text for text in node.input if not text.startswith("^")]
@@ -266,5 +270,5 @@ def check_reads(
 
 
 def called_functions(node: Proto) -> set[str]:
-    """The names of a node's operation and of functions in its attributes; a library may have them all."""
+    """Return the names of a node's operation and of functions in its attributes; all may be functions."""
     return {node.op, *(function.name for function in called(node))}

@@ -1,6 +1,7 @@
-"""Run graphs of others in TensorFlow, in a process with a deadline and a limit of memory: `graph_session`.
+"""Run other people's graphs in TensorFlow, in a process with a deadline and a memory limit:
+`graph_session`.
 
-A graph that was found may never end, sleep, crash TensorFlow or take all memory. That ends its process alone.
+A graph that was found may never end, sleep, crash TensorFlow or take all memory. That ends only its process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LONGEST = 500
 
 
 class RunFailed(Exception):
-    """TensorFlow refused a graph, or to run it. `node` is the node that it names, "" for none."""
+    """TensorFlow refused a graph, or to run it; `node` is the node named in the error, "" if none is."""
 
     def __init__(self, kind: str, message: str, node: str) -> None:
         super().__init__(message[:_LONGEST])
@@ -34,23 +35,25 @@ class RunFailed(Exception):
 
 
 class GraphSession(Struct, frozen=True):
-    """A process in which TensorFlow runs a graph; methods raise RunFailed, and Ended if it ends."""
+    """A process in which TensorFlow runs a graph; methods raise RunFailed, and Ended if the process ends."""
 
     process: Worker | _Here
 
     def open(self, graph_def: Proto, *, plain: bool = False) -> None:
-        """Import a graph in place of the one before; `plain`: it runs in one thread, as it is written."""
+        """Import a graph, replacing the one before; with `plain` it runs in one thread and is not
+        optimized.
+        """
         self._ask(
             {"graph": "plain" if plain else "optimized", "limited": False}, graph_def.SerializeToString()
         )
 
     def load(self, saved_model: Path) -> Proto:
-        """Load a SavedModel in place of the graph before; returns its MetaGraphDef, without the graph."""
+        """Load a SavedModel, replacing the graph before; returns its MetaGraphDef, without the graph."""
         (content,) = self._ask({"load": str(saved_model), "limited": False})
         return protos.message_class("MetaGraphDef").FromString(content)
 
     def stateful(self, ops: Iterable[str]) -> frozenset[str]:
-        """Those of some operations that TensorFlow knows to have state, which it never runs by itself."""
+        """Return the operations that have state for TensorFlow, which therefore never runs them by itself."""
         (content,) = self._ask({"stateful": sorted({*ops})})
         return frozenset(json.loads(content))
 
@@ -62,7 +65,9 @@ class GraphSession(Struct, frozen=True):
         *,
         limited: bool = True,
     ) -> list[Array]:
-        """The values of tensors; operations `targets` run, too. Without `limited` it may take any time."""
+        """Run the operations `targets` and return the values of `fetches`; without `limited` it may take any
+        time.
+        """
         encoded = {name: _encoded(value) for name, value in feeds.items()}
         sizes = [[name, len(data)] for name, data in encoded.items()]
         request = {"run": [*fetches], "feeds": sizes, "targets": [*targets], "limited": limited}
@@ -77,7 +82,7 @@ class GraphSession(Struct, frozen=True):
 
 
 class _Here:
-    """Runs graphs in this process, which may have Python functions and operations that no other has."""
+    """Runs graphs in this process, with Python functions and operations that no other process may have."""
 
     def __init__(self) -> None:
         import tensorflow  # noqa: F401 - all of it, before a part is imported
@@ -88,7 +93,7 @@ class _Here:
         self._answer: Iterator[bytes] = iter(())
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
-        """The first line of the answer to a request."""
+        """Return the first line of the answer to a request."""
         self._answer = self._graphs.answer({**request, "limited": True, "body": body}, Deadline(0, 0.0))
         return next(self._answer)
 
@@ -97,13 +102,13 @@ class _Here:
         yield next(self._answer)
 
     def end(self) -> None:
-        """Free what the last graph took."""
+        """Free the memory of the last graph."""
         self._graphs.close()
 
 
 @contextmanager
 def session_here() -> Iterator[GraphSession]:
-    """A session in this process, without limits, for graphs that are trusted."""
+    """Open a session in this process, without limits, for graphs that are trusted."""
     here = _Here()
     try:
         yield GraphSession(here)
@@ -113,9 +118,10 @@ def session_here() -> Iterator[GraphSession]:
 
 @contextmanager
 def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -> Iterator[GraphSession]:
-    """A process for graphs, ended if the block fails; each run may compute and wait for so long.
+    """Start a process for graphs, or reuse an idle one; it is ended if the block fails.
 
-    Raises NotStarted and, in the block, Ended.
+    `cpu_seconds` and `step_seconds` limit each request, `memory_bytes` its memory. Raises NotStarted and, in
+    the block, Ended.
     """
     work = LimitedWork(
         program="exporter.graph.session_process",

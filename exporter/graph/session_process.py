@@ -1,7 +1,7 @@
-"""Run graphs of others in TensorFlow, in a process of its own that `exporter.limited.worker_process` limits.
+"""Run other people's graphs in TensorFlow, in a process that `exporter.limited.worker_process` limits.
 
-`session.py` asks it. Only what runs a graph is imported of TensorFlow, which takes a third of the time: no
-process but that one may import this module.
+`session.py` sends it requests. Only the part of TensorFlow that runs a graph is imported, which takes a third
+of the time: no other process may import this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOWEST = -1  # OptimizerOptions.L0
 
 
 def _without_its_front() -> None:
-    """Let `tensorflow` be a package whose own `__init__`, which imports all of it, does not run."""
+    """Make `tensorflow` a package whose own `__init__`, which imports everything, does not run."""
     if (spec := find_spec("tensorflow")) is not None and "tensorflow" not in sys.modules:
         module: ModuleType = module_from_spec(spec)
         sys.modules["tensorflow"] = module
@@ -41,7 +41,7 @@ class Graphs:
         self._session: Any = None
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes]:
-        """A line that says how long the values are, or the error; then the values, as TensorProtos."""
+        """Yield a line with the sizes of the values, or the error; then the values, as TensorProtos."""
         from tensorflow.python.framework import errors
 
         if not request.get("limited", True):
@@ -76,7 +76,7 @@ class Graphs:
                 yield tensor_util.make_tensor_proto(value).SerializeToString()
 
     def _open(self, request: Mapping[str, Any]) -> None:
-        """Import a graph into a new session; with `plain` it runs as it is written, in one thread."""
+        """Import a graph into a new session; with `plain` it runs in one thread and is not optimized."""
         from tensorflow.core.framework import graph_pb2
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.framework import importer
@@ -127,15 +127,15 @@ def _described(error: Exception) -> dict[str, str]:
     node = getattr(error, "node_def", None)
     named = _NODE.findall(message)
     lines = [line.strip() for line in message.removeprefix("Graph execution error:").splitlines()]
-    told = " ".join(line for line in lines if line and not _WHERE.match(line))
+    shown = " ".join(line for line in lines if line and not _WHERE.match(line))
     return {
         "error": type(error).__name__,
-        "message": told,
+        "message": shown,
         "node": str(node.name) if node is not None else named[-1] if named else "",
     }
 
 
 @contextmanager
 def opened(_config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """What answers requests to open graphs and to run them."""
+    """Yield the function that answers requests to open graphs and to run them."""
     yield Graphs().answer

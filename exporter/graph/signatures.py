@@ -1,4 +1,5 @@
-"""Make complete SignatureDefs from the tensor names of a request or a graph; list and rename their tensors.
+"""Make complete SignatureDefs from the tensor names of a request or a graph; list and rename their
+tensors.
 
 A signatures file (`--signatures FILE`) is one JSON object. Each key is a signature's name, each value has its
 input and output tensors and, if it is not `predict`, TensorFlow Serving's method:
@@ -7,7 +8,7 @@ input and output tensors and, if it is not `predict`, TensorFlow Serving's metho
      "classify": {"inputs": {"inputs": "examples:0"}, "outputs": {"scores": "cnn/Softmax"},
                   "method": "classify"}}
 
-A tensor's name without `:index` means output 0. In place of `inputs` a signature may have `examples`, the
+A tensor's name without `:index` means output 0. Instead of `inputs` a signature may have `examples`, the
 features of serialized tf.Examples that feed the graph (see `exporter.graph.examples`), or the name of another
 signature that has them. Its only input is then `inputs` if the method is classify or regress, or `examples`.
 """
@@ -32,7 +33,7 @@ from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
 StaticShape = tuple[int | None, ...] | None
-"""A static shape as TensorFlow's Python has it: None for unknown lengths, and for an unknown rank."""
+"""A static shape as in TensorFlow's Python: None for unknown lengths, and for an unknown rank."""
 
 
 class SignatureTensor(Struct, frozen=True):
@@ -44,7 +45,7 @@ class SignatureTensor(Struct, frozen=True):
 
 
 def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
-    """The tensors of a signature's inputs or outputs, each once, in the order of their keys."""
+    """Return the tensors of a signature's inputs or outputs, each once, in the order of their keys."""
     found = (
         SignatureTensor(canonical(info.name), base_dtype(info.dtype), _shape(info.tensor_shape))
         for _, info in sorted(infos.items())
@@ -53,7 +54,7 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
 
 
 def signature_nodes(meta_graph: Proto) -> set[str]:
-    """The names of the nodes of all signatures' inputs and outputs."""
+    """Return the names of the nodes of all signatures' inputs and outputs."""
     return {
         node_of(tensor.name)
         for signature in meta_graph.signature_def.values()
@@ -62,14 +63,14 @@ def signature_nodes(meta_graph: Proto) -> set[str]:
 
 
 class SignatureEnds(Struct, frozen=True):
-    """A signature's input tensors, each with an alias that it has there, and its output tensors."""
+    """A signature's input tensors, each with one of its aliases there, and its output tensors."""
 
     inputs: dict[Endpoint, str]
     outputs: list[Endpoint]
 
     @classmethod
     def of(cls, signature: Proto) -> SignatureEnds:
-        """The tensors of a SignatureDef, composite ones as their components."""
+        """Return the tensors of a SignatureDef, composite ones as their components."""
         inputs: dict[Endpoint, str] = {}
         outputs: list[Endpoint] = []
         for role, alias, info in signature_tensors(signature):
@@ -81,12 +82,14 @@ class SignatureEnds(Struct, frozen=True):
 
     @property
     def computed(self) -> list[str]:
-        """The nodes that make the outputs, each once, except for outputs that are inputs as well."""
+        """Return the nodes that make the outputs, each once, without outputs that are inputs as well."""
         return [*dict.fromkeys(tensor.node for tensor in self.outputs if tensor not in self.inputs)]
 
 
 def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
-    """Yield ("input" or "output", alias, TensorInfo) for each of a signature, by alias."""
+    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature, by alias, inputs
+    first.
+    """
     for alias, info in sorted(signature.inputs.items()):
         yield "input", alias, info
     for alias, info in sorted(signature.outputs.items()):
@@ -94,12 +97,16 @@ def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
 
 
 def tensor_names(info: Proto) -> list[str]:
-    """The names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's components'."""
+    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's
+    components'.
+    """
     return [getattr(message, field) for message, field in _names(info)]
 
 
 def without_references(meta_graph: Proto) -> None:
-    """Give tensors of signatures, in place, the types that references are of: clients know no references."""
+    """Replace reference types by the types referred to, in place, in signatures: clients know no
+    references.
+    """
     for signature in meta_graph.signature_def.values():
         for _, _, info in signature_tensors(signature):
             for part in (info, *info.composite_tensor.components):
@@ -115,7 +122,7 @@ def rename_tensors(info: Proto, names: Mapping[str, str]) -> None:
 
 
 def canonical(name: str) -> str:
-    """A tensor's name with its output: `node:0` for `node`."""
+    """Return a tensor's name with its output: `node:0` for `node`."""
     return name if ":" in name else f"{name}:0"
 
 
@@ -140,7 +147,7 @@ def _shape(shape: Proto) -> StaticShape:
 DEFAULT_SIGNATURE = "serving_default"
 METHODS = {name: f"tensorflow/serving/{name}" for name in ("predict", "classify", "regress")}
 INTERNAL = ("__saved_model_init_op", "__saved_model_train_op")
-"""Entries of a SavedModel's signature_def that are not signatures."""
+"""The entries of a SavedModel's signature_def that are not signatures."""
 
 _EXAMPLES_INPUT = {"classify": "inputs", "regress": "inputs"}
 _OUTPUTS_OF = {"classify": {"classes", "scores"}, "regress": {"outputs"}}
@@ -157,9 +164,9 @@ class SignatureSpec(Struct, frozen=True):
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """The signatures of `--signatures`, else of `--input` and `--output`; none if neither is given.
+    """Return the signatures of `--signatures`, else of `--input` and `--output`; none if neither is given.
 
-    UsageError if both are, or inputs alone.
+    UsageError if both are given, or only inputs.
     """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
@@ -174,7 +181,7 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
 
 
 def read_signatures_file(path: Path) -> list[SignatureSpec]:
-    """The signatures of a JSON file (see the module), or UsageError."""
+    """Return the signatures of a JSON file (see the module), or UsageError."""
     document = read_signatures(path)
     if not isinstance(document, dict) or not document:
         raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")
@@ -182,7 +189,7 @@ def read_signatures_file(path: Path) -> list[SignatureSpec]:
 
 
 def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> SignatureSpec:
-    """The signature of one entry of a signatures file, or UsageError."""
+    """Return the signature of one entry of a signatures file, or UsageError."""
     wanted = 'expected {"inputs": {NAME: TENSOR}, "outputs": {NAME: TENSOR}, "method": "predict"}'
     if not isinstance(entry, dict) or set(entry) - {"inputs", "examples", "outputs", "method"}:
         raise UsageError(f"{where}: signature {name!r} is not a signature", cause=wanted)
@@ -200,12 +207,12 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
         raise UsageError(f"{where}: signature {name!r} has both inputs and examples")
     examples = entry["examples"]
     if isinstance(examples, str) and isinstance(other := document.get(examples), dict):
-        examples = other.get("examples")  # the name of a signature stands for its features
+        examples = other.get("examples")  # the name of a signature means that signature's features
     return SignatureSpec(name, {}, outputs, method, read_features(f"{where}: signature {name!r}", examples))
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """The specs with tensors in the place of Examples, which one parser, added to the graph, feeds.
+    """Add one parser of Examples to the graph; returns the specs with the parsed tensors.
 
     UsageError if two specs parse different features.
     """
@@ -237,9 +244,10 @@ def _is_names(value: Any) -> bool:
 
 
 def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
-    """The signature in the collections `inputs` and `outputs`, of one JSON object each; None without them.
+    """Return the signature in the collections `inputs` and `outputs`, of one JSON object each; None without
+    them.
 
-    GraphError if they hold something else.
+    GraphError if they have other contents.
     """
     # Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
@@ -260,7 +268,12 @@ def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
 
 
 def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[SignatureSpec]) -> None:
-    """Put complete SignatureDefs of the specs in the place of those that `meta_graph` has."""
+    """Replace the signatures of `meta_graph` by complete SignatureDefs of the specs.
+
+    Raises:
+        UnknownTensor: a spec names a tensor that the graph lacks.
+        UsageError: a tensor has no values, or a method does not allow the tensors.
+    """
     meta_graph.signature_def.clear()
     for spec in specs:
         signature = meta_graph.signature_def[spec.name]
@@ -275,7 +288,7 @@ def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[Signatu
 
 
 def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
-    """The TensorInfo of a named tensor; UsageError for one without values."""
+    """Return the TensorInfo of a named tensor; UsageError for one without values."""
     tensor = index.resolve(text, role)
     if index.dtype(tensor) in (DType.RESOURCE, DType.VARIANT):
         readers = (name for name, _ in index.consumers[tensor.node])
@@ -290,10 +303,10 @@ def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
 
 
 def check_method(name: str, signature: Proto) -> None:
-    """Refuse a classify or regress signature without the tensors that TensorFlow Serving demands.
+    """Check that a classify or regress signature has the tensors that TensorFlow Serving requires.
 
-    Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
-    serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
+    UsageError if not. Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input
+    `inputs` of serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
     """
     method = signature.method_name.rpartition("/")[2]
     if method not in _OUTPUTS_OF:
@@ -315,29 +328,29 @@ def check_method(name: str, signature: Proto) -> None:
 
 
 def drop_internal(meta_graph: Proto) -> None:
-    """Remove the entries of a SavedModel's `signature_def` that are no signatures, in place."""
+    """Remove, in place, the entries of a SavedModel's `signature_def` that are not signatures."""
     for name in INTERNAL:
         meta_graph.signature_def.pop(name, None)
 
 
 def none_servable(label: str, reasons: Mapping[str, str], hint: str) -> NotServable:
-    """The error for a graph without a signature that can be served, from {name: reason}."""
+    """Return the error for a graph without a signature that can be served, from {name: reason}."""
     listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
     return NotServable(f"no signature of {label} can be served", cause=listed, hint=hint)
 
 
 def left_out(reasons: Mapping[str, str]) -> list[str]:
-    """Notes on signatures that are left out, from {name: reason}."""
+    """Return notes on signatures that are left out, from {name: reason}."""
     return [f"signature {name!r} is left out: {reason}" for name, reason in sorted(reasons.items())]
 
 
 def keep_answering(meta_graph: Proto, label: str) -> list[str]:
-    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on those left out.
+    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on the removed ones.
 
-    NotServable if that is all of them.
+    NotServable if none is left.
     """
-    # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has none, so it is
-    # served as its components: `ids`, `ids_1` and so on.
+    # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has no name, so it
+    # is served as its components: `ids`, `ids_1` and so on.
     reasons = {}
     for name, signature in sorted(meta_graph.signature_def.items()):
         for infos in (signature.inputs, signature.outputs):
@@ -358,7 +371,7 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 
 
 def _take_apart(infos: Any) -> str:
-    """Put a TensorInfo for each component in the place of composite ones; returns why not, "" if done."""
+    """Replace each composite TensorInfo by those of its components; returns why not, "" if done."""
     given = sorted(infos)
     for alias in given:
         parts = [*_parts(infos[alias])]
@@ -396,14 +409,14 @@ def _parts(info: Proto) -> Iterator[Proto]:
 
 
 def _kind(info: Proto) -> str:
-    """The kind of a tensor without values, in its author's words."""
+    """Return the kind of a tensor without values, in its author's words."""
     if info.HasField("composite_tensor"):
         return f"a composite tensor with a handle ({info.composite_tensor.type_spec.type_spec_class_name})"
     return f"a {base_dtype(info.dtype).label}"
 
 
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
-    """Write every name in `signature_def` as `node:index`, in place; UnknownTensor if it is not there."""
+    """Write every name in `signature_def` as `node:index`, in place; UnknownTensor if it does not exist."""
     for name, signature in meta_graph.signature_def.items():
         for role, alias, info in signature_tensors(signature):
             for text in tensor_names(info):

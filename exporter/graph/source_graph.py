@@ -29,9 +29,9 @@ class Trust(Struct, frozen=True):
 
     foreign_ops: bool = False  # operations that stock TensorFlow lacks are allowed
     file_ops: bool = False  # operations that reach out of the model while it is served are allowed
-    code: bool = False  # operations with effects beyond reading are allowed where this process runs the graph
+    code: bool = False  # operations with effects beyond reading are allowed when this process runs the graph
     files: tuple[Path, ...] = ()  # directories besides its own that its files may come from
-    is_found: bool = False  # the request does not name the graph, which gets files from `files` alone
+    is_found: bool = False  # the request does not name the graph: files are limited to its own and `files`
 
     def require_file(self, path: Path, directory: Path) -> None:
         """Raise AccessRefused for a file that a found graph in `directory` may not read.
@@ -59,16 +59,17 @@ class GraphRequest(GraphOptions, frozen=True):
     """
 
     model: Model = None
-    is_found: bool = False  # the request named no graph: it lay beside the checkpoint
+    is_found: bool = False  # the request named no graph: it was found beside the checkpoint
     naming: Naming = Naming.NAMES  # of the checkpoint's tensors
 
     @classmethod
     def of(
         cls, request: ExportRequest, beside: str | None = None, naming: Naming = Naming.NAMES
     ) -> GraphRequest:
-        """The graph that a request names, or the graph `beside` the checkpoint, with the request's options.
+        """Return the request for the named graph, or for the graph `beside` the checkpoint, with the
+        options.
 
-        `naming` is that of the checkpoint.
+        `naming` is the checkpoint's.
         """
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None
@@ -76,7 +77,7 @@ class GraphRequest(GraphOptions, frozen=True):
 
     @property
     def trust(self) -> Trust:
-        """The permissions that the options give to the graph."""
+        """Return the permissions that the options give to the graph."""
         return Trust(
             foreign_ops=self.allows("foreign-ops"),
             file_ops=self.allows("file-ops"),
@@ -87,7 +88,7 @@ class GraphRequest(GraphOptions, frozen=True):
 
 
 def read_signatures(path: Path) -> Any:
-    """The JSON value in the file of `--signatures`, or UsageError."""
+    """Return the JSON value in the file of `--signatures`, or UsageError."""
     try:
         return json.loads(read_regular(path, 64 << 20))
     except (OSError, ValueError, RecursionError) as error:
@@ -95,26 +96,26 @@ def read_signatures(path: Path) -> Any:
 
 
 class VariableKey(Struct, frozen=True):
-    """The name a variable is stored under, and the box of the whole that it holds if it is a part."""
+    """The name under which a variable is stored, and a part's box in the whole; None: it is the whole."""
 
     key: str
     part: SliceSpec | None = None
 
 
 class TableKey(Struct, frozen=True):
-    """The names that a table's keys and values are stored under."""
+    """The names under which a table's keys and values are stored."""
 
     keys: str
     values: str
 
     @classmethod
     def of(cls, name: str) -> TableKey:
-        """The names that a stock Saver uses."""
+        """Return the names that a stock Saver uses."""
         return cls(f"{name}-keys", f"{name}-values")
 
 
 class SourceGraph(Struct, frozen=True):
-    """A graph before anything is removed from it; it can be restored and run as it was trained."""
+    """A graph before any part of it is removed; it can be restored and run as in training."""
 
     label: str
     meta_graph: Proto  # with complete signatures, of any tensors: a session can feed all of them
@@ -123,11 +124,11 @@ class SourceGraph(Struct, frozen=True):
     assets: Mapping[str, Path] = field(default_factory=dict)  # {node that holds a file's path: the file}
     init_op: str | None = None  # the node that initialises tables
     directory: Path = Path()  # where relative paths are looked up after the working directory
-    objects: ObjectGraph | None = None  # their variables name nodes; None if it was made without objects
+    objects: ObjectGraph | None = None  # with nodes as its variables; None if the graph has no objects
     # {variable's node: its places in a weights file}, of a Keras model.
     layers: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # for the user who exports
     tables: Mapping[str, TableKey] = field(default_factory=dict)  # by node, of tables that training fills
-    code: Code = Code()  # the code of a builder, or of an archive's own classes, as it was when it was run
+    code: Code = Code()  # the code, at the time of running it, of a builder or of an archive's own classes
     dynamic_tables: tuple[GraphDynamicTable, ...] = ()
     trust: Trust = Trust()

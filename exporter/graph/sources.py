@@ -1,10 +1,10 @@
-"""The code that a builder is made from: find it, and compare it without running it.
+"""Find the code that a builder is made from, and compare it without running it.
 
 `exporter.graph.code_recorder` records it while a builder runs:
 
-- modules at their place below the builder's own directory, or its package's, by that path;
+- modules below the builder's own directory, or its package's, by their path there;
 - all others outside of installed libraries and Python's own by name. They are looked for as Python would: on
-  `sys.path`, by an editable installation, else where they were found before;
+  `sys.path`, by an editable installation, else at the place where they were found before;
 - files that the builder read (a configuration in JSON or YAML, a file that it executes) by digest;
 - installed libraries that these modules import by name and version.
 
@@ -39,7 +39,7 @@ from exporter.storage.local_paths import quoted
 from exporter.while_needed import WhileNeeded
 from exporter.wire.json_documents import Sha256, Text, doc
 
-_PARSING = threading.Lock()  # Python 3.11 takes the depth of another thread's tree for its own
+_PARSING = threading.Lock()  # Python 3.11 mixes up the depths of trees that several threads parse
 
 
 def _in_child() -> None:
@@ -51,7 +51,7 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-# The places that this thread has put on the path, while it is in `importable`.
+# The directories that this thread has put on the path, while it is in `importable`.
 _ADDED: ContextVar[list[str]] = ContextVar("added")
 
 
@@ -64,23 +64,23 @@ _bound: Unchanged[tuple[set[str] | None, list[str]]] = Unchanged()
 class SourceFile(Struct, frozen=True):
     """A file of a builder."""
 
-    path: Annotated[Text, doc("below the directory that all files of the builder share")]
+    path: Annotated[Text, doc("its path below the directory that all files of the builder share")]
     digest: Annotated[Sha256, doc("SHA-256 of its bytes")]
-    code: Annotated[Sha256, doc("a digest of what they mean to Python")]
+    code: Annotated[Sha256, doc("a digest of its code, without comments, docstrings and layout")]
 
 
 class ModuleFile(Struct, frozen=True, omit_defaults=True):
     """A module that a builder uses, which is found by its name."""
 
-    name: Annotated[Text, doc("as it was imported")]
+    name: Annotated[Text, doc("the name under which it was imported")]
     digest: Annotated[
-        Sha256 | None, doc("SHA-256 of its bytes; absent: the program that ran had it otherwise")
+        Sha256 | None, doc("SHA-256 of its bytes; absent: the program ran other code than the file's")
     ] = None
-    code: Annotated[Sha256 | None, doc("a digest of what they mean to Python")] = None
+    code: Annotated[Sha256 | None, doc("a digest of its code, without comments and layout")] = None
 
 
 class Code(Struct, frozen=True):
-    """The code behind a graph; see this module's text.
+    """The code behind a graph; see the module docstring.
 
     `places` has the file of each of `modules` and `opened`, `beside` its path from the builder's directory.
     Modules in `by_name` were found there by `find_module`, others on a path that the program set itself.
@@ -95,7 +95,7 @@ class Code(Struct, frozen=True):
     by_name: frozenset[str] = frozenset()
 
     def without_files_of(self, directory: Path) -> Code:
-        """The code without the files that the builder opened below a directory."""
+        """Return the code without the files that the builder opened below a directory."""
         top = directory.resolve()
         opened = {n: d for n, d in self.opened.items() if not self.places[n].resolve().is_relative_to(top)}
         return replace(self, opened=opened)
@@ -105,12 +105,12 @@ class BuilderFile(Struct, frozen=True):
     """The file of a builder's module."""
 
     path: Path
-    root: Path  # the directory that imports of its neighbours start from
-    package: str = ""  # its top-level package; empty for a file that is named by its path
+    root: Path  # the directory from which its neighbours are imported
+    package: str = ""  # its top-level package; "" if the builder was named by its file
 
     @classmethod
     def of_module(cls, path: Path, name: str) -> BuilderFile:
-        """The file of the module that is imported as `name`."""
+        """Return the file of the module that is imported as `name`."""
         parts = name.split(".")
         depth = len(parts) if path.name == "__init__.py" else len(parts) - 1
         return cls(path, path.resolve().parents[depth], parts[0])
@@ -126,25 +126,27 @@ def importable() -> Iterator[None]:
         yield
     finally:
         _ADDED.reset(token)
-        for place in added:  # not the path as it was: another thread may have added its own meanwhile
+        for place in added:  # one by one: another thread may have changed the path meanwhile
             with contextlib.suppress(ValueError):
                 sys.path.remove(place)
 
 
 def put_first(directory: Path) -> None:
-    """Put a directory first on the path; the `importable` that this thread is in takes it away again."""
+    """Put a directory first on the path; this thread's `importable` removes it at its end."""
     _ADDED.get([]).append(str(directory))
     sys.path.insert(0, str(directory))
 
 
 def file_of(module: object) -> str:
-    """The file of a module as Python names it; "" for none."""
+    """Return the file of a module as Python names it; "" if it has none."""
     file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
     return file if isinstance(file, str) else ""
 
 
 def named_function(model: Any) -> tuple[str, BuilderFile | None]:
-    """The name of a builder given as a function, and the file that defines it; None for no file."""
+    """Return the name of a builder given as a function, and the file that defines it; None if it has no
+    file.
+    """
     while isinstance(model, functools.partial):
         model = model.func
     model = model if hasattr(model, "__qualname__") else type(model)
@@ -159,7 +161,7 @@ def named_function(model: Any) -> tuple[str, BuilderFile | None]:
 
 
 def find_builder(where: str) -> BuilderFile | None:
-    """The file of `pkg.mod` or `path/file.py`; None if it cannot be found without running code.
+    """Return the file of `pkg.mod` or `path/file.py`; None if it cannot be found without running code.
 
     Raises:
         BuilderError: the file or top-level module does not exist.
@@ -201,7 +203,7 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 def require_function(found: BuilderFile, where: str, name: str) -> None:
     """Raise BuilderError for a function that a builder's module certainly lacks.
 
-    An import decides about doubtful names.
+    If its code does not show all names, only importing it can decide.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
@@ -209,7 +211,7 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
 
 
 def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
-    """The error for a builder's module that lacks the named function."""
+    """Return the error for a builder's module that lacks the named function."""
     import difflib
 
     nearest = next(iter(difflib.get_close_matches(name, functions, 1)), "FUNCTION")
@@ -221,7 +223,9 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """The paths of `known` files whose code changed, or that are gone; `main` is the present first one."""
+    """Return the paths of `known` files that changed or do not exist; `main` is the first one's present
+    file.
+    """
     own, *others = known
     *packages, _ = own.path.split("/")
     present = main.resolve()
@@ -233,9 +237,9 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """The digest of the code of `pkg.mod` or `path/file.py`.
+    """Return the digest of the code of `pkg.mod` or `path/file.py`.
 
-    None if the file is not found, or is no Python.
+    None if the file is not found, or is not valid Python.
     """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
@@ -252,7 +256,7 @@ def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
 
 
 def code_of(content: bytes, path: Path) -> str:
-    """The digest of what a file means to Python; that of its bytes if it is compiled, or cannot be parsed."""
+    """Return the digest of a file's code; of its bytes if it is not a .py file, or cannot be parsed."""
     with contextlib.suppress(BuilderError):
         if path.suffix == ".py":
             return _code(parse(path, content))
@@ -260,24 +264,24 @@ def code_of(content: bytes, path: Path) -> str:
 
 
 def digest_of(content: bytes) -> str:
-    """The lower-case SHA-256 of bytes."""
+    """Return the lower-case SHA-256 of bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
 def digest_at(file: str) -> str:
-    """The digest of a module's file; "" if it cannot be read."""
+    """Return the digest of a module's file; "" if it cannot be read."""
     content = content_of(file)
     return "" if content is None else digest_of(content)
 
 
 def content_of(file: str) -> bytes | None:
-    """The bytes of a module's file, which may lie in an archive on the path; None if it cannot be read."""
+    """Return the bytes of a module's file, also in an archive on the path; None if it cannot be read."""
     with contextlib.suppress(OSError):
         return read_regular(Path(file), MAX_SOURCE_BYTES if file.endswith(".py") else MAX_COMPILED_BYTES)
     for archive in Path(file).parents:
         if archive.is_file():
             with contextlib.suppress(OSError, ImportError):
-                from zipimport import zipimporter  # late: few modules lie in archives
+                from zipimport import zipimporter  # late: few modules are in archives
 
                 return zipimporter(str(archive)).get_data(file)
             break
@@ -290,7 +294,7 @@ _PARSINGS = 50
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Ignore warnings of the files that are parsed here; other threads have the same filters."""
+    """Ignore warnings about the files that are parsed here; other threads have the same filters."""
     ours = ("ignore", None, Warning, re.compile(re.escape(_PARSED)), 0)
     warnings.filters.insert(0, ours)  # type: ignore[attr-defined]  # a list, says the documentation
     try:
@@ -308,7 +312,7 @@ MAX_COMPILED_BYTES = 1 << 30
 
 
 def parse(path: Path, content: bytes | None = None) -> ast.Module:
-    """The syntax tree of a file, or BuilderError; nobody is warned of its syntax."""
+    """Return the syntax tree of a file, or BuilderError; syntax warnings are not shown."""
     try:
         content = read_regular(path, MAX_SOURCE_BYTES) if content is None else content
         with _PARSED_IN_SILENCE(), _PARSING:
@@ -318,8 +322,8 @@ def parse(path: Path, content: bytes | None = None) -> ast.Module:
 
 
 def _parsed(source: bytes, name: str) -> ast.Module:
-    """The syntax tree of a file's bytes, parsed as often as other threads make Python 3.11 fail."""
-    # It counts the depth of a tree for all threads together, and raises SystemError where that is off.
+    """Return the syntax tree of a file's bytes; tries again while other threads make Python 3.11 fail."""
+    # It counts the depth of a tree for all threads together, and raises SystemError if the count is wrong.
     # TensorFlow's AutoGraph parses without our lock.
     for _ in range(_PARSINGS):
         with contextlib.suppress(SystemError):
@@ -328,7 +332,7 @@ def _parsed(source: bytes, name: str) -> ast.Module:
 
 
 def _code(tree: ast.Module) -> str:
-    """The digest of the code that runs when a module is imported; `tree` loses its docstrings."""
+    """Return the digest of the code that runs when a module is imported; `tree` loses its docstrings."""
     tree.body = [node for node in tree.body if not _runs_as_program_alone(node)]
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -345,7 +349,7 @@ def _runs_as_program_alone(node: ast.stmt) -> bool:
 
 
 def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
-    """The names that a module has after its import (None: its text does not show all), and its functions."""
+    """Return a module's names after its import (None: its text does not show all), and its functions."""
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -380,12 +384,12 @@ def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
 
 
 def find_module(name: str, path: list[str]) -> Path | None:
-    """The file that importing `name` executes with this path, found without running code; or None."""
+    """Return the file that importing `name` executes with this path, found without running code; or None."""
     spec: ModuleSpec | None = None
     for number, part in enumerate(name.split(".")):
         places = path if number == 0 else [*((spec and spec.submodule_search_locations) or ())]
         try:
-            # by the last name alone: of a dotted one Python looks for the package among what is loaded
+            # only the last name: for a dotted one Python looks for the package among loaded modules
             spec = PathFinder.find_spec(part, places) if places else None
             if spec is None and number == 0:
                 spec = _find_otherwise(part)
@@ -397,7 +401,7 @@ def find_module(name: str, path: list[str]) -> Path | None:
 
 
 def _find_otherwise(name: str) -> ModuleSpec | None:
-    """The place of a top-level module by other finders, as of editable installations; or None."""
+    """Return the place of a top-level module by other finders, as of editable installations; or None."""
     for finder in sys.meta_path:
         if finder is not PathFinder and getattr(finder, "__module__", "") != "_frozen_importlib":
             with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
@@ -409,9 +413,9 @@ def _find_otherwise(name: str) -> ModuleSpec | None:
 def changed_modules(
     known: Iterable[ModuleFile], find: Callable[[str], Path | None]
 ) -> tuple[list[str], list[str]]:
-    """The names of modules whose code changed, and of those of which nothing can be said.
+    """Return the names of modules whose code changed, and of modules about which nothing is known.
 
-    `find` gives the present file of a module, None if there is none.
+    `find` returns the present file of a module, None if there is none.
     """
     changed, unknown = [], []
     for module in known:
@@ -424,7 +428,9 @@ def changed_modules(
 
 
 def changed_libraries(known: Mapping[str, str]) -> Iterator[str]:
-    """Yield how versions of installed libraries differ, in words; of those that are not installed nothing."""
+    """Yield how versions of installed libraries differ, in words; a library that is not installed is
+    skipped.
+    """
     if not known:
         return
     installed: dict[str, str] = {}

@@ -1,12 +1,12 @@
-"""Find out whether a program of an `XlaCallModule`, as JAX exports it, does nothing but compute.
+"""Decide whether a program of an `XlaCallModule`, as JAX exports it, does nothing but compute.
 
-Such a program is MLIR in bytecode. One section names every kind of operation that the program has, so it need
-not be understood to see that each of them is known and computes.
+Such a program is MLIR in bytecode. One section names every kind of operation that the program has, so the
+program need not be understood to check that each of them is known and only computes.
 
-*Custom calls* run a function of the server's process by its name; some names XLA takes for notes. From
-version 5 of the bytecode on, an operation's own attributes are numbers in a table of *properties*. Those of
-a custom call are eight, among them its target's name. So every text among eight or more properties has to be
-one that XLA takes for a note, whichever operation they belong to. (Elsewhere a target stands beside its
+*Custom calls* run a function of the server's process by its name; XLA treats some names as notes. From
+version 5 of the bytecode on, an operation's own attributes are numbers in a table of *properties*. Those of a
+custom call are eight, among them its target's name. So every text among eight or more properties has to be
+one that XLA treats as a note, whichever operation they belong to. (In other programs a target is next to its
 attribute's name, `call_target_name`, which is then one of the strings.)
 
 Sources: mlir/docs/BytecodeFormat.md, mlir/lib/Bytecode; stablehlo/dialect/VhloBytecode.cpp, VhloOps.td.
@@ -21,13 +21,13 @@ from msgspec import Struct
 
 _MAGIC = b"ML\xefR"
 _STRINGS, _DIALECTS, _ATTRIBUTES, _OFFSETS, _PROPERTIES = 0, 1, 2, 3, 8
-# The versions of the format since which dialects have their number of operations, and names a flag.
+# The first versions of the format in which dialects have their number of operations, and names a flag.
 _OPERATION_COUNT, _REGISTERED_FLAG = 4, 5
 _NEWEST = 6
-# The dialects and codes of attributes that are a text: StringAttr, StringV1Attr.
+# The (dialect, code) of attributes that are a text: StringAttr, StringV1Attr.
 _TEXTS = {("builtin", 2), ("vhlo", 14)}
 _CUSTOM_CALL, _ITS_PROPERTIES, _TARGET = "vhlo.custom_call_v1", 8, "call_target_name"
-# What XLA reads at custom calls without running a function of that name.
+# Targets of custom calls that XLA reads as notes, without running a function of that name.
 _NOTES = re.compile(r"|shape_assertion|Sharding|mhlo\.(acosh?|asinh?|atanh|cosh|erf|sinh|tan|topk)")
 
 # The operations that compute their results from their operands, by their full names.
@@ -72,7 +72,10 @@ def is_plain_module(module: bytes) -> bool:
 
 
 def read_program(module: bytes) -> Program:
-    """The operations and texts of a program in MLIR's bytecode; ValueError or IndexError if it is none."""
+    """Return the operations and texts of a program in MLIR's bytecode.
+
+    ValueError, or IndexError at its end, if the bytes are not such a program.
+    """
     reader = _Reader(module)
     if reader.take(len(_MAGIC)) != _MAGIC:
         raise ValueError("no MLIR bytecode")
@@ -91,8 +94,8 @@ def read_program(module: bytes) -> Program:
         raise ValueError("a section is missing")
     strings = _strings(_Reader(sections[_STRINGS]))
     dialects, operations = _dialects(_Reader(sections[_DIALECTS]), strings, version)
-    is_told = version >= _REGISTERED_FLAG and _TARGET not in strings and _PROPERTIES in sections
-    texts = _texts(sections, strings, dialects) if is_told and _CUSTOM_CALL in operations else None
+    has_texts = version >= _REGISTERED_FLAG and _TARGET not in strings and _PROPERTIES in sections
+    texts = _texts(sections, strings, dialects) if has_texts and _CUSTOM_CALL in operations else None
     return Program(operations, texts)
 
 
@@ -105,11 +108,11 @@ class _Reader:
 
     @property
     def is_at_end(self) -> bool:
-        """True if all bytes are read."""
+        """Return True if all bytes are read."""
         return self._at >= len(self._content)
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes; IndexError if there are fewer."""
+        """Return the next `count` bytes; IndexError if there are fewer."""
         taken = self._content[self._at : self._at + count]
         if len(taken) < count:
             raise IndexError("the bytes end too early")
@@ -117,13 +120,15 @@ class _Reader:
         return taken
 
     def number(self) -> int:
-        """A number of variable length: zeros at the end of its first byte count the bytes that follow."""
+        """Read a number of variable length: zeros at the end of its first byte count the bytes that
+        follow.
+        """
         first = self.take(1)[0]
         more = (first & -first).bit_length() - 1 if first else 8
         return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
 
     def section(self) -> tuple[int, memoryview]:
-        """The next section's kind and content; ValueError if it is aligned."""
+        """Read the next section's kind and content; ValueError if it is aligned."""
         kind = self.take(1)[0]
         if kind & 0x80:
             raise ValueError("an aligned section")
@@ -131,7 +136,7 @@ class _Reader:
 
 
 def _strings(reader: _Reader) -> list[str]:
-    """The table of strings; their lengths, which come first, are in reverse order and count a zero byte.
+    """Read the table of strings; their lengths come first, in reverse order, and count a zero byte.
 
     ValueError if bytes are left over.
     """
@@ -143,7 +148,7 @@ def _strings(reader: _Reader) -> list[str]:
 
 
 def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[str], frozenset[str]]:
-    """The names of the dialects, and the full names of the operations."""
+    """Read the names of the dialects, and the full names of the operations."""
     dialects, operations = [], set[str]()
     for _ in range(reader.number()):
         index = reader.number()
@@ -166,7 +171,9 @@ def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[s
 def _texts(
     sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
 ) -> frozenset[str] | None:
-    """The texts in sets of eight or more properties, as custom calls have; None if one is not encoded."""
+    """Return the texts in sets of eight or more properties, as custom calls have; None if one is not
+    encoded.
+    """
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:
         return None
@@ -188,7 +195,9 @@ def _texts(
 def _attributes(
     offsets: _Reader, contents: _Reader, dialects: list[str]
 ) -> list[tuple[str, memoryview]] | None:
-    """The (dialect, encoded content) of each attribute; None if one is a text that MLIR would parse."""
+    """Return the (dialect, encoded content) of each attribute; None if one is a text that MLIR would
+    parse.
+    """
     count, _ = offsets.number(), offsets.number()
     found: list[tuple[str, memoryview]] = []
     while len(found) < count:

@@ -1,7 +1,7 @@
-"""The dynamic tables of a graph, as attributes of their variables' nodes tell them.
+"""Mark the dynamic tables of a graph by attributes of their variables' nodes, and find them by these.
 
 `exporter.tables.DynamicTable` marks the nodes in a builder's graph, and an export those of a plain version.
-So a version can lend its graph to another checkpoint, in which a table has other sizes.
+So the graph of a version can be used for another checkpoint, in which a table has other sizes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from exporter.wire.int8_codes import SCALE_BYTES
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
-_MAX_BYTES = 1 << 28  # of default rows, whatever a graph says
+_MAX_BYTES = 1 << 28  # of default rows: a damaged graph may claim more
 _MOST_MARKED_BYTES = 1 << 20
-"""The default rows that a version's graph may hold: a server that loads it copies it dozens of times."""
+"""The most default rows that a version's graph may hold: a server that loads it copies it dozens of times."""
 
 
 def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """The dynamic tables that are marked by attributes of their variables' nodes."""
+    """Return the dynamic tables that are marked by attributes of their variables' nodes.
+
+    GraphError if the parts of a table are missing or damaged.
+    """
     found: dict[str, dict[str, Proto]] = {}
     for node in graph_def.node:
         if PART in node.attr and node.op == "VarHandleOp":
@@ -35,9 +38,11 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 
 
 def mark_tables(graph: InferenceGraph) -> InferenceGraph:
-    """A copy of a graph whose dynamic tables are marked; the same if it has none, or too many default rows.
+    """Return a copy of a graph with marked dynamic tables; the same graph if it has none or too many default
+    rows.
 
-    DeepRec's tables have 4,096 by default: such a graph is not lent to other checkpoints.
+    DeepRec's tables have 4,096 default rows: with more than 64 floats each, such a graph cannot be used for
+    other checkpoints.
     """
     total = sum(table.defaults.nbytes for table in graph.dynamic_tables)
     if not graph.dynamic_tables or total > _MOST_MARKED_BYTES:
@@ -59,7 +64,7 @@ def mark(node: Proto, table: str, part: str) -> None:
 
 
 def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
-    """The dynamic table of these variables' nodes, by part.
+    """Return the dynamic table of these variables' nodes, by part.
 
     GraphError if parts or default rows are missing, or if rows and default rows differ in kind.
     """
@@ -80,7 +85,7 @@ def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
         ) from error
     if not count or not dim:
         raise GraphError(f"dynamic table {name!r} has default rows of shape [{count}, {dim}]")
-    # A published table in 8 bits has scales behind its codes.
+    # In a row of a published table in 8 bits the codes are followed by scales.
     width = dim + SCALE_BYTES if dtype is DType.INT8 else dim
     seeds, rows, keys, _ = (nodes[part].name for part in PARTS)
     return GraphDynamicTable(name, (seeds, rows, keys, values.name), DType.INT64, dtype, width, stored)

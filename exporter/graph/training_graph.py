@@ -1,4 +1,4 @@
-"""Training graphs in SavedModels: which of their signatures can be served, and how to keep one whole.
+"""Training graphs in SavedModels: find the signatures that can be served, and keep a graph whole.
 
 Builders write the graph of training under tags of their user's choice, with optimizer, loss and train op, and
 signatures for training among those for inference (tensorflow/python/saved_model/builder_impl.py).
@@ -45,9 +45,9 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 
 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
-    """Raise GraphError for a signature that needs operations of training, or tensors that are not there.
+    """Raise GraphError for a signature that needs operations of training, or tensors that do not exist.
 
-    NotServable, which is one, also if it has no outputs.
+    NotServable, which is a GraphError, also if it has no outputs.
     """
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
@@ -73,12 +73,15 @@ class TrainingGraph(Struct, frozen=True):
     tag: str
     meta_graph: Proto
     tensors: tuple[str, ...]  # the names that it restores
-    variables: tuple[GraphVariable, ...]  # those of them that are variables of static shapes
+    variables: tuple[GraphVariable, ...]  # the variables with static shapes that it restores
     assets: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """The graph, with the tensors that it restores; UnsupportedFormat if it is object-based."""
+        """Return the graph, with the tensors that it restores.
+
+        UnsupportedFormat if it is object-based, GraphError if it computes the names of its tensors.
+        """
         if meta_graph.HasField("object_graph_def"):
             raise UnsupportedFormat(
                 f"the graph {tag!r} of {source} is object-based: nothing else can be saved beside such a one",
@@ -98,7 +101,7 @@ class TrainingGraph(Struct, frozen=True):
 
 
 def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
-    """The names that the Saver's restore nodes read, each once; none if there is no Saver.
+    """Return the names that the Saver's restore nodes read, each once; none if there is no Saver.
 
     GraphError if they are computed.
     """

@@ -1,10 +1,10 @@
 """Detect that a graph computes as in training: batch statistics, dropout, other random numbers.
 
 Only nodes that run during a request count, with the flags and rates that are constants there
-(`called_bodies.py`). Dropout multiplies by a mask of random numbers that were compared with a rate, or takes
-zeros in their place; noise adds normal numbers of a constant deviation, or multiplies by them. A rate that is
-not known counts as one that is on, unless the request gives it. Other random numbers are the model's own,
-such as a sample from what it computed.
+(`called_bodies.py`). Dropout multiplies by a mask of random numbers that were compared with a rate, or
+selects zeros in their place; noise adds normal numbers of a constant deviation, or multiplies by them. A rate
+that is not known counts as one that is on, unless the request supplies it. Other random numbers belong to the
+model, such as a sample from its result.
 """
 
 from __future__ import annotations
@@ -55,17 +55,19 @@ _MOVES = _ADDS | {"Mul", "RealDiv", "Div", "Neg"}
 _SELECTS = frozenset({"Select", "SelectV2"})
 _DECIDES = SWITCHES | {"If", "StatelessIf"}
 _SAME_MASK = frozenset({"Identity", "LogicalNot", "Reshape", "ExpandDims", "BroadcastTo", "StopGradient"})
-_FLOATS = (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)  # None: the graph does not say
-_MOST_PLACES = 64  # that random numbers are followed to, each; masks are made in fewer steps
-_MOST_FEEDS = 8  # that are tried, each by another walk through the graph
-_MOST_BYTES = 1 << 10  # of a span that was moved: two numbers, whatever a graph says
+_FLOATS = (None, DType.FLOAT, DType.DOUBLE, DType.HALF, DType.BFLOAT16)  # None: the dtype is unknown
+_MOST_PLACES = 64  # nodes to which each random operation is followed; masks need fewer
+_MOST_FEEDS = 8  # placeholders that are tried, each by another walk through the graph
+_MOST_BYTES = 1 << 10  # of a computed span: two numbers, but a damaged graph may claim more
 
 
 def training_mode(meta_graph: Proto) -> TrainingMode:
-    """The batch statistics, dropout, noise and other random numbers among the nodes that signatures run."""
+    """Return the batch statistics, dropout, noise and other random numbers among the nodes that signatures
+    run.
+    """
     nodes = all_nodes(meta_graph.graph_def)
     if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
-        return TrainingMode()  # as of most graphs: to follow constants is not free
+        return TrainingMode()  # for most graphs: following constants takes time
     graphs = _graphs(meta_graph, {})
     bodies = [body for graph in graphs for body in graph.bodies()]
     drawn = [sign for body in bodies for sign in _drawn(body)]
@@ -80,7 +82,7 @@ def training_mode(meta_graph: Proto) -> TrainingMode:
 
 
 def _graphs(meta_graph: Proto, fixed: Mapping[str, Array]) -> list[CalledBody]:
-    """The graph as each signature runs it, with the values `fixed` for some nodes."""
+    """Return the graph as each signature runs it, with the values `fixed` for some nodes."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
     return [
@@ -99,7 +101,7 @@ def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
     """Refuse a graph with dropout or noise that is on; `feeds` are the placeholders that were fixed.
 
     Raises:
-        TrainingModeServed: names where, and the placeholders that turn it off, if any do.
+        TrainingModeServed: names the first place, and the placeholders that turn it off, if any do.
     """
     found = [*graph.training.dropping()]
     if not found:
@@ -115,7 +117,7 @@ def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
 
 
 def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
-    """{placeholder: value as text}, as few as turn dropout and noise off; empty if none do."""
+    """Return {placeholder: value as text}, as few as turn dropout and noise off; empty if none do."""
     values = _switchable(graph.meta_graph, feeds)
 
     def drops(fixed: Mapping[str, Array]) -> bool:
@@ -133,7 +135,7 @@ def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
 
 
 def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """{placeholder: present value} of the booleans and floats that `--feed` fixed or may fix."""
+    """Return {placeholder: present value} of the booleans and floats that `--feed` fixed or may fix."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values = dict(feeds)
     for node in nodes.values():
@@ -152,7 +154,7 @@ def _is_random(op: str) -> bool:
 
 
 def _batch_norms(body: CalledBody) -> Iterator[str]:
-    """The operations, in words, that normalise by the request's own batch."""
+    """Yield the operations, in words, that normalise by the request's own batch."""
     for name in sorted(body.live & body.nodes.keys()):
         node = body.nodes[name]
         fused = is_by_batch(node) and not _is_one_example(body, node)
@@ -161,7 +163,7 @@ def _batch_norms(body: CalledBody) -> Iterator[str]:
 
 
 def _is_one_example(body: CalledBody, node: Proto) -> bool:
-    """True if the batch is arranged as channels of one example, as layer and instance normalisation do."""
+    """True if the batch is arranged as channels of one example, as in layer and instance normalisation."""
     reshape = _node(body, input_names(node)[0])
     shape = _node(body, input_names(reshape)[1]) if reshape is not None and reshape.op == "Reshape" else None
     if shape is None or shape.op != "Pack":
@@ -171,7 +173,7 @@ def _is_one_example(body: CalledBody, node: Proto) -> bool:
 
 
 def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
-    """True for the distance of a tensor from its own mean over the batch, as `tf.nn.moments` takes it."""
+    """True for the distance of a tensor from its own mean over the batch, as in `tf.nn.moments`."""
     inputs = input_names(node)
     mean = _node(body, through_identities(body.nodes, inputs[1], _SAME)) if len(inputs) == 2 else None
     if mean is None or mean.op != "Mean" or len(input_names(mean)) != 2 or input_names(mean)[0] != inputs[0]:
@@ -204,7 +206,7 @@ class _Drawn(Struct, frozen=True):
 
 
 def _drawn(body: CalledBody) -> Iterator[_Drawn]:
-    """The uses of each random operation that runs, at least one for each."""
+    """Yield the uses of each random operation that runs, at least one for each."""
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     uses = _Uses(body, drawing) if drawing else None
     for node in (body.nodes[name] for name in drawing):
@@ -227,7 +229,7 @@ class _Uses:
 
     def masks(self, uniform: Proto) -> Iterator[tuple[_Kind, float | None]]:
         """Yield the kind of each mask made of uniform numbers, with the part that it drops, if known."""
-        # The numbers lie in a span from 0 to 1, which constants scale and shift. They are compared with a
+        # The numbers are in a span from 0 to 1, which constants scale and shift. They are compared with a
         # rate or, in old TensorFlow, shifted by the probability to keep and rounded down.
         pending: list[tuple[Proto, Array | None]] = [(uniform, np.array([0.0, 1.0]))]
         for _ in range(_MOST_PLACES):
@@ -273,7 +275,7 @@ class _Uses:
         return is_alone or any(self._body.is_of_request(t) or node_of(t) in self._random for t in varying)
 
     def _moved(self, node: Proto, source: Proto, span: Array | None) -> Array | None:
-        """The span after a node adds a constant or multiplies by it; None if that is unknown."""
+        """Return the span after a node adds a constant or multiplies by it; None if that is unknown."""
         numbers = {text: _only(self._body.repeated_value(text)) for text in self._others(node, source)}
         if span is None or None in numbers.values():
             return None
@@ -290,7 +292,7 @@ class _Uses:
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """The comparison's outcome where a mask made of it keeps its input; None if it makes no mask.
+        """Return the comparison's outcome for which its mask keeps an input; None if it makes no mask.
 
         True, too, if that is not found within `_MOST_PLACES` places.
         """
@@ -318,21 +320,24 @@ def _is_integer(node: Proto) -> bool:
 
 
 def _only(value: Array | None) -> float | None:
-    """The number that all elements equal; None if they differ, or there are none."""
+    """Return the number that all elements equal; None if they differ, or there are none."""
     if value is None or not value.size or (value != value.ravel()[0]).any():
         return None
     return float(value.ravel()[0])
 
 
 def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
-    """The kind of a mask that drops these `parts` (unknown: None), and the part, if it is one number."""
+    """Return the kind of a mask that drops these `parts` (unknown: None), and the part, if it is one
+    number.
+    """
     if parts is None or ((parts > 0) & (parts < 1)).any():
         return _Kind.DROPOUT, _only(parts)
     return _Kind.ALL if parts.all() else _Kind.OFF, None
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """The probability that comparing a number in the span with `bound` is False, for each of its elements.
+    """Return the probability, for each element of `bound`, that comparing a number of the span with it is
+    False.
 
     None if the span or the bound is unknown, or the span is one number.
     """
@@ -345,7 +350,7 @@ def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) 
 
 
 def _dropped_by_floor(span: Array | None) -> Array | None:
-    """The probability that a number in the span, rounded down, is the smallest that it can be.
+    """Return the probability that a number in the span, rounded down, is the smallest possible.
 
     None if the span is unknown, or one number.
     """

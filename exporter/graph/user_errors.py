@@ -45,7 +45,7 @@ _NO_VALUE = re.compile(
     r"|uninitialized value|can mean the variable is uninitialized"
 )
 _EAGER = re.compile(r"is not a valid root scope name|\beager (mode|execution)\b|\bexecuting_eagerly\b")
-# TPUEmbeddingForServing and its like read the values of their own variables while they make others.
+# Layers such as TPUEmbeddingForServing read the values of their own variables while they make others.
 _READS_ITSELF = re.compile(r"[\\/]tensorflow[\\/]python[\\/]tpu[\\/]")
 NEEDS_EAGER = (
     "a builder runs in a graph, and this one asks for eager execution: "
@@ -56,7 +56,7 @@ _KERAS_2_ALONE = re.compile(
 )
 _GONE = re.compile(r"module 'keras\._tf_keras\.(?P<module>keras[^']*)' has no attribute '(?P<name>\w+)'")
 # Keras 3's errors about code that Keras 2 accepts: operations of TensorFlow on inputs, `add_weight(name)`,
-# layers of tf-keras among its own.
+# layers of tf-keras mixed with its own.
 _STRICTER = re.compile(
     r"KerasTensor|multiple values for argument 'shape'|`name` must be passed as a keyword|\btf_keras\b"
 )
@@ -72,9 +72,10 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Run a user's code; its errors become BuilderErrors that tell of `what`, the place, and a way out.
+    """Turn errors of a user's code in the block into BuilderErrors with `what` failed, the place, and a way
+    out.
 
-    An ExportError behind them is raised as it is.
+    If the user's own error is an ExportError, it is raised unchanged.
     """
     try:
         yield
@@ -88,14 +89,16 @@ def failures(what: str) -> Iterator[None]:
 
 
 def own_error(error: BaseException) -> BaseException:
-    """The error that a user's code raised itself, without those that wrap it."""
+    """Return the error that a user's code raised itself, without the errors that wrap it."""
     while (inner := error.__context__) is not None and _only_wraps(error, inner):
         error = inner
     return error
 
 
 def error_line(error: BaseException) -> str:
-    """The user's own error on one line, with the file, line and function of their code that led to it."""
+    """Return the user's own error on one line, with the file, line and function of their code that raised
+    it.
+    """
     own = own_error(error)
     place = _place(error)
     text = _text(own) or (place and linecache.getline(place.file, place.line).strip()) or ""
@@ -107,7 +110,7 @@ def error_line(error: BaseException) -> str:
 
 
 def way_out(error: BaseException) -> str:
-    """A hint for a user's error; "" if nothing general is known."""
+    """Return a hint for a user's error; "" if nothing general is known."""
     text = _text(own_error(error))
     if _wants_keras_2(error, text):
         return _USE_KERAS_2
@@ -126,7 +129,9 @@ def way_out(error: BaseException) -> str:
 
 
 def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
-    """A hint to choose Keras 2 or 3 for files that use `tf.keras`; "" if it is, or they name one."""
+    """Return a hint to choose Keras 2 or 3 for files with `tf.keras`; "" if it is chosen, or they import
+    Keras.
+    """
     if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
         return ""
     return _USE_KERAS_2 if keras_2 else "run it with Keras 3: without TF_USE_LEGACY_KERAS in the environment"
@@ -138,13 +143,13 @@ def _keras_2_is_chosen() -> bool:
 
 
 def _only_wraps(error: BaseException, inner: BaseException) -> bool:
-    """True if an error says nothing but that `inner` was raised."""
+    """True if an error's text only says that `inner` was raised, or is a frame around it."""
     text = _text(error)
     return _WRAPS.match(text) is not None or text == f"{type(inner).__name__}: {inner}"
 
 
 def _text(error: BaseException) -> str:
-    """The error's message; for a KeyError the missing key, which `str` would quote."""
+    """Return the error's message, without the quotes of a KeyError around a wrapping text."""
     first = error.args[0] if error.args and not isinstance(error, KeyError) else None
     if isinstance(error, KeyError) and error.args and _WRAPS.match(str(error.args[0])):
         first = error.args[0]
@@ -152,13 +157,13 @@ def _text(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> _Place | None:
-    """The innermost place in the user's files that an error came from; None if it came from none."""
+    """Return the innermost place in the user's files that an error came from; None if there is none."""
     found = _user_places(_places(error))
     return found[-1] if found else None
 
 
 def _places(error: BaseException) -> list[_Place]:
-    """The places that an error came from, outermost first, as AutoGraph translates them if it does."""
+    """Return the places that an error came from, outermost first, as AutoGraph translates them if it does."""
     own = own_error(error)
     while error is not own and error.__context__ is not None:
         traced = [_Place(m["file"], int(m["line"]), m["function"]) for m in _TRACED.finditer(_text(error))]
@@ -175,7 +180,7 @@ def _frames(error: BaseException) -> Iterator[_Place]:
 
 
 def _user_places(places: Iterable[_Place]) -> list[_Place]:
-    """The places in the user's files; if all are in installed packages, those in the outermost package."""
+    """Return the places in the user's files; if all are in installed packages, in the outermost package's."""
     others = [p for p in places if not p.file.startswith((_OURS, _STANDARD)) or _LIBRARY.search(p.file)]
     found = [p for p in others if not _LIBRARY.search(p.file)]
     return found or [p for p in others if _package(p) == _package(others[0]) not in _FRAMEWORKS]
@@ -197,7 +202,7 @@ def _wants_keras_2(error: BaseException, text: str) -> bool:
         return True
     if gone := _GONE.search(text):
         return _keras_2_has(gone["module"], gone["name"])
-    files = [place.file for place in _places(error)]  # tf-keras itself fails over what Keras 3 made
+    files = [place.file for place in _places(error)]  # tf-keras itself may fail on objects of Keras 3
     is_stricter = any(map(_STRICTER.search, [text, *files]))
     return is_stricter and _means_tf_keras(place.file for place in _user_places(_places(error)))
 

@@ -1,9 +1,9 @@
 """Find how a graph reads its variables, and turn reads of whole tables into reads of rows.
 
 The first scatter into a variable puts it in copy-on-read mode: from then on each `ReadVariableOp` copies the
-whole table. A cleaned graph gathers by handle where it can (`graph.functions`). Here the other cases follow:
-gathers after a cast, as Keras' mixed precision exports them, gathers by several indices, sums over segments,
-as `embedding_lookup_sparse` makes them, and reads of the shape.
+whole table. A cleaned graph gathers by handle where possible (`graph.functions`). This module has the other
+cases: gathers after a cast, as Keras' mixed precision exports them, gathers by several indices, sums over
+segments, as `embedding_lookup_sparse` makes them, and reads of the shape.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _GATHER_INDICES = {int(DType.INT32), int(DType.INT64)}
 
 
 class Use(Flag):
-    """How a graph reads a variable."""
+    """The ways in which a graph reads a variable."""
 
     NOTHING = 0
     ROWS = auto()
@@ -54,21 +54,21 @@ class Use(Flag):
 
 
 class Reading(Struct, frozen=True):
-    """How a graph uses a variable, and the first node that reads it whole or might change it, in words."""
+    """The use of a variable, and the first node that reads it whole or might change it, in words."""
 
     use: Use = Use.NOTHING
     taken_by: str = ""
-    handles: int = 0  # VarHandleOps that lead to it: what is changed for one is not for the others
+    handles: int = 0  # number of its VarHandleOps: a change of the reads of one does not affect the others
 
     def __or__(self, other: Reading) -> Reading:
-        """Both uses together, with the first `taken_by` and all handles."""
+        """Return both uses together, with the first `taken_by` and all handles."""
         handles = self.handles + other.handles
         return Reading(self.use | other.use, self.taken_by or other.taken_by, handles)
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
     """Make gathers, and reads of the shape, use the variable's handle, in place; nodes `fetched` are kept."""
-    # Results are the same bit for bit: a cast between is done on the gathered rows instead of the table.
+    # Results are the same bit for bit: a cast in between is done on the gathered rows instead of the table.
     fetched = set(fetched)
     for body in bodies(graph_def):
         rewritten: set[str] = set()
@@ -78,7 +78,7 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 
 
 def uses(graph_def: Proto) -> dict[str, Use]:
-    """{VarHandleOp of the graph: how the graph, with its functions, uses that handle}."""
+    """Return {VarHandleOp of the graph: how the graph, with its functions, uses that handle}."""
     tracker = _Tracker(graph_def)
     return {
         node.name: tracker.follow("", f"{node.name}:0").use
@@ -88,8 +88,8 @@ def uses(graph_def: Proto) -> dict[str, Use]:
 
 
 def readings(graph_def: Proto) -> dict[str, Reading]:
-    """{VarHandleOp of the graph: the Reading of its variable, over all handles, also in functions}."""
-    tracker = _Tracker(graph_def)  # handles of one container and shared name lead to the same memory
+    """Return {VarHandleOp of the graph: the Reading of its variable, over all handles, also in functions}."""
+    tracker = _Tracker(graph_def)  # handles with equal container and shared name are the same memory
     found: dict[tuple[str, str], Reading] = defaultdict(Reading)
     named: dict[str, tuple[str, str]] = {}
     for body in bodies(graph_def):
@@ -105,7 +105,7 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
-    """Make a node read by handle, in place, if it can; returns the nodes that it no longer reads from."""
+    """Make a node read by handle, in place, if possible; returns the nodes that it no longer reads from."""
     if node.op in _SEGMENTS:
         return _sum_gathered(body, node)
     if node.op not in ("Gather", "GatherV2", "GatherNd", "Shape") or not _takes_rows(body, node):
@@ -122,7 +122,7 @@ def _rewrite(body: Body, node: Proto) -> set[str]:
 
 
 def _sum_gathered(body: Body, node: Proto) -> set[str]:
-    """Make a sum of a variable's rows one of gathered rows, in the same order; returns as `_rewrite`."""
+    """Turn a sum of a variable's rows into one of gathered rows, in the same order; returns as `_rewrite`."""
     chain = _chain_to_read(body, node.input[0])
     if not chain:
         return set()
@@ -146,7 +146,7 @@ def _takes_rows(body: Body, node: Proto) -> bool:
     """True for a Shape, and for a gather along dimension 0 by row numbers that ResourceGather accepts."""
     if node.op == "Shape":
         return True
-    # `in` goes first: to look an absent attribute up in a protobuf map is to add it.
+    # `in` comes first: looking up an absent attribute in a protobuf map adds it.
     if "batch_dims" in node.attr and node.attr["batch_dims"].i:
         return False
     if node.attr["Tindices"].type not in _GATHER_INDICES:
@@ -159,7 +159,7 @@ def _takes_rows(body: Body, node: Proto) -> bool:
 
 
 def _chain_to_read(body: Body, reference: str) -> list[Proto]:
-    """The nodes from a tensor back to the ReadVariableOp whose value it is (the last one), or none."""
+    """Return the nodes from a tensor back to the ReadVariableOp with its value (the last one), or none."""
     chain: list[Proto] = []
     producer = body.producer(reference)
     while producer is not None and producer.op in _TRANSPARENT:
@@ -183,7 +183,7 @@ def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
         copy = body.add(f"{node.name}/cast_{number}", "Cast", last, device=node.device)
         copy.attr.MergeFrom(cast.attr)
         last = body.single(copy, "y")
-    if casts:  # an Identity under the old name: nothing that consumes it changes
+    if casts:  # an Identity under the old name, so that its consumers need no change
         node.op = "Identity"
         node.input[:] = [last]
         node.ClearField("attr")
@@ -209,10 +209,10 @@ def _become(
 
 
 def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
-    """Remove the `candidates` whose values nothing takes any more, and control edges from them."""
+    """Remove the `candidates` that no node reads any more, and control edges from them."""
     kept = {*map(node_of, body.results())} | (fetched if body.function is None else set())
     dead: set[str] = set()
-    while True:  # a read may be taken by casts that are dead themselves
+    while True:  # a read may have only readers that are removed themselves
         taken = {node_of(text) for node in body.nodes if node.name not in dead for text in input_names(node)}
         if not (found := candidates - dead - taken - kept):
             break
@@ -232,7 +232,9 @@ class _Tracker:
         self._bodies: dict[str, _Consumers] = {}
 
     def follow(self, scope: str, handle: str) -> Reading:
-        """All uses of a handle, a tensor of the graph ("") or of a function `scope`, wherever it leads."""
+        """Return all uses of a handle, a tensor of the graph ("") or of a function `scope`, also in
+        callees.
+        """
         found = Reading()
         seen = set()
         pending = [(scope, handle)]
@@ -257,7 +259,9 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """How `node` uses the handle in input `index`, and the (scope, tensor) places that get the handle."""
+        """Return how `node` uses the handle in input `index`, and the (scope, tensor) places that get the
+        handle.
+        """
         if node.op in _ROW_READS:
             return Use.ROWS, []
         if node.op in INDIFFERENT:
@@ -271,7 +275,7 @@ class _Tracker:
         for name in names:
             signature = self._functions[name].signature
             further.append((name, signature.input_arg[index - CALLS[node.op]].name))
-            if node.op not in LOOPS:  # a handle that comes back may be this one
+            if node.op not in LOOPS:  # a handle that the function returns may be this one
                 returned = enumerate(signature.output_arg)
                 further += [
                     (scope, body.output(node, number))
@@ -282,7 +286,7 @@ class _Tracker:
 
 
 def _taker(scope: str, node: Proto) -> str:
-    """A sentence's end on a node that reads a variable whole, or takes its handle otherwise."""
+    """Return a sentence's end on a node that reads a variable whole, or takes its handle otherwise."""
     where = f" in function {scope!r}" if scope else ""
     if node.op != "ReadVariableOp":
         return f"{node.op} {node.name!r}{where} takes it"
@@ -300,5 +304,5 @@ class _Consumers:
                 self._found[body.canonical(reference)].append((node, index))
 
     def of(self, tensor: str) -> list[tuple[Proto, int]]:
-        """(node, which of its inputs) for each use of `tensor`."""
+        """Return (node, which of its inputs) for each use of `tensor`."""
         return self._found.get(tensor, [])

@@ -1,1 +1,3 @@
-"""Work in a process of its own, with limits of memory and time: what others wrote cannot hang or crash us."""
+"""Run other people's code in a process with limits of memory and time, so that it cannot hang or crash
+ours.
+"""

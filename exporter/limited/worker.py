@@ -1,7 +1,7 @@
-"""Ask code that may never return, crash or take all memory, in a process with limits: `worker`.
+"""Send requests to a process with limits, whose code may never return, crash or take all memory: `worker`.
 
-`worker_process.py` is the other side: there it says what is asked, and how. Its users turn an `Ended` into
-the error that says what was worked on: libraries that read files (`exporter.checkpoint.library`), and
+`worker_process.py` is the other side, and describes the requests. Callers turn an `Ended` into an error about
+the file or graph that was worked on: libraries that read files (`exporter.checkpoint.library`), and
 TensorFlow's runs of graphs (`exporter.graph.session`).
 """
 
@@ -25,24 +25,25 @@ from msgspec import Struct
 from exporter.limited.worker_process import BLOCK_BYTES, REFUSED
 
 _PROGRAM = Path(__file__).with_name("worker_process.py")
-_IDLE_SECONDS = 5.0  # then a process that is asked nothing ends by itself
+_IDLE_SECONDS = 5.0  # without a request for so long, a process ends by itself
 _MAX_LINE_BYTES = 256 << 20
 _SETTINGS = {  # no threads, no arenas of memory for each, and no plug-ins
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
     "HDF5_PLUGIN_PRELOAD": "::",
 }
-# The process that is likely to be asked again. Threads work, too: it is taken in one step.
+# The process that is likely to be used again. Threads are safe: `popleft` takes it in one step.
 _idle: deque[Worker] = deque()
 
 
 class LimitedWork(Struct, frozen=True):
-    """What a process does, and its limits.
+    """A process's program, and its limits.
 
     `program` is its module, see `worker_process.py`; equal `key`s may share a process. It may have
     `memory_bytes` beyond what it needs to start, and for each step `cpu_seconds` of computing and
     `step_seconds` of waiting.
-    `details` are the program's own, `settings` variables of its environment.
+
+    `details` are the program's own configuration, `settings` variables of its environment.
     """
 
     program: str
@@ -57,8 +58,8 @@ class LimitedWork(Struct, frozen=True):
 class Ended(Exception):
     """A process ended before it answered.
 
-    `refusal` has the reason that it gave, "" for its parts if it gave none; `limit` is the time that it
-    exceeded, in words, or ""; `how` it ended, in words.
+    `refusal` is the reason that it wrote, None if it wrote none; `limit` is the exceeded time, in words, or
+    ""; `how` says how the process ended, in words.
     """
 
     def __init__(self, how: str, *, limit: str = "", refusal: Mapping[str, str] | None = None) -> None:
@@ -67,12 +68,12 @@ class Ended(Exception):
 
 
 class NotStarted(Exception):
-    """No process can be started; its text says why."""
+    """A process cannot be started; the message says why."""
 
 
 @contextmanager
 def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]:
-    """A process for this work: an idle one, or else a new one. It is ended if the block fails.
+    """Yield a process for this work: an idle one, or else a new one. It is ended if the block fails.
 
     A new one inherits the open file `descriptor`. Raises NotStarted.
     """
@@ -89,7 +90,7 @@ def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]
 
 
 def _take(work: LimitedWork) -> Worker | None:
-    """The idle process, if it does this work; None, and another one stays idle."""
+    """Return the idle process if it does this work; else None, and it stays idle."""
     with suppress(IndexError):
         if (found := _idle.popleft()).does(work):
             return found
@@ -134,15 +135,15 @@ class Worker:
             raise NotStarted(str(error)) from None
 
     def does(self, work: LimitedWork) -> bool:
-        """True if it does this work, and waits for a request."""
-        is_fresh = time.monotonic() - self.idle_since < _IDLE_SECONDS / 2  # it ends by itself
+        """True if the process does this work, and can take a request."""
+        is_fresh = time.monotonic() - self.idle_since < _IDLE_SECONDS / 2  # later it may be about to end
         is_ours = self._owner == os.getpid() and self._process.poll() is None
         return is_fresh and is_ours and self._work == work
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
-        """The first line of the answer to a request, which brings `body` along; waits for it.
+        """Send a request with `body`, wait for the answer, and return its first line.
 
-        Ended if there is none; a line that fills `_MAX_LINE_BYTES` has no end.
+        Ended if the process ends first. A line of `_MAX_LINE_BYTES` is returned without its end.
         """
         self._send(request, body)
         assert self._process.stdout is not None
@@ -152,7 +153,9 @@ class Worker:
         return line
 
     def blocks(self, size: int, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-        """Yield the next `size` bytes of the answer to a request, sent if given; Ended if it ends before."""
+        """Yield the next `size` bytes of the answer to a request, sent if given; Ended if the process ends
+        first.
+        """
         if request is not None:
             self._send(request, b"")
         assert self._process.stdout is not None
@@ -163,7 +166,7 @@ class Worker:
             yield block
 
     def end(self) -> None:
-        """Kill the process: its code may be where no request reaches it."""
+        """Kill the process: its code may never read another request."""
         if self._owner == os.getpid():
             self._process.kill()
             with suppress(BrokenPipeError):
@@ -171,7 +174,7 @@ class Worker:
 
     def _send(self, request: Mapping[str, Any], body: bytes) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # stderr, or how it ended, says why
+        with suppress(BrokenPipeError):  # the process ended: stderr or its exit code says why
             head = {**request, "body_bytes": len(body)} if body else request
             self._process.stdin.write(json.dumps(head).encode() + b"\n")
             self._process.stdin.write(body)

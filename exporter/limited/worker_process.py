@@ -1,17 +1,18 @@
-"""Work in a process of its own, with limits: `python worker_process.py CONFIG`.
+"""Work in a process with limits: `python worker_process.py CONFIG`.
 
-A damaged file can keep a library busy for ever, make it allocate without measure, or crash it; so can a graph
-that TensorFlow runs. Here that ends this process alone, which limits its own memory and the time of each
-step: the kernel ends it when the library does not return. It starts quickly, because it imports little
-besides the library and numpy.
+A damaged file can keep a library busy for ever, make it allocate without limit, or crash it; so can a graph
+that TensorFlow runs. Here that ends only this process, which limits its own memory and the time of each step:
+the kernel ends it if the library does not return. It starts quickly, because it imports little besides the
+library and numpy.
 
-`config["program"]` names a module with `LIBRARY`, what is imported for it, and `opened(config)`, a context
-whose value answers a request with blocks of bytes: `answer(request, deadline)`.
+`config["program"]` names a module with `LIBRARY`, a module to import first, and `opened(config)`, a context
+manager. Its value answers a request with blocks of bytes: `answer(request, deadline)`.
 
-A request is one line of JSON on stdin; `body_bytes` bytes follow if it says so, which become its `body`. The
-answer is on stdout; it begins with a line of JSON, or the request says how long it is. A process that cannot
-answer writes the reason on stderr, in JSON, and ends with `REFUSED`. `worker.py` is the other side. Without a
-request for a while the process ends: it holds files that their trainer may have removed.
+A request is one line of JSON on stdin, followed by as many bytes as its `body_bytes` says, which become its
+`body`. The answer is on stdout; either it begins with a line of JSON, or the request determines its length. A
+process that cannot answer writes the reason on stderr, in JSON, and exits with `REFUSED`. `worker.py` is the
+other side. Without a request for `idle_seconds` the process ends: it holds files that their trainer may have
+removed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ REFUSED = 3  # the exit code of a process that said why it cannot answer
 BLOCK_BYTES = 4 << 20
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, AttributeError)
-_UNKNOWN_SIZE = 4 << 30  # of what is mapped already, where there is no /proc
+_UNKNOWN_SIZE = 4 << 30  # assumed for the memory that is mapped already, if there is no /proc
 
 
 class Refused(Exception):
@@ -52,18 +53,18 @@ class Deadline:
         self._cpu_seconds, self._seconds = cpu_seconds, seconds
 
     def start(self) -> None:
-        """Give the next step its time: an object of the file, or a block of values."""
+        """Start the time of the next step: an object of the file, or a block of values."""
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that waits for ever computes nothing
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that only waits uses no CPU time
 
     def lift(self) -> None:
-        """Let the step that began take as long as it likes, as one that only reads and writes values may."""
+        """Remove the limits from the current step, such as one that only reads and writes values."""
         self.stop()
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
     def stop(self) -> None:
-        """Stop the clock while the parent works: it may do much with each block."""
+        """Stop the clock while the parent works: it may need long for each block."""
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -90,10 +91,10 @@ def _serve(reader: Any, config: Mapping[str, Any], answers: int) -> None:
 
 
 def _require(library: str) -> None:
-    """Import a library, or raise Refused, so that a broken one is not taken for damage of the file."""
+    """Import a library, or raise Refused, so that a broken library is not reported as a damaged file."""
     try:
         import_module(library)
-    except (Exception, SystemExit) as error:  # a module that is broken raises what it likes
+    except (Exception, SystemExit) as error:  # a broken module may raise anything
         cause = f"{type(error).__name__}: {error}"
         hint = f"install {library} again, in the environment of this command"
         raise Refused(
@@ -102,7 +103,7 @@ def _require(library: str) -> None:
 
 
 def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
-    """The error that the parent raises for one of the library."""
+    """Return the error that the parent raises for one of the library."""
     if isinstance(error, Refused):
         return error
     kind, name = config["kind"], config["kind"].partition(" ")[0]
@@ -116,27 +117,27 @@ def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let the process grow by `more_bytes` beyond what its libraries have mapped already."""
+    """Limit the process's memory to `more_bytes` beyond what its libraries have mapped already."""
     try:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
         mapped = _UNKNOWN_SIZE
-    with suppress(OSError, ValueError):  # a system that does not limit it
+    with suppress(OSError, ValueError):  # some systems have no such limit
         _limit(resource.RLIMIT_AS, mapped + more_bytes)
 
 
 def _limit(what: int, most: int) -> None:
-    """Lower the soft limit of a resource; it may be raised again, up to the limit that we began with."""
+    """Set the soft limit of a resource, at most to the hard limit, so that it can be raised again."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """Answer requests until stdin ends or stays silent; exits with REFUSED after an error."""
-    # a damaged file may crash the library: no core file of it
+    """Answer requests until stdin ends or is idle too long; exits with REFUSED after an error."""
+    # a damaged file may crash the library, which should leave no core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, reasons, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # a library may print, and that is not an answer
+    os.dup2(nowhere, 1)  # a library may print, which must not mix with the answer
     os.dup2(nowhere, 2)
     try:
         reader = import_module(config["program"])
@@ -150,6 +151,6 @@ def main(config: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     sys.path[:] = asked["path"]
-    from exporter.limited import worker_process  # programs raise the errors of this one
+    from exporter.limited import worker_process  # not __main__: programs raise this module's errors
 
     worker_process.main(asked)
