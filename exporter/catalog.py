@@ -65,8 +65,9 @@ class Content(Protocol):
 
 
 class SliceRef(Struct, frozen=True):
-    """One slice of a partitioned tensor, stored in a bundle (`extent`) or another file (`content`); else
-    missing.
+    """One slice of a partitioned tensor, stored in a bundle (`extent`) or another file (`content`).
+
+    Otherwise missing.
     """
 
     spec: SliceSpec
@@ -87,8 +88,9 @@ class Naming(Enum):
 
 
 class TensorRef(Struct, frozen=True):
-    """A named tensor, stored whole (`extent`), in `slices` or in another file (`content`); `owner` is its
-    layer.
+    """A named tensor, stored whole (`extent`), in `slices` or in another file (`content`).
+
+    `owner` is its layer.
     """
 
     name: str

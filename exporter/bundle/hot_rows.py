@@ -49,8 +49,7 @@ same.
 
 
 class HotRows(Struct, frozen=True):
-    """A mapped table to lay out: its name as served, its type and shape, the extent of its rows, and its
-    `hot` rows.
+    """A mapped table to lay out: its served name, its type and shape, the extent of its rows, its `hot` rows.
 
     `hot` yields row numbers of the whole variable; the table holds the rows from `first` on. `said` names who
     chose the rows, for error messages.
@@ -66,8 +65,9 @@ class HotRows(Struct, frozen=True):
 
     @property
     def blocks(self) -> Iterator[Array]:
-        """Yield the hot row numbers that are in this table, counted from its first row; empty blocks are left
-        out.
+        """Yield the hot row numbers that are in this table, counted from its first row.
+
+        Empty blocks are left out.
         """
         rows = self.shape[0]
         for block in self.hot():
@@ -78,9 +78,7 @@ class HotRows(Struct, frozen=True):
 
 
 class HotTable(Struct, frozen=True):
-    """A table with hot rows: their number, the tensors of the table with them and of its places, and the name
-    of the file that holds the places.
-    """
+    """A table with hot rows: their number, its tensor with them, its places, and the file of the places."""
 
     rows: int
     whole: TensorRef
@@ -101,8 +99,9 @@ def without_layout(catalog: Catalog) -> Catalog:
 
 
 def _tables_of(catalog: Catalog) -> Iterator[str]:
-    """Yield the names of the tables with hot rows; a part of a partitioned table has its slice in its
-    name.
+    """Yield the names of the tables with hot rows.
+
+    A part of a partitioned table has its slice in its name.
     """
     prefix, _ = names_of("")
     for name in catalog.tensors:
@@ -114,11 +113,10 @@ def _tables_of(catalog: Catalog) -> Iterator[str]:
 def lay_hot_rows(
     prefix: Path, catalog: Catalog, tables: Iterable[HotRows]
 ) -> tuple[Catalog, dict[str, HotTable]]:
-    """Append hot rows to the tables of a bundle that is being staged; return its new catalog, and the tables
-    changed.
+    """Append hot rows to the tables of a bundle that is being staged.
 
-    The tables are by name; those without hot rows are left as they are. All shards are renamed, as their
-    total number is part of their names.
+    Return its new catalog, and the tables changed. The tables are by name; those without hot rows are left as
+    they are. All shards are renamed, as their total number is part of their names.
 
     Raises:
         NotServable: a variable of the model has the name that hot rows would have.
@@ -167,8 +165,7 @@ def lay_hot_rows(
 
 
 def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
-    """Return the row numbers of the `hot` rows, in the order of their copies, computed from the `places` of
-    all rows.
+    """Return the numbers of the hot rows, in the order of their copies, from the `places` of all rows.
 
     The numbers are collected in the new file `scratch`. CorruptFile if a place is neither the row itself nor
     a hot row, or if the places name another number of hot rows than `hot`.
@@ -197,8 +194,9 @@ def _places_dtype(rows: int) -> DType:
 
 
 def _write_places(path: Path, table: HotRows) -> int:
-    """Write the places of a table's rows into a new file and return the number of hot rows. UsageError for a
-    row that is named twice.
+    """Write the places of a table's rows into a new file and return the number of hot rows.
+
+    UsageError for a row that is named twice.
     """
     rows, dtype = table.shape[0], _places_dtype(table.shape[0]).numpy
     with path.open("xb") as file:  # before it is mapped: on a full disk, a write to a mapping raises SIGBUS
@@ -243,8 +241,9 @@ def _append(path: Path, table: HotRows) -> tuple[int, int]:
 
 
 def _make_own(path: Path) -> None:
-    """Replace a shard by a copy if it has other hard links or is read-only: its bytes may be the trainer's or
-    a job's.
+    """Replace a shard by a copy if it has other hard links or is read-only.
+
+    Its bytes may be the trainer's or a job's.
     """
     if path.stat().st_nlink > 1 or not os.access(path, os.W_OK):
         copy = path.with_name(f"{path.name}.own")

@@ -132,8 +132,9 @@ def _copy_batch(reader: int, writer: int, batch: Iterable[ByteRange]) -> int:
 
 
 def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
-    """Copy once inside the kernel and return the bytes copied; 0 at the end of the source or if the kernel
-    cannot.
+    """Copy once inside the kernel and return the bytes copied.
+
+    The result is 0 at the end of the source, or if the kernel cannot do it.
     """
     try:
         return os.copy_file_range(reader, writer, piece.size, piece.source, piece.target)
@@ -187,8 +188,9 @@ class NewFile(Struct, frozen=True):
         return cls(found.st_mode, found.st_uid, found.st_gid)
 
     def readers_lost_by(self, other: os.stat_result) -> str:
-        """Return who can read this file but not `other`: "owner", "group" or "others", the widest of them; ""
-        if nobody.
+        """Return who can read this file but not `other`: "owner", "group" or "others", the widest of them.
+
+        "" if nobody.
         """
         everyone = bool(other.st_mode & stat.S_IROTH)
         group = everyone or (other.st_gid == self.gid and bool(other.st_mode & stat.S_IRGRP))
@@ -205,10 +207,10 @@ _FICLONE = 0x40049409
 
 
 def clone_shard(source: Path, target: Path, *, size: int) -> bool:
-    """Create `target` as a clone of `source` that shares its blocks; return False if the file system
-    cannot.
+    """Create `target` as a clone of `source` that shares its blocks.
 
-    After False there is no file `target`. `size` is the size of `source` by its catalog.
+    Return False if the file system cannot. After False there is no file `target`. `size` is the size of
+    `source` by its catalog.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.

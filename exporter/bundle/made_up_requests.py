@@ -1,5 +1,4 @@
-"""Make warm-up requests where none are given: one row of zeros, empty strings or an empty example per
-signature.
+"""Make warm-up requests where none are given: a row of zeros, "" or an empty example per signature.
 
 A record that fails keeps a version from serving, so a signature gets a request only if it is certain not to
 fail, now and after every delta:
@@ -88,10 +87,9 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """Return one request for each signature that is certain to answer it; TensorFlow runs each of them
-    once.
+    """Return one request for each signature that is certain to answer it.
 
-    Empty if grappler cannot inline the functions that the graph calls.
+    TensorFlow runs each of them once. Empty if grappler cannot inline the functions that the graph calls.
     """
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
@@ -115,8 +113,9 @@ def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
 
 
 def _request(name: str, signature: Proto) -> WarmupRequest | None:
-    """A request of zeros and empty texts; None if the signature takes no inputs, or inputs that are not plain
-    tensors.
+    """A request of zeros and empty texts.
+
+    None if the signature takes no inputs, or inputs that are not plain tensors.
     """
     if takes_examples(signature):
         return examples_request(name, signature, {"examples": [{}]})
@@ -208,9 +207,7 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 
 
 class _Needs(Struct):
-    """The tensors that a trial has to check: `rows` must be below the limits given, `single` have at most one
-    element.
-    """
+    """What a trial has to check: `rows` are below their limits, `single` have at most one element."""
 
     rows: dict[str, int] = {}
     single: set[str] = set()
@@ -290,9 +287,7 @@ class _Certainty:
         return self._variables[handle].shape if handle in self._variables else ()
 
     def _is_of_index(self, reference: str, handle: str) -> bool:
-        """True if the tensor is read from the index of the table that `handle` is part of: such numbers are
-        its rows.
-        """
+        """True if the tensor is read from the index of this `handle`'s table: its numbers are rows."""
         node, table = self._nodes[endpoint(reference).node], self._tables.get(handle)
         if node.op != "ResourceGather" or table is None:
             return False
@@ -387,8 +382,9 @@ class _Trial(Struct, frozen=True):
         return cls(graph_def, shapes)
 
     def run(self, fetches: list[str], feeds: Mapping[str, NDArray[Any]], needs: _Needs) -> None:
-        """Run the trial with variables of zeros; _Uncertain if it fails, a row number exceeds its limit, or
-        it is too large.
+        """Run the trial with variables of zeros.
+
+        _Uncertain if it fails, a row number exceeds its limit, or it is too large.
         """
         import tensorflow as tf
 

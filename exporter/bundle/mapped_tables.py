@@ -63,9 +63,7 @@ class Unmapped(Struct, frozen=True):
 
 
 class MappedChoice(Struct, frozen=True):
-    """A graph rewritten to read tables by rows, a mapping that marks the mapped ones, and the large ones not
-    mapped.
-    """
+    """A graph that reads tables by rows, a mapping that marks the mapped ones, and large other tables."""
 
     graph: InferenceGraph
     mapping: VariableMapping
@@ -114,8 +112,9 @@ _MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one 
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """Describe the node that reads a variable of the source whole, or might change it; "" if there is
-    none.
+    """Describe the node that reads a variable of the source whole, or might change it.
+
+    "" if there is none.
     """
     return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
 
@@ -129,8 +128,9 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 
 
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
-    """The reason why an overlay cannot change the reads of some variable of the sources; "" if it can change
-    all.
+    """The reason why an overlay cannot change the reads of some variable of the sources.
+
+    "" if it can change all.
     """
     variables = [variable for source in sources for variable in source.variables]
     tried = {
@@ -166,8 +166,7 @@ NO_HOT_ROWS: Mapping[str, HotTable] = {}
 
 
 class MappedTables(Struct, frozen=True):
-    """The mapped tables of a version: its `directory` as servers see it, and `files`, by the variables'
-    nodes.
+    """The mapped tables of a version: its `directory` for servers, and `files`, by the variables' nodes.
 
     `counter` is the node of the variable that gets the number of mapped tables, int64 []; "" if there is
     none. `hot` are the tables with hot rows behind them, by their nodes.
@@ -216,8 +215,9 @@ class TriedTable(Struct, frozen=True):
 
 
 class Tries(Struct, frozen=True):
-    """The tensor of each variable's values, by its node, and the node that counts the mapped variables, if
-    any.
+    """The tensor of each variable's values, by its node, and the node that counts the mapped variables.
+
+    The latter is missing if none can be mapped.
     """
 
     values: Mapping[str, str]
@@ -227,8 +227,9 @@ class Tries(Struct, frozen=True):
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
 ) -> Tries:
-    """Add nodes that map each variable's file, or else restore it from the bundle at `prefix`; return their
-    tensors.
+    """Add nodes that map each variable's file, or else restore it from the bundle at `prefix`.
+
+    Return their tensors.
     """
     tried = [*tried]
     if not tried:
@@ -363,9 +364,7 @@ def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
 
 
 def _restoring(name: str, table: TriedTable) -> Proto:
-    """A function that returns the table as RestoreV2 reads it from the bundle whose prefix it is given, and
-    false.
-    """
+    """Make a function from a bundle's prefix to the table as RestoreV2 reads it, and false."""
     function = _function(name, table.dtype)
     body = Body.of(function)
     names = body.put(_text("names", table.key.encode(), shape=(1,)))

@@ -143,9 +143,7 @@ _SAVER_V2 = 2  # SaverDef.CheckpointFormatVersion.V2
 
 
 class RestoredVariable(Struct, frozen=True):
-    """A variable of the served graph, the bundle key that it is restored from, and its dtype in the
-    bundle.
-    """
+    """A variable of the served graph, the bundle key that it is restored from, and its dtype there."""
 
     variable: GraphVariable
     key: str
@@ -202,8 +200,7 @@ def add_restore(
     mapped: MappedTables,
     joined: Mapping[str, JoinedPart],
 ) -> None:
-    """Add the nodes that restore and save, a `SaverDef` and the collection of variables to a graph in
-    place.
+    """Add the nodes that restore and save, a `SaverDef` and the collection of variables to a graph in place.
 
     A graph without variables, tables and imports stays as it is.
     """
@@ -269,10 +266,9 @@ def _add_file_name(graph_def: Proto, scope: str) -> None:
 def _add_names(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> list[str]:
-    """Add the inputs of RestoreV2 and SaveV2, names in the bundle and slices; return the names of these
-    nodes.
+    """Add the inputs of RestoreV2 and SaveV2, names in the bundle and slices.
 
-    Empty if there is nothing to restore.
+    Return the names of these nodes. Empty if there is nothing to restore.
     """
     contents = [name for table in tables for name in (table.keys, table.values)]
     if not served and not contents:
@@ -351,8 +347,9 @@ def _add_assignments(
     contents: Sequence[str],
     importing: Iterable[str],
 ) -> None:
-    """Add nodes that assign `values`, by the variables' nodes, and import `contents`: keys and values of each
-    table.
+    """Add nodes that assign `values`, by the variables' nodes, and import `contents`.
+
+    The contents are the keys and values of each table.
     """
     for index, each in enumerate(held):
         name = _assign_name(scope, index)
@@ -500,9 +497,7 @@ def _place_hot_rows(
 
 
 def _named_in_bundle(node: str, stored: TensorRef) -> GraphVariable:
-    """A variable that is all of a stored tensor, with a slice, so that loaders learn its name in the
-    bundle.
-    """
+    """A variable that is a whole stored tensor, with a slice: so loaders learn its name in the bundle."""
     return GraphVariable(node, stored.name, stored.dtype, stored.shape, SliceSpec.whole(stored.shape))
 
 
@@ -520,8 +515,9 @@ def _add_training(
 
 
 def _make_readable(info: Proto) -> None:
-    """Give `info` a version that Python's loaders can parse; a fork's full version is kept as the Git
-    version.
+    """Give `info` a version that Python's loaders can parse.
+
+    A fork's full version is kept as the Git version.
     """
     known = readable_version(info.tensorflow_version)
     if known != info.tensorflow_version:
@@ -560,8 +556,7 @@ _INIT_COLLECTION = "serving_init_op"  # tensorflow/contrib/session_bundle/consta
 def write_pair(
     graph: InferenceGraph, mapping: VariableMapping, directory: Path, server: Version | None = None
 ) -> None:
-    """Write Cloud ML's pair of files into `directory`, beside `variables/`, whose files it shares by hard
-    links.
+    """Write Cloud ML's pair of files into `directory`, with hard links to the files of `variables/`.
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.

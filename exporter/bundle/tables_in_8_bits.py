@@ -28,10 +28,10 @@ class ChosenFor8Bits(Struct, frozen=True):
 
 
 def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
-    """Drop the casts to int8 of variables that are not tables or are not only read by rows; a note names
-    them.
+    """Drop the casts to int8 of variables that are not tables or are not only read by rows.
 
-    Returns the graph, rewritten to read tables by rows, and the mapping; both unchanged without such casts.
+    A note names them. Returns the graph, rewritten to read tables by rows, and the mapping; both unchanged
+    without such casts.
     """
     if not any(source.is_in_8_bits for source in mapping.sources):
         return ChosenFor8Bits(graph, mapping)

@@ -1,5 +1,4 @@
-"""Write `variables/`: a new index with the served names, over shards that are shared with the source if
-possible.
+"""Write `variables/`: a new index with the served names, over shards shared with the source if possible.
 
 Each source shard that holds a served tensor becomes one shard of the bundle: cloned where the file system
 can, else linked, copied or compacted; compacted if less than an eighth of it is kept. Checksums come from the
@@ -69,8 +68,7 @@ class ShardOrigin(Enum):
 
 
 class ShardPlan(Struct, frozen=True):
-    """The way in which a shard of the bundle is made: its source, why it is not linked, its bytes and the
-    source's.
+    """The way in which a shard is made: its source, why it is not linked, its bytes and the source's.
 
     `source` is None for a shard that tasks write from several sources; `why` is "" for a link.
     """
@@ -98,8 +96,9 @@ class Rounding(Struct, frozen=True):
 
 
 class VariablesReport(Struct, frozen=True):
-    """The contents of a written `variables/`, and how each shard was made. `catalog` describes the new
-    bundle.
+    """The contents of a written `variables/`, and how each shard was made.
+
+    `catalog` describes the new bundle.
     """
 
     catalog: Catalog
@@ -176,8 +175,7 @@ def write_variables(
 
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
-    """Return the number of tasks that write values when the mapping is exported to `model`, and the bytes
-    they read.
+    """Return the number of tasks that write values in an export to `model`, and the bytes that they read.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
@@ -205,9 +203,7 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Return the sources whose shards are linked or copied, and the sources that tasks write: in a store,
-    all.
-    """
+    """Return the sources whose shards are linked or copied, and those that tasks write: in a store, all."""
     is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
     moved: list[TensorSource] = []
@@ -232,9 +228,7 @@ class _Origin(NamedTuple):
 
 
 class _Placed(Struct, frozen=True):
-    """A source shard that is now in the bundle: its report, and the function from an old extent to the new
-    one.
-    """
+    """A source shard that is now in the bundle: its report, and the function from old extents to new ones."""
 
     report: ShardReport
     moved: Callable[[Extent], Extent]
@@ -312,10 +306,9 @@ class _Writer:
         return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards; return their tensors and reports. An error ends the
-        job.
+        """Run the tasks that write the last shards; return their tensors and reports.
 
-        Records in `_rounded` how tables in 8 bits were rounded.
+        An error ends the job. Records in `_rounded` how tables in 8 bits were rounded.
         """
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
@@ -455,8 +448,9 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """Yield key, dtype and slice of each box that was written; empty boxes only if the whole tensor is
-    empty.
+    """Yield key, dtype and slice of each box that was written.
+
+    Empty boxes only if the whole tensor is empty.
     """
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
@@ -487,8 +481,9 @@ def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) 
 def _rows(
     source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
 ) -> Place[Moved]:
-    """The place of rows `start` to `stop` of a tensor; `ranges` are the byte ranges of the boxes of
-    `reads`.
+    """The place of rows `start` to `stop` of a tensor.
+
+    `ranges` are the byte ranges of the boxes of `reads`.
     """
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
@@ -526,8 +521,7 @@ class _Boxes:
         self._stops = [_rows_of(box).stop for box in self.boxes]
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each box with some of the rows `start` to `stop`, and its own first and last
-        row (exclusive).
+        """Yield each box with rows of `start` to `stop`: its number, its own first and last row (exclusive).
 
         With turns every box has a share, and `start` must be a multiple of `turns`; a table without rows has
         one share.
@@ -585,9 +579,7 @@ def _is_stored_as_served(source: TensorSource) -> bool:
 
 
 def _has_whole_rows(source: TensorSource) -> bool:
-    """True if values are numbers, complete, and in boxes of whole rows, both in the checkpoint and in the
-    graph.
-    """
+    """True if values are numbers, complete, and in boxes of whole rows, in the checkpoint and the graph."""
     boxes = [*_boxes_stored(source.tensor), *_boxes_served(source)]
     whole = all(box.lengths[1:] == box.full_shape[1:] for box in boxes)
     return whole and source.tensor.is_complete and source.tensor.dtype.itemsize is not None
@@ -618,8 +610,9 @@ def why_not_mapped(source: TensorSource) -> str:
 
 
 class ServedRun(Struct, frozen=True):
-    """A variable in a bundle: its box as stored, and the box's extent; None if it is stored in several
-    extents.
+    """A variable in a bundle: its box as stored, and the box's extent.
+
+    None if it is stored in several extents.
     """
 
     variable: GraphVariable
@@ -636,9 +629,7 @@ def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
 
 
 def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
-    """Return the name and size in bytes of the file that holds only a mapped variable, and its hot rows if it
-    has some.
-    """
+    """Return the name and size in bytes of a mapped variable's own file, which includes its hot rows."""
     name, extent = run.variable.served_name, run.extent
     whole = written.tensors.get(names_of(name)[0])
     end = whole.bytes_ if whole is not None else 0 if extent is None else extent.size

@@ -33,9 +33,7 @@ _EXAMPLE_METHODS = {"tensorflow/serving/classify", "tensorflow/serving/regress"}
 
 
 class WarmupRequest(Struct, frozen=True):
-    """One line of a request file: its number, its signature, the inputs by name, and the record for the
-    server.
-    """
+    """One line of a request file: its number, signature, inputs by name, and the record for the server."""
 
     line: int
     signature: str
@@ -44,8 +42,9 @@ class WarmupRequest(Struct, frozen=True):
 
 
 def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
-    """Read the requests in a file, one a line, for the signatures of `meta_graph`; blank lines are
-    skipped.
+    """Read the requests in a file, one a line, for the signatures of `meta_graph`.
+
+    Blank lines are skipped.
 
     Raises:
         UsageError: the file cannot be read, holds no requests or too many; or a line is not a request that
@@ -112,8 +111,9 @@ def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1
 def examples_request(
     name: str, signature: Proto, document: Mapping[str, Any], line: int = 1
 ) -> WarmupRequest:
-    """Make a Classify or Regress request of the examples in a document. ValueError if it has none, or bad
-    ones.
+    """Make a Classify or Regress request of the examples in a document.
+
+    ValueError if it has none, or bad ones.
     """
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:

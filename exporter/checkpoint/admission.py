@@ -22,8 +22,9 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Admission(Struct, frozen=True):
-    """A filter of keys: seen at least `min_freq` times, updated within `max_age_steps`; None means at any
-    time.
+    """A filter of keys: seen at least `min_freq` times, updated within `max_age_steps`.
+
+    None means at any time.
     """
 
     min_freq: int = 0
@@ -39,17 +40,16 @@ class Admission(Struct, frozen=True):
         return True if freqs is None else freqs >= self.min_freq
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
-        """A mask of the keys updated at most `max_age_steps` before `step`; True, meaning all, if nothing is
-        recorded.
+        """A mask of the keys updated at most `max_age_steps` before `step`.
+
+        It is True, meaning all, if nothing is recorded.
         """
         if versions is None or step is None or self.max_age_steps is None:
             return True
         return versions >= step - self.max_age_steps
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
-        """Raise UsageError if a filter needs numbers that no table with rows has, or a step that the
-        checkpoint lacks.
-        """
+        """Raise UsageError if a filter needs numbers that no table with rows has, or an unknown step."""
         if self.max_age_steps is not None and catalog.step is None:
             raise UsageError(
                 f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",

@@ -52,8 +52,9 @@ def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
 
 
 def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
-    """Return the bytes of an index over `num_shards` shards; only name, dtype, shape and extents of a tensor
-    matter.
+    """Return the bytes of an index over `num_shards` shards.
+
+    Only name, dtype, shape and extents of a tensor matter.
     """
     header = protos.BundleHeaderProto(num_shards=num_shards)
     header.version.producer = _VERSION
@@ -133,11 +134,10 @@ class BundleWriter:
         return tuple(self._tensors.values())
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
-        """Write an array, or slice `part` of a tensor, and return its extent. Strings are `str` or `bytes`
-        objects.
+        """Write an array, or slice `part` of a tensor, and return its extent.
 
-        ValueError if the tensor was added before, the shape is not that of `part`, or an object is not a
-        string.
+        Strings are `str` or `bytes` objects. ValueError if the tensor was added before, the shape is not that
+        of `part`, or an object is not a string.
         """
         import numpy as np  # late, as below: an index is read and written without it
 
@@ -285,17 +285,16 @@ def _string(value: bytes) -> bytes:
 
 
 def _signed(value: int) -> bytes:
-    """The ordered code of a number: the leading ones or zeros of its first bits encode its number of
-    bytes.
-    """
+    """The ordered code of a number: its leading ones or zeros encode its number of bytes."""
     length = (value if value >= 0 else ~value).bit_length() // 7 + 1
     header = ((1 << length) - 1) << 7 * length
     return ((value & (1 << 8 * length) - 1) ^ header).to_bytes(length, "big")
 
 
 def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
-    """Describe two boxes that overlap, for an error; "" if none do. Grids that need more than `cuts` cuts
-    count too.
+    """Describe two boxes that overlap, for an error; "" if none do.
+
+    Grids that need more than `cuts` cuts count too.
     """
     # Every partitioner makes grids of grids, which successive cuts along the dimensions separate. The small
     # number of cuts keeps a hostile index from making this slow.

@@ -73,8 +73,9 @@ class FilteredKeys(Struct, frozen=True):
 
 
 class EmbeddingPart(Struct, frozen=True):
-    """One part of an embedding variable: row i of `values` belongs to key i of `keys`. None means not
-    recorded.
+    """One part of an embedding variable: row i of `values` belongs to key i of `keys`.
+
+    None means not recorded.
     """
 
     number: int
@@ -98,8 +99,9 @@ class EmbeddingPart(Struct, frozen=True):
 
 
 class EmbeddingVariable(Struct, frozen=True):
-    """A table by keys; `slot_of` names the owner if it is an optimizer's slot, `also` are further names for
-    it.
+    """A table by keys.
+
+    `slot_of` names the owner if it is an optimizer's slot, `also` are further names for it.
     """
 
     name: str
@@ -146,8 +148,9 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
 
 
 def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
-    """Return the variable with this name, or the only one that also has this name; None if there is none or
-    several.
+    """Return the variable with this name, or the only one that also has this name.
+
+    None if there is none or several.
     """
     if name in known:
         return known[name]
@@ -165,8 +168,9 @@ def _of_addons(catalog: Catalog, table: AddonsTable) -> EmbeddingVariable:
 
 
 def _stems(catalog: Catalog) -> Iterator[str]:
-    """Yield the common prefix of the tensor names of each part; CorruptFile if a part lacks keys or
-    values.
+    """Yield the common prefix of the tensor names of each part.
+
+    CorruptFile if a part lacks keys or values.
     """
     for tensor in catalog.tensors:
         stem = tensor.removesuffix(VERSIONS)
@@ -190,9 +194,7 @@ def part_of(stem: str) -> tuple[str, int | None]:
 
 
 def name_in_object(name: str) -> str:
-    """Quote the name of a table for the keys of an object-based checkpoint, where slashes and dots have a
-    meaning.
-    """
+    """Quote a table's name for the keys of an object-based checkpoint: slashes and dots are special there."""
     return quote(name, safe="").replace(".", "%2E")
 
 
@@ -205,8 +207,7 @@ def table_tensor(stored: str) -> str | None:
 
 
 def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """Return the admitted keys, int64 [rows], part by part in stored order: row i of all values belongs to
-    key i.
+    """Return the admitted keys, int64 [rows], in stored order: row i of all values belongs to key i.
 
     Raises:
         CorruptFile: a checksum is wrong, the offsets do not fit the keys, or a key occurs twice.
@@ -223,10 +224,9 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 
 
 def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
-    """Yield blocks of admitted keys, int64, each with the row of its first key; duplicates are not
-    checked.
+    """Yield blocks of admitted keys, int64, each with the row of its first key.
 
-    CorruptFile if a key is in the wrong bucket, or a checksum differs.
+    Duplicates are not checked. CorruptFile if a key is in the wrong bucket, or a checksum differs.
     """
     begin = 0
     for part in variable.parts:
@@ -252,8 +252,9 @@ def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> Corrup
 
 
 def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """Count the admitted keys of each remainder, int64 [1000]; for parts without offsets the keys are
-    read.
+    """Count the admitted keys of each remainder, int64 [1000].
+
+    For parts without offsets the keys are read.
 
     Raises:
         CorruptFile: a checksum is wrong.
@@ -356,8 +357,9 @@ class _Part:
 def _joined(
     catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int = 0
 ) -> EmbeddingVariable:
-    """Join parts to one variable; CorruptFile if the parts differ, or one of at least `count` numbers is
-    missing.
+    """Join parts to one variable.
+
+    CorruptFile if the parts differ, or one of at least `count` numbers is missing.
     """
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:
@@ -406,8 +408,7 @@ def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys
 
 
 def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Array:
-    """Return the position of each bucket's first key among the keys of `ref`, and the end of the last: int64
-    [1001].
+    """Return the position of each bucket's first key among those of `ref`, and the end: int64 [1001].
 
     Raises:
         CorruptFile: they do not fit the keys, or their checksum is wrong.

@@ -249,8 +249,9 @@ def describes_model(path: Path) -> bool:
 
 
 def model_beside(checkpoint: Path) -> str | None:
-    """Return the path of a graph beside a checkpoint: `.meta`, SavedModel or the archive itself; None without
-    one.
+    """Return the path of a graph beside a checkpoint: `.meta`, SavedModel or the archive itself.
+
+    None without one.
     """
     for path in (meta_beside(checkpoint), saved_model_around(checkpoint)):
         if path is not None and path.exists():
@@ -275,8 +276,7 @@ def is_series(names: Collection[str]) -> bool:
 
 
 def saved_model_without_variables(prefix: Path) -> Path | None:
-    """Return the graph file of the SavedModel whose variables would have this `prefix`, if it has no
-    variables.
+    """Return the graph file of a SavedModel without variables that would have this `prefix`.
 
     None if files of variables exist, or there is no such SavedModel.
     """
@@ -290,17 +290,15 @@ def saved_model_without_variables(prefix: Path) -> Path | None:
 
 
 def v1_pattern(name: str) -> str:
-    """Return the name of the V1 checkpoint that a file belongs to: the file's own, or a pattern of all
-    shards' names.
-    """
+    """Return the name of a file's V1 checkpoint: the file's own, or a pattern of all shards' names."""
     return V1_SHARD.sub(lambda shard: f"-?????{shard.group()[6:]}", name)
 
 
 def v1_files(prefix: Path) -> list[Path]:
-    """Return the files, sorted, of a checkpoint of format V1; `prefix` is a file's name or a glob pattern of
-    shards.
+    """Return the files, sorted, of a checkpoint of format V1.
 
-    Empty if there are none, or the directory cannot be listed.
+    `prefix` is a file's name or a glob pattern of shards. Empty if there are none, or the directory cannot be
+    listed.
     """
     with suppress(OSError):
         return sorted(

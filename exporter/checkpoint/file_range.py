@@ -33,8 +33,9 @@ from exporter.wire.dtypes import DType
 
 
 class FileRange(Struct, frozen=True):
-    """`size` bytes at `offset` of the file with this `identity`; `crc32` is the zip's checksum of them, or
-    None.
+    """`size` bytes at `offset` of the file with this `identity`.
+
+    `crc32` is the zip's checksum of them, or None.
     """
 
     path: Path
@@ -70,8 +71,7 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Open the file (not only the range) and yield its descriptor, which is closed after the `with`
-        block.
+        """Open the file (not only the range) and yield its descriptor, closed after the `with` block.
 
         CheckpointChanged if the file vanished or was replaced, CheckpointError if it cannot be read.
         """
@@ -141,8 +141,9 @@ def listed_shard(path: Path, name: object) -> Path:
 
 
 class PlainValues(Struct, frozen=True):
-    """The bytes of `source` as numbers; the checksum of the containing `archive`, if any, is verified
-    first.
+    """The bytes of `source` as numbers.
+
+    The checksum of the containing `archive`, if any, is verified first.
     """
 
     source: FileRange

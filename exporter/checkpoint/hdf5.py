@@ -48,9 +48,7 @@ class Dataset(Struct, frozen=True):
 
 
 class FileContents(Struct, frozen=True):
-    """A file's datasets, its text attributes by group ("" is the root) and name, and the paths of skipped
-    datasets.
-    """
+    """A file's datasets, text attributes by group ("": the root) and name, and paths of skipped datasets."""
 
     datasets: tuple[Dataset, ...]
     attributes: Mapping[str, Mapping[str, tuple[str, ...]]]
@@ -78,8 +76,7 @@ class Packed(Struct, frozen=True):
 
 # Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Return every dataset of a file, and the given text attributes of every group (True: it may be
-    continued).
+    """Return every dataset of a file, and these text attributes of every group (True: may be continued).
 
     CorruptFile if it is not an HDF5 file; else the CheckpointError of the process that reads it.
     """

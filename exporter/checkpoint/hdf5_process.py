@@ -1,7 +1,6 @@
-"""Read one HDF5 file, in a process that `exporter.limited.worker_process` limits; `hdf5.py` sends the
-requests.
+"""Read one HDF5 file, in a process that `exporter.limited.worker_process` limits.
 
-It opens no file; it reads only the descriptor that it was given.
+`hdf5.py` sends the requests. This process opens no file; it reads only the descriptor that it was given.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
-        """Identify a checkpoint whose catalog was just read; CheckpointChanged if its index was replaced, or
-        it vanished.
+        """Identify a checkpoint whose catalog was just read.
+
+        CheckpointChanged if its index was replaced, or it vanished.
         """
         if catalog.index_digest is not None:
             files = look(catalog.prefix)
@@ -61,8 +62,7 @@ class Identity(Struct, frozen=True):
         return cls(catalog.prefix, digest, _look_at(paths), paths, is_indexed=False)
 
     def content_digest(self, of: Callable[[Path], str] = file_digest) -> str:
-        """Return the lower-case SHA-256 of the checkpoint's contents, whatever its files are called: see
-        `digest`.
+        """Return the lower-case SHA-256 of the checkpoint's contents, without file names: see `digest`.
 
         Without an index the files are read, each by `of`; for several files it is the digest of their
         digests. CheckpointChanged if a file was replaced or vanished.
@@ -111,8 +111,9 @@ def index_digest(prefix: Path) -> str:
 
 
 def look(prefix: Path) -> Looks:
-    """Return name, size, modification time and inode of a checkpoint's files, or of one file; empty if one
-    vanishes.
+    """Return name, size, modification time and inode of a checkpoint's files, or of one file.
+
+    Empty if one vanishes.
     """
     mirror.refresh(prefix)
     with suppress(OSError):

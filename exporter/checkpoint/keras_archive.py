@@ -54,9 +54,7 @@ _LEGACY_ATTRIBUTES = {
 
 
 class ModelConfig(Struct, frozen=True):
-    """A model as an archive describes it: JSON text, and the version of Keras that wrote it ("" if
-    unknown).
-    """
+    """An archive's model: JSON text, and the version of Keras that wrote it ("" if unknown)."""
 
     text: str
     keras_version: str
@@ -110,8 +108,9 @@ def read_config(path: Path) -> ModelConfig | None:
 
 
 def list_assets(path: Path) -> list[Member]:
-    """Return the files that layers of a `.keras` archive keep beside their weights, by name; empty for other
-    files.
+    """Return the files that layers of a `.keras` archive keep beside their weights, by name.
+
+    Empty for other files.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -122,8 +121,9 @@ def list_assets(path: Path) -> list[Member]:
 
 
 def unpack_assets(path: Path, directory: Path) -> bool:
-    """Write the files that layers of a `.keras` archive keep beside their weights; return False if there are
-    none.
+    """Write the files that layers of a `.keras` archive keep beside their weights.
+
+    Return False if there are none.
 
     Raises:
         CheckpointError: see `read_keras`.
@@ -268,9 +268,7 @@ def _catalog(
 
 
 def _backup_notes(path: Path) -> Iterator[str]:
-    """Yield a note with the epoch at which `keras.callbacks.BackupAndRestore` would continue, if there is a
-    backup.
-    """
+    """Yield a note with the epoch at which a backup of `BackupAndRestore` would continue, if there is one."""
     metadata = path.with_name("training_metadata.json")
     if path.name != "latest.weights.h5" or not metadata.is_file():
         return

@@ -47,8 +47,7 @@ class Reading(Struct, frozen=True):
 
 @contextmanager
 def library(reading: Reading) -> Iterator[Library]:
-    """Yield a process with the file open: an idle one, or else a new one, which is ended if the block
-    fails.
+    """Yield a process with the file open: an idle one, or else a new one, which is ended if the block fails.
 
     CheckpointError if no process can be started, or of the kind that the process reports.
     """
@@ -83,8 +82,9 @@ class Library(Struct, frozen=True):
         return json.loads(line)
 
     def values(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield the `size` bytes of an array in blocks; the process's CheckpointError if the process ends
-        early.
+        """Yield the `size` bytes of an array in blocks.
+
+        The process's CheckpointError if the process ends early.
         """
         return self.process.blocks(size, {"values": path})
 

@@ -115,11 +115,11 @@ def open_checkpoint(path: Path) -> Catalog:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the prefixes that `path` may mean, best first, at least one; exactly `path` if it is itself a
-    prefix.
+    """Return the prefixes that `path` may mean, best first, at least one.
 
-    A directory's first is the one that its state file names, even if that is gone; a state file that was
-    moved with its directory still names files beside it. The others follow from the highest step down.
+    It is only `path` if that is itself a prefix. A directory's first is the one that its state file names, even if
+    that is gone; a state file that was moved with its directory still names files beside it. The others
+    follow from the highest step down.
 
     Raises:
         CheckpointNotFound: there are none, or several series.
@@ -153,8 +153,9 @@ def _directory(path: Path) -> Path | None:
 
 
 def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
-    """Return the candidates of a directory; with `is_numbered`, numbered directories below it are not
-    searched.
+    """Return the candidates of a directory.
+
+    With `is_numbered`, numbered directories below it are not searched.
     """
     try:
         names = sorted(entry.name for entry in directory.iterdir())
@@ -172,8 +173,7 @@ def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None, *, is_numbered: bool) -> list[Path]:
-    """Return the candidates of a directory without a tensor bundle: nested, V1, archives, numbered
-    directories.
+    """Return the candidates of a directory without a bundle: nested, V1, archives, numbered directories.
 
     CheckpointNotFound if there are none, or several archives that are not one series.
     """
@@ -232,8 +232,9 @@ def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _only_below(directory: Path) -> list[Path]:
-    """Return the candidates of a directory, or of `checkpoints/` in it; empty for a version of a published
-    model.
+    """Return the candidates of a directory, or of `checkpoints/` in it.
+
+    Empty for a version of a published model.
     """
     if is_saved_model(directory):
         return []
@@ -269,9 +270,7 @@ def _named_by_state(directory: Path) -> Path | None:
 
 
 def _beside(named: Path, directory: Path) -> Path:
-    """Resolve the prefix that a state file in `directory` names, even if the directory was moved or
-    copied.
-    """
+    """Resolve the prefix that a state file in `directory` names, even if the directory was moved."""
     neighbour = directory / named.name
     # an absolute path in a store's state file belongs to the trainer's machine, not to this one
     if mirror.is_remote(directory) and (named.is_absolute() or ".." in named.parts):
@@ -281,8 +280,9 @@ def _beside(named: Path, directory: Path) -> Path:
 
 
 def _read_settled(prefix: Path) -> Catalog:
-    """Read the catalog of `prefix`, a second time after a failure; CheckpointChanged if its files changed
-    meanwhile.
+    """Read the catalog of `prefix`, a second time after a failure.
+
+    CheckpointChanged if its files changed meanwhile.
     """
     try:
         return read_family(prefix)
@@ -356,8 +356,9 @@ def _no_index(prefix: Path) -> CheckpointError:
 
 
 def _nearest_step(name: str, there: list[str]) -> str:
-    """Return the name of the checkpoint with the nearest step; "" if `name` has no step, or no name has its
-    stem.
+    """Return the name of the checkpoint with the nearest step.
+
+    "" if `name` has no step, or no name has its stem.
     """
     step, stem = step_in_name(name), name.rpartition("-")[0]
     alike = [other for other in there if other.rpartition("-")[0] == stem]

@@ -81,11 +81,10 @@ class NpyValues(Struct, frozen=True):
 
 
 def read_npz(path: Path) -> Catalog:
-    """Read the catalog of an archive's arrays, by name or as a list; arrays of texts are left out with a
-    note.
+    """Read the catalog of an archive's arrays, by name or as a list.
 
-    CorruptFile if it holds something else, two arrays of one name, or no array of numbers; UnsafeArchive for
-    a pickle; else the errors of `read_members` and `read_header`.
+    Arrays of texts are left out with a note. CorruptFile if it holds something else, two arrays of one name,
+    or no array of numbers; UnsafeArchive for a pickle; else the errors of `read_members` and `read_header`.
     """
     members = read_members(path)
     found: dict[str, TensorRef] = {}
@@ -129,8 +128,9 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
 
 
 def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
-    """Return the elements of a list of arrays of one shape, which numpy stored as one array; None for other
-    arrays.
+    """Return the elements of a list of arrays of one shape, which numpy stored as one array.
+
+    None for other arrays.
     """
     assert isinstance(ref.content, NpyValues)
     if not ref.shape or ref.content.header.is_fortran or ref.shape[0] > _MAX_LISTED:

@@ -45,8 +45,7 @@ class TrackedVariable(Struct, frozen=True):
 
 
 class TrackedObject(Struct, frozen=True):
-    """An object: its edges by name, its variable if it is one, its slots' numbers, and its hash table's name
-    or "".
+    """An object: its edges by name, its variable or None, its slots' numbers, its hash table's name or "".
 
     In a served graph, `table` is the table's node.
     """
@@ -64,8 +63,9 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """Return the number of the object at a path such as `model/layers/0`, "" or "."; None if there is
-        none.
+        """Return the number of the object at a path such as `model/layers/0`, "" or ".".
+
+        None if there is none.
         """
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
@@ -107,8 +107,9 @@ class ObjectGraph(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def paths_from(self, start: int) -> dict[int, str]:
-        """Return a shortest path to each object that can be reached from `start`, by number; its own path is
-        "".
+        """Return a shortest path to each object that can be reached from `start`, by number.
+
+        Its own path is "".
         """
         found, pending = {start: ""}, deque([start])
         while pending:
@@ -137,8 +138,9 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 
 
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
-    """Decode a serialised `TrackableObjectGraph`; CorruptFile, which calls it `where`, if that is
-    impossible.
+    """Decode a serialised `TrackableObjectGraph`.
+
+    CorruptFile, with the name `where`, if that is impossible.
     """
     try:
         message = protos.TrackableObjectGraph.FromString(data)

@@ -77,8 +77,9 @@ class _Leaf(Struct, frozen=True):
 
 
 class _Tree(Struct, frozen=True):
-    """The metadata of an item. Before 0.6 `_METADATA` had no second flag, and missing values were not
-    filled.
+    """The metadata of an item.
+
+    Before 0.6 `_METADATA` had no second flag, and missing values were not filled.
     """
 
     tree_metadata: dict[str, _Leaf]
@@ -119,10 +120,10 @@ class OrbaxValues(Struct, frozen=True):
 
 
 class Item(Struct, frozen=True):
-    """A directory with a tree of arrays; `mark` is a file replaced with it, `stored` the bytes of its
-    files.
+    """A directory with a tree of arrays.
 
-    With `fills`, values that are not stored are read as the fill value.
+    `mark` is a file replaced with it, `stored` the bytes of its files. With `fills`, values that are not
+    stored are read as the fill value.
     """
 
     directory: Path
@@ -131,10 +132,9 @@ class Item(Struct, frozen=True):
     fills: bool
 
     def reading(self, box_bytes: int) -> Reading:
-        """Describe the process that reads boxes of this size; UnsafeArchive if there is too little memory for
-        them.
+        """Describe the process that reads boxes of this size.
 
-        CheckpointError if tensorstore is not installed.
+        UnsafeArchive if there is too little memory for them. CheckpointError if tensorstore is not installed.
         """
         if find_spec("tensorstore") is None:
             raise CheckpointError(

@@ -1,5 +1,4 @@
-"""Read arrays of an Orbax checkpoint, in a process of its own that `exporter.limited.worker_process`
-limits.
+"""Read arrays of an Orbax checkpoint, in a process of its own that `exporter.limited.worker_process` limits.
 
 `orbax.py` sends the requests. tensorstore opens only files below the directory that `config` names.
 """
@@ -33,9 +32,7 @@ class Arrays:
         self._context = ts.Context({"data_copy_concurrency": _THREADS, "file_io_concurrency": _THREADS})
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[Any]:
-        """Yield the list of all arrays, as one line, or the bytes of one array in C order and little
-        endian.
-        """
+        """Yield the list of all arrays, as one line, or one array's bytes in C order and little endian."""
         try:
             if "values" in request:
                 name, _, driver = request["values"].rpartition("/")
@@ -80,8 +77,7 @@ class Arrays:
 
 
 class _Boxes:
-    """Boxes of an array in the order of its elements, each of whole chunks, so that no chunk is read
-    twice.
+    """Boxes of an array in the order of its elements, each of whole chunks, so that no chunk is read twice.
 
     A box has one index in each dimension before `axis`, `step` indices along it, and all in the dimensions
     after it.

@@ -1,10 +1,10 @@
-"""Find the tables of TensorFlow Recommenders-Addons (TFRA) in a checkpoint; 0.6.0 and 0.8.1 write them
-alike.
+"""Find the tables of TensorFlow Recommenders-Addons (TFRA) in a checkpoint.
 
-A `tfra.dynamic_embedding.Variable` called `<name>` is n hash tables; a key is in table `key % n` unless the
-trainer says otherwise. Each is two tensors of exactly the keys that it holds, `<stem>-keys` (int64 or int32
-[N]) and `<stem>-values` ([N, dim]). In a graph a stem consists of the scopes in which the variable was made,
-the last part of its name, and its whole name with underscores for slashes:
+0.6.0 and 0.8.1 write them alike. A `tfra.dynamic_embedding.Variable` called `<name>` is n hash tables; a key
+is in table `key % n` unless the trainer says otherwise. Each is two tensors of exactly the keys that it
+holds, `<stem>-keys` (int64 or int32 [N]) and `<stem>-values` ([N, dim]). In a graph a stem consists of the
+scopes in which the variable was made, the last part of its name, and its whole name with underscores for
+slashes:
 
     user/emb/user_emb_mht_1of3          the first of three shards of `user/emb`
     m/user_emb_Adam_m_mht_1of3          of its optimizer's slot `user/emb/Adam/m`; another's scope is `m_1`
@@ -49,9 +49,7 @@ _ROWS_IN_FILES = "-shard_upsert_restore"
 
 
 class AddonsTable(Struct, frozen=True):
-    """A table: its name and path, the stems of its tensors by shard, their count, and further names for
-    it.
-    """
+    """A table: its name and path, the stems of its tensors by shard, their count, and further names."""
 
     name: str
     path: str

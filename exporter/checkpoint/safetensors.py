@@ -70,8 +70,9 @@ class _List(Struct, frozen=True):
 
 
 def read_safetensors(path: Path) -> Catalog:
-    """Read the catalog of a file's tensors, or of all files that a list names; MissingShard for a single
-    shard.
+    """Read the catalog of a file's tensors, or of all files that a list names.
+
+    MissingShard for a single shard.
     """
     if path.name.endswith(LIST):
         return _catalog(path, "safetensors, sharded", *_sharded(path))
@@ -126,8 +127,9 @@ def _shard(path: Path, name: str) -> FileRange:
 
 
 def _tensors(whole: FileRange) -> dict[str, TensorRef]:
-    """Return the tensors of one file by name; CorruptFile unless their bytes fill it without gap or
-    overlap.
+    """Return the tensors of one file by name.
+
+    CorruptFile unless their bytes fill it without gap or overlap.
     """
     entries, start = _header(whole)
     values = whole.part(start, whole.size - start)

@@ -41,8 +41,9 @@ _MAX_SNAPPY_RATIO = 22  # three bytes copy 64 at most; a library need not alloca
 
 
 def read_table(data: bytes, path: Path) -> list[Entry]:
-    """Return all pairs of a table in key order, after a check of each block; CorruptFile, which names
-    `path`.
+    """Return all pairs of a table in key order, after a check of each block.
+
+    CorruptFile, which names `path`, if it is damaged.
     """
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
@@ -63,8 +64,9 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
 
 
 def read_first_block(data: bytes, path: Path) -> list[Entry]:
-    """Return the pairs of a table's first block; `data` may be a memory map, of which only that block is
-    read.
+    """Return the pairs of a table's first block.
+
+    `data` may be a memory map, of which only that block is read.
     """
     _, index = _read_footer(data, path)
     for _, value in _read_block(data, index, path, "index block"):
@@ -192,8 +194,9 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """Return the bytes of a table of pairs, exactly as TensorFlow writes it; ValueError unless the keys
-    increase.
+    """Return the bytes of a table of pairs, exactly as TensorFlow writes it.
+
+    ValueError unless the keys increase.
     """
     table = bytearray()
     index = _BlockBuilder(restart_interval=1)

@@ -143,8 +143,9 @@ def parse_index(data: bytes, path: Path) -> Index:
 
 
 def step_in_name(name: str) -> int | None:
-    """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`; None if there is
-    none.
+    """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`.
+
+    None if there is none.
     """
     found = re.search(r"-([0-9]+)$", name)
     return int(found[1]) if found and int(found[1]) < _STEP_LIMIT else None
@@ -213,8 +214,9 @@ class _Parser:
         self._layouts: dict[tuple[int, bytes], _Layout] = {}  # a model has far fewer than tensors
 
     def tensors(self, table: list[Entry]) -> dict[str, TensorRef]:
-        """Return the tensors by name in key order; slice entries are found through the tensor that declares
-        them.
+        """Return the tensors by name in key order.
+
+        Slice entries are found through the tensor that declares them.
         """
         slices = {key: value for key, value in table[1:] if key[0] == 0}
         found = {}
@@ -341,10 +343,9 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
 def write_bundle(
     catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
 ) -> Catalog:
-    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks; return the new bundle's
-    catalog.
+    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks.
 
-    Its tensors keep their owners, so that they are mapped as before.
+    Return the new bundle's catalog. Its tensors keep their owners, so that they are mapped as before.
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.

@@ -77,8 +77,7 @@ def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
 
 
 def read_array(catalog: Catalog, ref: TensorRef) -> Array:
-    """Read a small tensor into memory: checksums verified, slices joined, strings as `bytes` in an object
-    array.
+    """Read a small tensor into memory, with verified checksums, joined slices, and strings as `bytes`.
 
     Raises:
         CorruptFile: a checksum is wrong, or slices of the tensor are missing.
@@ -107,8 +106,7 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """Verify the checksum of a tensor stored as a whole, then yield its values, `count` elements at a
-    time.
+    """Verify the checksum of a tensor stored as a whole, then yield its values, `count` elements at a time.
 
     CorruptFile if the checksum differs. Tensors of other files than bundles have no checksum, and their own
     blocks.
@@ -127,8 +125,9 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
 
 
 def read_step(catalog: Catalog, *names: str) -> int | None:
-    """Return the training step from the first of these tensors that is one integer; None without one, or if
-    negative.
+    """Return the training step from the first of these tensors that is one integer.
+
+    None without one, or if negative.
     """
     for name in names:
         ref = catalog.tensors.get(name)
@@ -194,8 +193,9 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 
 @contextmanager
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
-    """Open the shard of an extent and yield the descriptor; CheckpointChanged if it is too short for the
-    extent.
+    """Open the shard of an extent and yield the descriptor.
+
+    CheckpointChanged if it is too short for the extent.
     """
     path = catalog.path_of(extent)
     with open_shard(path, extent) as fd, reading(path):
@@ -286,8 +286,9 @@ def _variant_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
-    """Return the first `count` varints, uint64, and the position behind them; CorruptFile if one does not
-    end.
+    """Return the first `count` varints, uint64, and the position behind them.
+
+    CorruptFile if one does not end.
     """
     batches, position = [np.empty(0, np.uint64)], 0
     while count:
@@ -372,8 +373,9 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
 
 
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """Cast the values of variable `name` to `dtype`; for int8, to rows [n, dim + 4] of
-    `exporter.wire.int8_codes`.
+    """Cast the values of variable `name` to `dtype`.
+
+    With int8 the result is rows [n, dim + 4] of `exporter.wire.int8_codes`.
 
     Raises:
         MappingError: a finite value is too large for `dtype`.

@@ -50,10 +50,10 @@ class V1Values(Struct, frozen=True):
 
 
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
-    """Read the catalog of the checkpoint in these files, which TensorFlow calls `pattern`; imports
-    TensorFlow.
+    """Read the catalog of the checkpoint in these files, which TensorFlow calls `pattern`.
 
-    MissingShard if their number differs from the one in their names, CorruptFile if one is not of format V1.
+    Imports TensorFlow. MissingShard if their number differs from the one in their names, CorruptFile if one
+    is not of format V1.
     """
     ranges = tuple(FileRange.whole(file) for file in files)
     said = re.search(r"-of-([0-9]{5})$", files[0].name)

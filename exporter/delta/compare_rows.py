@@ -42,9 +42,7 @@ _FEW = 8  # gather single blocks only below 1/8 of a chunk: it costs several tim
 
 
 def differing_rows(old: Array, new: Array) -> Array:
-    """Return the numbers, int64, of the rows that differ in any byte between two arrays [n, ...] of one
-    shape.
-    """
+    """Return the numbers, int64, of rows that differ in any byte between two arrays [n, ...] of one shape."""
     a, b = _words(old), _words(new)
     unequal = a != b
     if not unequal.any():
@@ -53,9 +51,7 @@ def differing_rows(old: Array, new: Array) -> Array:
 
 
 class Found(Struct, frozen=True):
-    """The changed rows of some whole blocks, the hashes of these blocks, and checksums of the bytes that were
-    read.
-    """
+    """The changed rows of some whole blocks, these blocks' hashes, and checksums of the bytes read."""
 
     ids: Array
     values: Array
@@ -98,8 +94,9 @@ class ComparedRows:
         return -(-(self._stop - self._first) // self.block)
 
     def _read(self, state: LayeredState, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """The checksum of these rows, read again while they are in the cache; empty if no checksum is
-        wanted.
+        """The checksum of these rows, read again while they are in the cache.
+
+        Empty if no checksum is wanted.
         """
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
@@ -238,8 +235,9 @@ class StoredSide(Struct, frozen=True):
 
 
 class Compare(Task, frozen=True, kw_only=True):
-    """A task that compares rows `start` to `stop`, whole blocks; it writes their hashes and the rows that
-    differ.
+    """A task that compares rows `start` to `stop`, whole blocks.
+
+    It writes their hashes and the rows that differ.
     """
 
     # The receipt has the checksums of the ranges of `StoredSide.stored`, of the old side first.
@@ -287,9 +285,7 @@ class SideChecksums:
         self._crcs: dict[Extent, int] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
-        """Return the checksum of each extent with served rows `start` to `stop`, all of which must have been
-        read.
-        """
+        """Return the checksum of each extent with served rows `start` to `stop`, all of them read before."""
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 
     def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
@@ -297,9 +293,7 @@ class SideChecksums:
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
     def read(self, start: int, stop: int) -> None:
-        """Extend the checksums by the bytes of served rows `start` to `stop`, which must follow the rows read
-        before.
-        """
+        """Extend the checksums by the bytes of served rows `start` to `stop`, which follow the last ones."""
         # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
             if extent not in self._maps:
@@ -310,8 +304,9 @@ class SideChecksums:
 
 
 class TaskComparison:
-    """Compares tables by the tasks of one job, in order; as a context manager, it cancels the rest at its
-    end.
+    """Compares tables by the tasks of one job, in order.
+
+    As a context manager, it cancels the rest at its end.
     """
 
     def __init__(
@@ -343,10 +338,9 @@ class TaskComparison:
             self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
-        """Yield the results for the table `name`, which must be the next one; None if tasks do not compare
-        it.
+        """Yield the results for the table `name`, which must be the next one.
 
-        Waits for each task.
+        None if tasks do not compare it. Waits for each task.
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 

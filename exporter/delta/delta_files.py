@@ -1,5 +1,6 @@
-"""Write deltas as tensor bundles, and read them with a check of their structure; the format is in
-`format`.
+"""Write deltas as tensor bundles, and read them with a check of their structure.
+
+The format is in `format`.
 """
 
 from __future__ import annotations
@@ -52,11 +53,10 @@ from exporter.wire.dtypes import Array, DType
 def write_delta(
     prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
 ) -> tuple[TensorRef, ...]:
-    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced; return the tensors that were
-    written.
+    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced.
 
-    A variable without a change is empty in it. The header's packing changes no value: rows that packing would
-    change are stored exactly.
+    Return the tensors that were written. A variable without a change is empty in it. The header's packing
+    changes no value: rows that packing would change are stored exactly.
 
     Raises:
         ValueError: a change does not fit its variable, or names a variable that the schema does not have.
@@ -78,9 +78,7 @@ def write_delta(
 
 
 class DeltaTensors(Struct, frozen=True):
-    """A delta without its values: for each variable that changed, the tensors with the names of
-    `tensor_keys`.
-    """
+    """A delta without its values: for each changed variable, the tensors with the names of `tensor_keys`."""
 
     header: DeltaHeader
     catalog: Catalog
@@ -129,8 +127,9 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 
 
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
-    """Read the ids, int64 [n], of a table's rows in a delta, checksum verified; CorruptFile if they are
-    damaged.
+    """Read the ids, int64 [n], of a table's rows in a delta, checksum verified.
+
+    CorruptFile if they are damaged.
     """
     refs = read.tensors.get(variable.name)
     if refs is None:
@@ -225,8 +224,9 @@ def _is_whole(ref: TensorRef) -> bool:
 
 
 def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
-    """The tensors with the names of `tensor_keys`, none if the variable did not change; CorruptFile if they
-    do not fit.
+    """The tensors with the names of `tensor_keys`, none if the variable did not change.
+
+    CorruptFile if they do not fit.
     """
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))

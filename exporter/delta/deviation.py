@@ -1,6 +1,4 @@
-"""The distance between served rows and the trainer's, in the form of manifests and documents, and its
-limits.
-"""
+"""The distance between served rows and the trainer's, as in manifests and documents, and its limits."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ class Rounded(Struct, frozen=True):
     largest: Annotated[Measure, doc("the largest absolute error of an element")]
 
     def since(self, before: Rounded | None) -> Rounded:
-        """Add the rows that were rounded to the same type before: an upper bound, as a row may be counted
-        twice.
+        """Add rows that were rounded to the same type before: an upper bound, as a row may count twice.
 
         The rows before are ignored if they were rounded to another type.
         """
@@ -86,8 +83,7 @@ class WildRows(Struct, frozen=True):
 
 
 class Tolerance(Struct, frozen=True):
-    """The permitted distance of served rows from the trainer's: less than `bound`, and the rounding to
-    `delta_dtype`.
+    """The permitted distance of served rows from the trainer's: below `bound`, and `delta_dtype`'s rounding.
 
     `room` is the size limit of the delta in bytes (None: no limit), kept as far as that is possible: the rows
     that are furthest from the served ones are sent first. Rows that wait since before `overdue`, in seconds

@@ -57,9 +57,7 @@ _AHEAD = 2  # chunks submitted for each thread: enough to keep it busy, few enou
 
 
 class Compared(Struct, frozen=True):
-    """The changes from the old state to the new one, the new rows' hashes by table, and the number of bytes
-    compared.
-    """
+    """The changes from the old state to the new one, the new rows' hashes by table, the bytes compared."""
 
     changes: dict[str, Change]
     hashes: dict[str, Array]
@@ -67,12 +65,11 @@ class Compared(Struct, frozen=True):
 
 
 class Comparison(Struct, frozen=True):
-    """Options of a comparison: `known` are hashes of the old state; `scratch` is a directory for large
-    results.
+    """Options of a comparison: `known` are hashes of the old state.
 
-    With a `runner`, its tasks compare tables instead of threads of this process. With `changes`, only changes
-    are wanted and no hashes: bytes that both states share are not read. `workers` 0 means one thread per
-    processor.
+    `scratch` is a directory for large results. With a `runner`, its tasks compare tables instead of threads
+    of this process. With `changes`, only changes are wanted and no hashes: bytes that both states share are
+    not read. `workers` 0 means one thread per processor.
     """
 
     scratch: Path
@@ -159,9 +156,7 @@ def _tasks(
 
 
 def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
-    """True if both states store a variable in the same bytes, so that only rows of changes on top can
-    differ.
-    """
+    """True if both states store a variable in the same bytes, so that only changes on top can differ."""
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False
@@ -236,10 +231,10 @@ class _Table:
         self.bytes_ = variable.bytes_
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
-        """Return the changed rows (None without any) and the hashes of all blocks; found by tasks, or by
-        threads here.
+        """Return the changed rows (None without any) and the hashes of all blocks.
 
-        Compares the stored checksums of the bytes that were read, unless tasks read them.
+        They are found by tasks, or by threads here. Compares the stored checksums of the bytes that were read, unless
+        tasks read them.
         """
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
@@ -316,8 +311,9 @@ class _Table:
 def _in_order(
     pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
 ) -> Iterator[T]:
-    """Yield results in the order of the chunks, with at most `ahead` pending; at the end, pending ones are
-    cancelled.
+    """Yield results in the order of the chunks, with at most `ahead` pending.
+
+    At the end, pending ones are cancelled.
     """
     pending: deque[Future[T]] = deque()
     try:

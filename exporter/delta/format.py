@@ -198,8 +198,9 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         )
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
-        """The further tensors of a table that packs: `exact`, `packed`, and for int8 `scales`; none for
-        others.
+        """The further tensors of a table that packs: `exact`, `packed`, and for int8 `scales`.
+
+        None for others.
         """
         from exporter.delta.packing import shrinks
 
@@ -225,8 +226,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
-        """Sort variables by name; ValueError if tensors would share a name, or a lookup table lacks a
-        half.
+        """Sort variables by name.
+
+        ValueError if tensors would share a name, or a lookup table lacks a half.
         """
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
@@ -272,9 +274,7 @@ class Schema(Struct, frozen=True, dict=True):
         )
 
     def to_json(self) -> list[list[Any]]:
-        """The schema as a JSON value: `[name, dtype, shape, kind]` for each variable, followed by its
-        contents if any.
-        """
+        """The schema as a JSON value: `[name, dtype, shape, kind]` per variable, and its contents if any."""
         return [
             to_builtins([v.name, v.dtype.label, [*v.shape], v.kind, *([v.contents] if v.contents else [])])
             for v in self.variables

@@ -93,9 +93,7 @@ Changes = Mapping[str, Change]
 
 
 class LayeredState(Struct, frozen=True, eq=False):
-    """Readers of stored variables by name, with changes on top, oldest first, and a hint for errors of
-    damage.
-    """
+    """Readers of stored variables by name, changes on top, oldest first, and a hint for damage errors."""
 
     stored: Mapping[str, RowReader]
     layers: tuple[Changes, ...] = ()
@@ -104,10 +102,9 @@ class LayeredState(Struct, frozen=True, eq=False):
     _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify the stored checksums of these variables; a run that was verified before is not read
-        again.
+        """Verify the stored checksums of these variables.
 
-        CorruptFile if one differs.
+        A run that was verified before is not read again. CorruptFile if one differs.
         """
         known = self._checked | self._trusted
         with self._naming_damage():
@@ -153,9 +150,7 @@ class LayeredState(Struct, frozen=True, eq=False):
         return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Return rows `start` to `stop` of a table: a view of the stored rows if no change touches them, else
-        a copy.
-        """
+        """Return rows `start` to `stop` of a table: a view if no change is in them, else a copy."""
         values = self.stored[name].rows(start, stop)
         own = False
         for layer in self.layers:

@@ -20,8 +20,7 @@ from exporter.wire.dtypes import Array
 def restoring(
     since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
 ) -> dict[str, Change]:
-    """Return the changes that bring all rows and variables in `since` back to the state `then`, checksums
-    verified.
+    """Return the changes, verified, that bring all rows and variables in `since` back to the state `then`.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
@@ -78,9 +77,7 @@ def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """Return the layers with each dense variable that has rows in them as one whole value, on top of
-    `old`.
-    """
+    """Return the layers with each dense variable that has rows there as one whole value, on top of `old`."""
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:

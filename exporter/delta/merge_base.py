@@ -107,8 +107,9 @@ class BaseMerger:
                 yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
 
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
-        """Yield a section that copies a whole value, of the newest delta or the base; note values that no
-        extent has.
+        """Yield a section that copies a whole value, of the newest delta or the base.
+
+        Note values that no extent has.
         """
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]
@@ -121,8 +122,9 @@ class BaseMerger:
             yield copied_value(name, copied, self._files)
 
     def _runs(self, variable: ServedVariable) -> list[tuple[int, Range]]:
-        """Return a table's rows as runs (count, range) of whole rows in the base; [] if they are not stored
-        so.
+        """Return a table's rows as runs (count, range) of whole rows in the base.
+
+        The list is empty if they are not stored so.
         """
         reader = self._stored[variable.name]
         tensor, box = reader.tensor, reader.box

@@ -52,8 +52,9 @@ class DeltaMerger:
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
-        """Write the delta, wait for all tasks and return its number of rows. A job that is kept ends with the
-        stack.
+        """Write the delta, wait for all tasks and return its number of rows.
+
+        A job that is kept ends with the stack.
         """
         own = self.tasks != 1
         placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed
@@ -122,9 +123,7 @@ class DeltaMerger:
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
     ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor of a table with `rows` rows, or of a dense variable's empty
-        one.
-        """
+        """Return dtype and shape of each tensor of a table with `rows` rows, or an empty dense variable."""
         if not variable.is_table:
             return {variable.keys[0]: (variable.dtype, (0, *(size or 0 for size in variable.element_shape)))}
         ids, values = variable.keys

@@ -121,8 +121,9 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
-        """Write rows as codes if these give back every bit, else exactly; return the number of rows and of
-        exact ones.
+        """Write rows as codes if these give back every bit, else exactly.
+
+        Return the number of rows and of exact ones.
         """
         packing = self.packing
         assert packing is not None
@@ -193,9 +194,7 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
-    """Yield key, stored bytes and checksum (None: compute it from the bytes) of each header tensor of a
-    delta.
-    """
+    """Yield key, stored bytes and checksum (None: compute it) of each header tensor of a delta."""
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:
             yield key, *encode_strings([array.item()])
@@ -252,8 +251,7 @@ def table_sections(
     task_bytes: int,
     base: Sequence[tuple[int, Range]] = (),
 ) -> Iterator[NewestRows]:
-    """Yield the sections that write a table's newest rows of `deltas`, oldest first, on top of a base if
-    given.
+    """Yield sections that write a table's newest rows of `deltas`, oldest first, on top of a base if given.
 
     A very large table is divided into ranges of ids. `base` has the number of rows and the range of each run.
     Nothing if no delta changes the table and there is no base.
@@ -313,9 +311,7 @@ def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
 
 
 def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
-    """Yield the ranges of the base's rows `low` to `high`, given the number of rows and the range of each
-    run.
-    """
+    """Yield the ranges of the base's rows `low` to `high`, given the rows' number and each run's range."""
     start = 0
     for count, each in base:
         first, last = max(low - start, 0), min(high - start, count)

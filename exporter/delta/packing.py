@@ -40,8 +40,9 @@ def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -
 
 
 class Codes(Struct, frozen=True):
-    """Rows as codes [n, ...], for int8 with `scales` float32 [n]; `fits` bool [n] is False where codes
-    fail.
+    """Rows as codes [n, ...], for int8 with `scales` float32 [n].
+
+    `fits` bool [n] is False where codes fail.
     """
 
     codes: Array
@@ -50,8 +51,9 @@ class Codes(Struct, frozen=True):
 
 
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
-    """Return the nearest codes of rows [n, ...] in float32 or float64; NaN, infinity and overflow do not
-    fit.
+    """Return the nearest codes of rows [n, ...] in float32 or float64.
+
+    NaN, infinity and overflow do not fit.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
@@ -178,9 +180,7 @@ RowValues: TypeAlias = "Array | StoredRows"
 
 
 class Packing(Struct, frozen=True):
-    """Rows divided by how they are stored: places `exact` unchanged, places `packed` as codes, with int8's
-    `scales`.
-    """
+    """Rows by how they are stored: places `exact` unchanged, `packed` as codes, with int8's `scales`."""
 
     rows: RowValues
     dtype: DeltaDtype

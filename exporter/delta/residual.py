@@ -62,11 +62,11 @@ def save_residual(
     held_back: Changes,
     since: Mapping[str, Array],
 ) -> None:
-    """Write the trainer's values of rows that the delta `header` left out, as a delta; remove all other such
-    files.
+    """Write the trainer's values of rows that the delta `header` left out, as a delta.
 
-    `state` distinguishes the delta from another one at its position. The times when they began to wait are
-    written beside it, as a bundle. The files are a cache: if they are lost or damaged, states are compared.
+    Remove all other such files. `state` distinguishes the delta from another one at its position. The times
+    when they began to wait are written beside it, as a bundle. The files are a cache: if they are lost or
+    damaged, states are compared.
 
     Raises:
         DiskFull, PublishError: they cannot be written.

@@ -81,8 +81,9 @@ class HashIndex(Struct, frozen=True):
     state: str
 
     def find(self, name: str, rows: int, row_bytes: int) -> Array | None:
-        """Return the hash of each block of a table's rows; None if it is absent or has another number of
-        blocks.
+        """Return the hash of each block of a table's rows.
+
+        None if it is absent or has another number of blocks.
         """
         found = self.tables.get(name)
         return found if found is not None and len(found) == -(-rows // block_rows(row_bytes)) else None

@@ -132,8 +132,9 @@ class _ObjectRange(Struct, frozen=True):
 
 
 def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
-    """Coalesce ascending rows into runs, bridging gaps of up to `gap`; return starts, stops, and each row's
-    place.
+    """Coalesce ascending rows into runs, bridging gaps of up to `gap`.
+
+    Return starts, stops, and each row's place.
     """
     is_new = np.append(True, np.diff(rows) > gap + 1)
     starts, ends = rows[is_new], rows[np.append(is_new[1:], True)] + 1
@@ -158,8 +159,9 @@ _STORE_RUNS = 2  # checked at a time: each has many requests of 8 MB pending
 
 
 class SliceOrder(Struct, frozen=True):
-    """The distribution of natural rows: over `gather` slices of a tensor, over `scatter` parts; 0 for
-    consecutive rows.
+    """The distribution of natural rows: over `gather` slices of a tensor, over `scatter` parts.
+
+    The number is 0 for consecutive rows.
     """
 
     gather: int = 0
@@ -188,9 +190,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return (*lengths[:-1], lengths[-1] + SCALE_BYTES) if is_quantised else lengths
 
     def rows(self, start: int, stop: int) -> Array:
-        """Return served rows `start` to `stop`: a view of the file if they are contiguous there, else a
-        copy.
-        """
+        """Return served rows `start` to `stop`: a view of the file if they are contiguous, else a copy."""
         if self.order != SliceOrder():
             return self.rows_at(np.arange(start, stop))
         first = self.box.starts[0] + start
@@ -262,9 +262,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """Return the slices, perhaps a few of thousands, that may hold rows `first` to `last` of the
-        tensor.
-        """
+        """Return the slices, often few of thousands, that may hold rows `first` to `last` of the tensor."""
         slices, starts, longest = self._by_rows
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
 

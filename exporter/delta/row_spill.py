@@ -38,8 +38,9 @@ class RowSpill:
             self._file.close()
 
     def add(self, ids: Array, values: Array) -> None:
-        """Add rows, whose ids follow those before; if all in memory exceed `limit` bytes, they are written to
-        disk.
+        """Add rows, whose ids follow those before.
+
+        If all in memory exceed `limit` bytes, they are written to disk.
         """
         if not len(ids):
             return

@@ -209,8 +209,9 @@ def expendable(
 
 
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
-    """Return the Python ids of the deltas that states at `starts` take towards `goal`, even if they miss
-    it.
+    """Return the Python ids of the deltas that lead from states at `starts` towards `goal`.
+
+    They may miss it.
     """
     within = [span for span in furthest_first if span.end <= goal]
     by_start = sorted(range(len(within)), key=lambda number: within[number].start)

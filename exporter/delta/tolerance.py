@@ -134,9 +134,7 @@ def divide(
 
 
 def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean distances [n] of the rows of two arrays [n, ...] of one shape, computed in
-    `dtype`.
-    """
+    """Return the Euclidean distances [n] of the rows of two arrays [n, ...], computed in `dtype`."""
     with np.errstate(invalid="ignore", over="ignore"):
         return row_norms(np.subtract(a, b, dtype=_at_least_single(dtype), casting="unsafe"), dtype)
 
@@ -179,8 +177,9 @@ class _Cut:
         return cls(float(np.uint32(score).view(np.float32)), room)
 
     def passes(self, scores: Array, row_bytes: int) -> Array:
-        """Return a mask of a table's rows that are sent; rows with exactly the limit's score use up the
-        room.
+        """Return a mask of a table's rows that are sent.
+
+        Rows with exactly the limit's score use up the room.
         """
         sent = scores > self._score
         level = np.flatnonzero(scores == self._score)[: self._room // row_bytes]
@@ -265,8 +264,9 @@ class _Sieve:
             self._scores[start : start + step][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
-        """Return the distances of rows; in float32 for rows of float32 if no exact number matters, which is
-        faster.
+        """Return the distances of rows.
+
+        Rows of float32 are computed in float32, which is faster, if no exact number matters.
         """
         if self._is_coded:
             a, b = values_of(a), values_of(b)

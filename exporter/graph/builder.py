@@ -86,8 +86,9 @@ known_contents = WhileNeeded(_known)
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """Return the values of a table's method once it is filled; None outside of builders' graphs, or on
-    failure.
+    """Return the values of a table's method once it is filled.
+
+    None outside of builders' graphs, or on failure.
     """
     import tensorflow as tf
 
@@ -191,10 +192,9 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
 
 
 def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
-    """Return a builder's arguments: `--model-arg` texts converted by annotation or default; training flags
-    are False.
+    """Return a builder's arguments: `--model-arg` texts converted by annotation or default.
 
-    UsageError for one that it does not accept, or one without a value.
+    Training flags are False. UsageError for one that it does not accept, or one without a value.
     """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -216,8 +216,9 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
 
 
 def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """Return a builder's parameters, with annotations as types if they can be resolved; none for some
-    builtins.
+    """Return a builder's parameters, with annotations as types if they can be resolved.
+
+    None for some builtins.
     """
     for eval_str in (True, False):
         with contextlib.suppress(NameError, AttributeError, SyntaxError, ValueError, TypeError):
@@ -226,8 +227,9 @@ def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
-    """Convert a `--model-arg` to the parameter's bool, int, float or str; UsageError if that is
-    impossible.
+    """Convert a `--model-arg` to the parameter's bool, int, float or str.
+
+    UsageError if that is impossible.
     """
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):
@@ -374,8 +376,9 @@ def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
-    """Return the TensorInfo of a dense tensor, or of a variable's value, in the builder's graph; else
-    BuilderError.
+    """Return the TensorInfo of a dense tensor, or of a variable's value, in the builder's graph.
+
+    Otherwise BuilderError.
     """
     import tensorflow as tf
 

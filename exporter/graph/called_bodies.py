@@ -1,5 +1,4 @@
-"""Follow constants through a graph and the functions that it calls: which nodes run, and with which
-values.
+"""Follow constants through a graph and the functions that it calls: which nodes run, and with which values.
 
 `--feed` makes a flag or a rate a constant and leaves both branches, and everything that is computed from it,
 in the served graph. Here such values are followed into Switch and Merge, into functions and their results,
@@ -97,8 +96,9 @@ class CalledBody:
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Array | None:
-        """Return the value of a tensor that is always the same, and at most 32 KiB; None for any other
-        tensor.
+        """Return the value of a tensor that is always the same, and at most 32 KiB.
+
+        None for any other tensor.
         """
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
@@ -110,15 +110,17 @@ class CalledBody:
         return self._values[tensor]
 
     def number(self, tensor: str) -> Any:
-        """Return the scalar that a tensor, or the constant that it repeats, always is; None if it may
-        vary.
+        """Return the scalar that a tensor, or the constant that it repeats, always is.
+
+        None if it may vary.
         """
         value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
 
     def repeated_value(self, tensor: str) -> Array | None:
-        """Return the value of a tensor, or of the constant that it repeats or rearranges; None if it may
-        vary.
+        """Return the value of a tensor, or of the constant that it repeats or rearranges.
+
+        None if it may vary.
         """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -245,8 +247,9 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add to `dead`, and return it, the nodes that read one of these; a Merge only if all its inputs are
-        dead.
+        """Add to `dead`, and return it, the nodes that read one of these.
+
+        A Merge only if all its inputs are dead.
         """
         pending = [*dead]
         while pending:
@@ -268,8 +271,9 @@ class CalledBody:
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """Return the inputs that a running node needs, for a call those that its function uses; records the
-        call.
+        """Return the inputs that a running node needs, for a call those that its function uses.
+
+        Records the call.
         """
         inputs = input_names(node)
         if node.op in MERGES:
@@ -292,8 +296,9 @@ class CalledBody:
         return inputs
 
     def _one_function(self, node: Proto) -> tuple[str, list[str]] | None:
-        """Return the function that a call certainly runs, once, and its arguments; None for any other
-        node.
+        """Return the function that a call certainly runs, once, and its arguments.
+
+        None for any other node.
         """
         inputs = input_names(node)
         if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
@@ -305,9 +310,7 @@ class CalledBody:
         return (name, inputs) if name in self._library else None
 
     def _constant_inputs(self, node: Proto, inputs: list[str]) -> list[str]:
-        """Return the tensor that each argument of a node's functions always gets, "" if the value may
-        differ.
-        """
+        """Return the tensor that each argument of a node's functions always gets, "" if it may differ."""
         if node.op in _CONDITIONALS:
             return inputs[1:]
         body = self._library.get(attr(node, "body").func.name) if node.op in LOOPS else None
@@ -321,8 +324,9 @@ class CalledBody:
     def _run(
         self, name: str, inputs: list[str], *, is_asked: bool = False, is_chosen: bool = False
     ) -> CalledBody | None:
-        """Return the body of a call that runs, and record it; None if it is too deep; for `is_asked` see
-        `_passed`.
+        """Return the body of a call that runs, and record it; None if it is too deep.
+
+        For `is_asked` see `_passed`.
         """
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:
@@ -330,8 +334,9 @@ class CalledBody:
         return body
 
     def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
-        """Return {argument: its constant, or whether it depends on the request}; `is_asked` is the answer for
-        "".
+        """Return {argument: its constant, or whether it depends on the request}.
+
+        `is_asked` is the answer for "".
         """
         parameters = (argument.name for argument in self._library[name].signature.input_arg)
         passed: dict[str, Array | bool] = {}
@@ -376,9 +381,7 @@ def is_by_batch(node: Proto) -> bool:
 
 
 def _position(tensor: str) -> int:
-    """Return the number at a tensor's end: of its node's output or, in a function, within the named
-    output.
-    """
+    """Return the number at a tensor's end: of a node's output or, in a function, in the named output."""
     last = tensor.rpartition(":")[2]
     return int(last) if ":" in tensor and last.isdecimal() else 0
 

@@ -26,9 +26,7 @@ _READS = {"ReadVariableOp": "value", "ResourceGather": "output", "ResourceGather
 
 
 class _Cast(Struct, frozen=True):
-    """A variable's change: its node (for messages), the dtype that the graph wants, the one stored, and its
-    shape.
-    """
+    """A variable's change: its node (for messages), the graph's dtype, the stored one, and its shape."""
 
     variable: str
     wanted: DType
@@ -76,8 +74,7 @@ class _Cast(Struct, frozen=True):
 
 
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
-    """Store the variables `stored` ({VarHandleOp: dtype}) in these dtypes, in place, and cast their values
-    when read.
+    """Store variables in the dtypes of `stored` ({VarHandleOp: dtype}), in place, and cast them when read.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.

@@ -44,8 +44,9 @@ class UseChange(Protocol):
         """The VarHandleOps of further variables whose handles the changed nodes take."""
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Change, in place, a node that takes the handle; `extra_handles` are the other handles in its
-        body.
+        """Change, in place, a node that takes the handle.
+
+        `extra_handles` are the other handles in its body.
         """
 
     def refusal(self, node: Proto) -> ExportError:
@@ -90,11 +91,10 @@ class _Library:
         self.functions = {function.signature.name: function for function in proto.function}
 
     def specialise(self, name: str, changes: Mapping[int, UseChange], *, passes_on: bool) -> str:
-        """Copy a function with `changes` made, by argument number; return its name. Equal changes share a
-        copy.
+        """Copy a function with `changes` made, by argument number; return its name.
 
-        The further handles are its last arguments and, with `passes_on` (for a loop's body), its last
-        results.
+        Equal changes share a copy. The further handles are its last arguments and, with `passes_on` (for a
+        loop's body), its last results.
         """
         key = (name, tuple(changes.items()), passes_on)
         if key not in self._copies:
@@ -110,8 +110,9 @@ class _Library:
 
 
 def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
-    """Return the changed handles of a function, by argument; arguments for further handles are added, in
-    place.
+    """Return the changed handles of a function, by argument.
+
+    Arguments for further handles are added, in place.
     """
     signature = function.signature
     owners = [argument.name for argument in signature.input_arg]

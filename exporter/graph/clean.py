@@ -196,8 +196,7 @@ def clean(source: SourceGraph) -> InferenceGraph:
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """Return the graph's nodes, with constants for placeholders that `--feed` fixes, and for the paths of
-    assets.
+    """Return the graph's nodes, with constants for placeholders fixed by `--feed`, and for assets' paths.
 
     UsageError if a signature has such a placeholder as input.
     """
@@ -237,8 +236,9 @@ def _settled(
     moved: Mapping[Endpoint, Endpoint],
     filling: Filling,
 ) -> BatchSize:
-    """Find the batch sizes that requests may have; constants that fix training's are made dynamic, in
-    place.
+    """Find the batch sizes that requests may have.
+
+    Constants that fix training's are made dynamic, in place.
     """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
@@ -256,9 +256,7 @@ def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpo
     parts = {tensor for group in groups for tensor in group}
 
     def is_loose(tensor: Endpoint) -> bool:
-        """True for the values (output 1) of a sparse tensor whose indices and shape are not inputs of the
-        signature.
-        """
+        """True for a sparse tensor's values (output 1) if its indices and shape are not inputs."""
         return tensor not in parts and tensor.output == 1 and index.shape(tensor) == (-1,)
 
     sparse = [tuple(moved.get(t, t) for t in group) for group in groups]
@@ -284,8 +282,7 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """Return the nodes that outputs need, the initialisers of their tables and state, and that state's
-    makers.
+    """Return the nodes that outputs need, initialisers of their tables and state, and that state's makers.
 
     Raises:
         GraphError: there is a cycle outside of loops, or a table that only training fills.
@@ -349,9 +346,7 @@ def _meta_graph(
     *,
     allow_foreign: bool,
 ) -> Proto:
-    """Make a MetaGraphDef of the kept nodes and functions, with the parts of the description that still
-    apply.
-    """
+    """Make a MetaGraphDef of kept nodes and functions, with the parts of the description that still apply."""
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
     for node in kept.values():
@@ -376,9 +371,7 @@ def _meta_graph(
 def _served_signature(
     index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
 ) -> Proto:
-    """Return the signature with tensors of the served graph, of any batch size, or of the only one it
-    answers.
-    """
+    """Return the signature with the served graph's tensors, of any batch size, or the only possible one."""
     served = deepcopy(signature)
     batch_sizes = set()
     for role, _, info in signature_tensors(served):
@@ -429,9 +422,7 @@ class StateMakers(Struct, frozen=True):
         return not called_functions(node).isdisjoint(self.foreign)
 
     def initialisers(self, init_op: str | None) -> list[str]:
-        """Return the nodes under the init op that fill such state, or are foreign like outputs are, in graph
-        order.
-        """
+        """Return nodes under the init op that fill such state, or are foreign like outputs; graph order."""
         under = {*waited_for(self.index.nodes, [init_op] if init_op else [])}
         return [
             name
@@ -498,8 +489,9 @@ def _written_out(
     scope = free_name(nodes, f"kept_state/{call.name}")
 
     def moved(text: str) -> str:
-        """Return an input in the body with its name in the graph; NotServable if outputs cannot be
-        counted.
+        """Return an input in the body with its name in the graph.
+
+        NotServable if outputs cannot be counted.
         """
         name, *output = text.removeprefix("^").split(":")
         if text.startswith("^"):
@@ -521,10 +513,9 @@ def _written_out(
 
 
 def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
-    """Let the RestoreV2 nodes before others read, in place, only tensors that these use; return the tensors'
-    names.
+    """Let the RestoreV2 nodes before others read, in place, only tensors that these use.
 
-    NotServable if another node uses the prefix.
+    Return the tensors' names. NotServable if another node uses the prefix.
     """
 
     def sources(name: str) -> list[str]:
@@ -540,10 +531,9 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 
 
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
-    """Let a RestoreV2 node read, in place, only tensors that the nodes `before` use; return the tensors'
-    names.
+    """Let a RestoreV2 node read, in place, only tensors that the nodes `before` use.
 
-    NotServable if the names and slices are not constants.
+    Return the tensors' names. NotServable if the names and slices are not constants.
     """
     node = nodes[name]
     names, slices = (
@@ -608,9 +598,7 @@ def remember_paths(
 def _part_from_loading(
     nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
 ) -> None:
-    """Give the nodes `filling` their own copies, in place, of nodes behind a path that requests use as
-    well.
-    """
+    """Give the nodes `filling` copies, in place, of nodes behind a path that requests use as well."""
     loading = reach(nodes, filling).inputs
     changed = {*paths}
     copies: dict[str, str] = {}

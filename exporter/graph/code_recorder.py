@@ -132,9 +132,7 @@ def _is_free_name(name: str, path: Path) -> bool:
 
 
 class Recorder:
-    """Records the modules that this thread executed while a builder was loaded and ran, and the files it
-    opened.
-    """
+    """Records the modules that this thread executes, and files it opens, while a builder is loaded."""
 
     def __init__(self) -> None:
         self.modules: list[ModuleType] = []
@@ -148,11 +146,10 @@ class Recorder:
             self.modules.append(module)
 
     def code(self, model: object, main: BuilderFile | None, *, is_loaded: bool) -> Code:
-        """Return the code behind a graph that `model` made; `is_loaded`: this process imported it for this
-        purpose.
+        """Return the code behind a graph that `model` made.
 
-        BuilderError if it was, and a file was edited meanwhile. Otherwise modules that differ from their
-        files have no digest.
+        With `is_loaded` this process imported it for this purpose. BuilderError if it was, and a file was edited
+        meanwhile. Otherwise modules that differ from their files have no digest.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])
@@ -227,9 +224,7 @@ class Recorder:
 
 
 def _beside(builder: Path, place: Path) -> str:
-    """Return the path from a builder's directory to a place, by given or by resolved paths, the shorter
-    one.
-    """
+    """Return the path from a builder's directory to a place, by given or resolved paths, the shorter one."""
     ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
     return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
 
@@ -331,9 +326,7 @@ def _noting_gfile(before: Callable[..., None]) -> Callable[..., None]:
 
 
 def _note_opened(file: object, mode: object) -> None:
-    """Record a file that is opened for reading, and whether a user's code does so, perhaps by Python's
-    library.
-    """
+    """Record a file opened for reading, and whether a user's code does so, perhaps by Python's library."""
     recorder = _RECORDER.get()
     if recorder is None or not isinstance(file, str | bytes | os.PathLike) or {*str(mode)} & {*"wax+"}:
         return
@@ -575,9 +568,7 @@ def _is_ours(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """True for files that belong neither to Python, nor an installed library, nor this program, nor the
-    kernel.
-    """
+    """True for files that belong neither to Python, an installed library, this program, nor the kernel."""
     is_other = file.startswith(("<", "/proc/", "/sys/", "/dev/")) or not file
     return not (is_other or _is_installed(file) or _is_pythons(file) or _is_ours(file))
 

@@ -21,8 +21,9 @@ def is_computed(op: str) -> bool:
 
 
 def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
-    """Compute one output of a node, given its inputs' values; it may be a view of one. ValueError above
-    `most_bytes`.
+    """Compute one output of a node, given its inputs' values; it may be a view of one.
+
+    ValueError above `most_bytes`.
     """
     with np.errstate(all="ignore"):  # kernels divide by 0 without a warning
         if node.op in _OUTPUTS:

@@ -167,8 +167,9 @@ class _Conversion:
         return self._index.nodes | {node.name: node for node in added}
 
     def handle_of(self, gather: Proto) -> str | None:
-        """Return the first part's handle of the variable that a gather reads from; None for any other
-        gather.
+        """Return the first part's handle of the variable that a gather reads from.
+
+        None for any other gather.
         """
         inputs = data_inputs(gather)
         handle = through_identities(self._index.nodes, inputs[0].node) if len(inputs) > 2 else ""
@@ -299,8 +300,9 @@ def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
 def _parted(
     index: GraphIndex, stitch: Proto, handle_of: Callable[[Proto], str | None]
 ) -> tuple[str, Endpoint, Endpoint | None] | None:
-    """Return (handle, ids, absent keys' rows if given) of the lookup that a stitch of all parts equals, or
-    None.
+    """Return (handle, ids, absent keys' rows if given) of a lookup that a stitch of all parts equals.
+
+    None if there is no such lookup.
     """
     inputs = data_inputs(stitch)
     count = len(inputs) // 2
@@ -368,9 +370,7 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 
 
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
-    """Let nodes read, in place, the tensors put into stages instead of those taken out, except for tensors
-    `given`.
-    """
+    """Let nodes read, in place, the tensors put into stages, not those taken out, except tensors `given`."""
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:
         return
@@ -397,8 +397,9 @@ def _name(node: Proto) -> tuple[str, str]:
 def _lookup(
     name: str, table: GraphDynamicTable, ids: Endpoint, default: Endpoint | None, scope: str
 ) -> list[Proto]:
-    """Make the nodes that look up ids, under `scope`; the last has the `name` and returns a row for each
-    id.
+    """Make the nodes that look up ids, under `scope`.
+
+    The last has the `name` and returns a row for each id.
     """
     made, dtype, keys = protos.GraphDef(), table.value_dtype, ids.as_input
 
@@ -478,10 +479,9 @@ class AbsentKeys:
 
 
 def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> tuple[Array, str] | None:
-    """Return the default rows of one part, and "" or why its own cannot be known; None if the graph has
-    none.
+    """Return the default rows of one part, and "" or why its own cannot be known.
 
-    NotServable if the initial value does not consist of rows of `dim` numbers.
+    None if the graph has none. NotServable if the initial value does not consist of rows of `dim` numbers.
     """
     made = _initialiser(index, handle.name)
     if made is None:
@@ -528,9 +528,7 @@ def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
 
 
 def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Array | None, str]:
-    """Return the value of a tensor computed from constants, or None with the reason why it is not
-    computed.
-    """
+    """Return the value of a tensor computed from constants, or None with the reason why it is not."""
     node = index.nodes.get(tensor.node)
     if node is None or depth > _MAX_DEPTH:
         return None, "its initializer is not in the graph"

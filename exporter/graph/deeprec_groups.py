@@ -51,8 +51,9 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Split, in place, the group lookups among the nodes `needed` that can be split; return the graph's
-    index.
+    """Split, in place, the group lookups among the nodes `needed` that can be split.
+
+    Return the graph's index.
     """
     read = _outputs_read(index, meta_graph, needed)
     groups = {
@@ -76,8 +77,9 @@ def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[s
 
 
 def group_handles(node: Proto) -> list[str]:
-    """Return the handles' nodes of the embedding variables that a group lookup reads; none for any other
-    node.
+    """Return the handles' nodes of the embedding variables that a group lookup reads.
+
+    None for any other node.
     """
     group = _Group.of(node)
     return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []

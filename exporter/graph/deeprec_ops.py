@@ -65,8 +65,9 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """Return a node's attributes that its stock operation lacks, except `_names`; none for a foreign
-    operation.
+    """Return a node's attributes that its stock operation lacks, except `_names`.
+
+    None for a foreign operation.
     """
     known = stock_attributes(node.op)
     if known is None:

@@ -35,9 +35,7 @@ class GraphEditor(Struct):
 
     @classmethod
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
-        """Make an editor that adds nodes under `wanted`, or under `wanted_<n>` if the graph has names
-        there.
-        """
+        """Make an editor that adds nodes under `wanted`, or `wanted_<n>` if the graph has names there."""
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
@@ -241,8 +239,7 @@ _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
 def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
-    """Make a GraphDef of `nodes` and the functions that they need, under private names, to import into a
-    part.
+    """Make a GraphDef of `nodes` and the functions that they need, privately named, to import into a part.
 
     `GraphEditor.function` restores the functions' own names.
     """

@@ -79,8 +79,7 @@ def _read_feature(where: str, name: str, entry: Any) -> Feature:
 
 
 def _triple(sparse: Any) -> list[Any]:
-    """Return the names of indices, values and dense shape: a list of three, or a node's first three
-    outputs.
+    """Return the names of indices, values and dense shape: a list of three, or a node's first three outputs.
 
     Empty for anything else.
     """
@@ -109,9 +108,7 @@ def _stored_dtype(where: str, name: str, entry: Mapping[str, Any]) -> DType | No
 
 
 class ExampleParser(Struct, frozen=True):
-    """The parser in the graph: the placeholder of the Examples, and {tensor of a feature: its parsed
-    tensor}.
-    """
+    """The parser in the graph: the placeholder of the Examples, and {feature's tensor: its parsed tensor}."""
 
     examples: Endpoint
     parsed: Mapping[Endpoint, Endpoint]
@@ -164,10 +161,9 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """Return the values for an Example without the feature, or the padding; empty for a required
-        feature.
+        """Return the values for an Example without the feature, or the padding.
 
-        UsageError if the given value is not of the feature's type and shape.
+        Empty for a required feature. UsageError if the given value is not of the feature's type and shape.
         """
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
@@ -271,8 +267,9 @@ class _Nodes:
     def _passed_on(
         self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]
     ) -> Endpoint:
-        """Add an Identity or a Cast of a parsed tensor, named after the feature; its shape is an
-        attribute.
+        """Add an Identity or a Cast of a parsed tensor, named after the feature.
+
+        Its shape is an attribute.
         """
         leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
         name = free_name(self._names, f"{self._scope}/{leaf}")

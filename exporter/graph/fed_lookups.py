@@ -1,5 +1,4 @@
-"""Find where a signature's inputs are looked up: in a vocabulary (a file or a constant) or a table by
-keys.
+"""Find where a signature's inputs are looked up: in a vocabulary (a file or a constant) or a table by keys.
 
 Calls are replaced by the nodes of the called functions. The values of an input are then followed forward,
 through operations that keep or rearrange them, to the lookups. From a lookup its table is followed back to
@@ -128,8 +127,9 @@ class _Graph:
         )
 
     def _vocabulary(self, find: _Node) -> Lookup | None:
-        """Return the vocabulary that a node looks keys up in; None if it does no lookup or the keys are not
-        known.
+        """Return the vocabulary that a node looks keys up in.
+
+        None if it does no lookup or the keys are not known.
         """
         table = self._table(find) if find.op in FINDS else None
         fill = self._fills.get(table) if table is not None else None

@@ -22,10 +22,9 @@ _SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sp
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`; one number fills a known
-    shape.
+    """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`.
 
-    UsageError if a name is not a placeholder's, or if its value does not fit.
+    One number fills a known shape. UsageError if a name is not a placeholder's, or if its value does not fit.
     """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
@@ -113,8 +112,9 @@ def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str
 def cut_inputs(
     index: GraphIndex, nodes: dict[str, Proto], inputs: Mapping[Endpoint, str]
 ) -> dict[Endpoint, Endpoint]:
-    """Add a placeholder, named after its alias, for each input that the graph computes; returns {input:
-    it}.
+    """Add a placeholder, named after its alias, for each input that the graph computes.
+
+    Returns {input: it}.
     """
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
@@ -135,8 +135,9 @@ def hands_over_batches(op: str) -> bool:
 
 
 def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
-    """Return a tensor's shape, with -1 for the fixed batch size of an input pipeline; None if it is
-    unknown.
+    """Return a tensor's shape, with -1 for the fixed batch size of an input pipeline.
+
+    None if it is unknown.
     """
     shape = index.shape(tensor)
     if shape and _BATCHED.fullmatch(index.nodes[tensor.node].op):

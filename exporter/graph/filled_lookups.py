@@ -10,8 +10,7 @@ from exporter.wire.protos import Proto
 
 
 def differing_lookups(was: Proto, now: Proto) -> list[str]:
-    """Return the scopes of lookups (in Keras, of layers) in both graphs whose tables have different
-    constants.
+    """Return the scopes of lookups (in Keras, of layers) in both graphs with other constants in their tables.
 
     Tables that are filled from files, or looked up in functions, do not count.
     """

@@ -106,10 +106,9 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Return pruned copies of the functions that nodes call, by name; `stock` None allows foreign
-    operations.
+    """Return pruned copies of the functions that nodes call, by name.
 
-    GraphError if one cannot be served.
+    `stock` None allows foreign operations. GraphError if one cannot be served.
     """
     found: dict[str, Proto] = {}
     pending = [*nodes]
@@ -213,9 +212,7 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too many
-    nodes.
-    """
+    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too much."""
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
@@ -368,8 +365,9 @@ def _arguments_that_are(
 
 
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Make every variable a VarHandleOp with explicit reads, in place; returns {reference variable: its
-    value}.
+    """Make every variable a VarHandleOp with explicit reads, in place.
+
+    Returns {reference variable: its value}.
     """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
@@ -472,10 +470,9 @@ def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """Return the handle of the variable whose whole value `text` is, also behind Switch and Enter; else
-    None.
+    """Return the handle of the variable whose whole value `text` is, also behind Switch and Enter.
 
-    A Switch or an Enter of the value gets a copy for the handle, which is added to `nodes`.
+    None otherwise. A Switch or an Enter of the value gets a copy for the handle, which is added to `nodes`.
     """
     name = node_of(text)
     node = nodes.get(name)

@@ -19,8 +19,7 @@ TRAINING_TAGS = {"train", "eval"}
 
 
 def read_saved_model(path: Path) -> Proto:
-    """Return the `protos.SavedModel` in a directory, its graphs without the nodes that `IncrementHook`
-    added.
+    """Return the `protos.SavedModel` in a directory, its graphs without the nodes that `IncrementHook` added.
 
     Raises:
         CorruptFile: it is damaged.

@@ -1,6 +1,4 @@
-"""`InferenceGraph`: the pruned graph, with variables but without their values, made from every kind of
-`--model`.
-"""
+"""`InferenceGraph`: the pruned graph, without variables' values, made from every kind of `--model`."""
 
 from __future__ import annotations
 

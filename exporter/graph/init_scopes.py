@@ -1,5 +1,4 @@
-"""Choose the context of `tf.init_scope()` while a builder runs: its graph, or eager execution if asked
-for.
+"""Choose the context of `tf.init_scope()` while a builder runs: its graph, or eager execution if asked for.
 
 The scope leaves functions, but not a plain graph, in which builders run: TensorFlow and Keras make variables
 in it, which are symbols there. Some libraries refuse to work unless `tf.executing_eagerly()` is True in it
@@ -32,8 +31,7 @@ _ON_THE_WAY = (
 
 
 class InitScopes(Struct):
-    """The init scopes that are opened in a graph; `are_asked_for` once other code than a framework opened
-    one.
+    """The init scopes that are opened in a graph; `are_asked_for` if other code than a framework opened one.
     """
 
     graph: Any

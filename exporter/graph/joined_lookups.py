@@ -88,10 +88,9 @@ class _Lookup(Struct, frozen=True, eq=False):
 
 
 def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> InferenceGraph:
-    """Return a copy of a graph, whose tables have sizes, with lookups joined where possible; else the same
-    graph.
+    """Return a copy of a graph, whose tables have sizes, with lookups joined where possible.
 
-    Variables whose nodes are in `apart` are not joined.
+    Otherwise the same graph. Variables whose nodes are in `apart` are not joined.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -141,8 +140,9 @@ def _lookups(
 
 
 def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | None:
-    """Return the lookup whose gather of the row's number is the node `row`; None if `add_rows` did not make
-    it.
+    """Return the lookup whose gather of the row's number is the node `row`.
+
+    None if `add_rows` did not make it.
     """
     nodes, readers = index.nodes, index.consumers
     scope, slash, _ = row.rpartition("/")
@@ -190,8 +190,9 @@ def _asked_together(
 def _join_variables(
     graph_def: Proto, graph: InferenceGraph, tables: Iterable[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add the variables for the indexes of tables; returns each part's place, and the new variables'
-    nodes.
+    """Add the variables for the indexes of tables.
+
+    Returns each part's place, and the new variables' nodes.
     """
     known = {variable.node: variable for variable in graph.variables}
     joined, handles = dict[str, JoinedPart](), []

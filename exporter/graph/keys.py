@@ -1,5 +1,4 @@
-"""Find how a checkpoint stores each variable of a graph: its name, a part's box in the whole, the row
-order.
+"""Find how a checkpoint stores each variable of a graph: its name, a part's box in the whole, the row order.
 
 *Names* (`variable_keys`) come from the first of three places: the graph's own Saver (its restore nodes), the
 VariableDefs in the collections (partitions), the variable's name.
@@ -81,9 +80,7 @@ def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> d
 
 
 def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
-    """Return {variable's key: how its rows are looked up} for the partitioned variables of a trainer's
-    graph.
-    """
+    """Return {variable's key: how its rows are looked up} for a trainer's partitioned variables."""
     index = GraphIndex.of(meta_graph)
     parts: dict[str, list[str]] = {}
     for node, key in variable_keys(meta_graph, index).items():
@@ -165,9 +162,7 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
 
 
 def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
-    """Return {variable's object number: its handle's node} for the variables that called functions
-    capture.
-    """
+    """Return {variable's object number: its handle's node} for variables captured by called functions."""
     objects = meta_graph.object_graph_def
     captures = {name: function.bound_inputs for name, function in objects.concrete_functions.items()}
     found = {}
@@ -249,8 +244,9 @@ def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
-    """Yield (node, key with box) for each variable's part (source:
-    tensorflow/core/framework/variable.proto).
+    """Yield (node, key with box) for each variable's part, from the collections.
+
+    Source: tensorflow/core/framework/variable.proto.
     """
     for variable in collected_variables(meta_graph, _COLLECTIONS):
         info = variable.save_slice_info_def
@@ -272,9 +268,7 @@ def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterat
 def restored_names(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield (handle's node, names of its `count` tensors) for each operation of `ops` under the restore
-    op.
-    """
+    """Yield (handle's node, names of its `count` tensors) for each of `ops` under the restore op."""
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
     yield from _restored_in_function(meta_graph, index, ops, count=count)

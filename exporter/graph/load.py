@@ -56,8 +56,9 @@ def load_graph(request: GraphRequest) -> InferenceGraph:
 
 
 def load_source(request: GraphRequest) -> SourceGraph:
-    """Load the graph as its author made it, with complete signatures; it can be restored and run to
-    compare.
+    """Load the graph as its author made it, with complete signatures.
+
+    It can be restored and run to compare.
 
     Raises:
         GraphError: a builder failed, or a signature names an unknown tensor.

@@ -1,5 +1,4 @@
-"""Find which operations fill a graph's lookup tables, from which files, and which tables a checkpoint
-restores.
+"""Find what fills a graph's lookup tables, from which files, and which tables a checkpoint restores.
 
 *Static tables* are filled by an initialiser when a model is loaded. The files that it reads become assets.
 
@@ -217,8 +216,7 @@ def path_constant(name: str, file_name: str) -> Proto:
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """Return the existing files that kept nodes read: a SavedModel's, initialisers', the asset
-    collection's.
+    """Return the existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's.
 
     Raises:
         MissingAsset: a file does not exist.
@@ -261,8 +259,9 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
-    """Return the existing file that a Const names, or MissingAsset; AccessRefused if the graph may not read
-    it.
+    """Return the existing file that a Const names, or MissingAsset.
+
+    AccessRefused if the graph may not read it.
     """
     path = _named_file(source, name, node)
     # A SavedModel's own asset is a complete path; a path in a constant may be relative to the graph.
@@ -305,9 +304,7 @@ def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def files_to_feed(source: SourceGraph) -> dict[str, Path]:
-    """Return {node: path} to feed to the init op of a source graph that is run here: assets, and moved
-    files.
-    """
+    """Return {node: path} to feed to the init op of a source graph run here: assets, and moved files."""
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)
     for node in nodes.values():
@@ -327,8 +324,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
 
 def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
-    """Return the name of `path` in `assets/`: its own, with a number if another path in `taken` has that
-    name.
+    """Return the name of `path` in `assets/`: its own, with a number if another path in `taken` has it.
 
     The name is added to `taken`; the same path always gets the same name.
     """
@@ -355,8 +351,7 @@ def is_restorable(op: str) -> bool:
 def table_keys(
     meta_graph: Proto, index: GraphIndex, given: Mapping[str, TableKey] | None = None
 ) -> dict[str, TableKey]:
-    """Return {table's node: the names by which checkpoints store its contents}, for tables that training
-    fills.
+    """Return {table's node: the names of its contents in checkpoints}, for tables that training fills.
 
     They come from the program (`given`), else from the graph's own Saver, else from the node's name.
     """

@@ -191,16 +191,13 @@ def _is_addons(node: Proto) -> bool:
 
 
 def input_placeholders(index: GraphIndex) -> list[Proto]:
-    """Return the placeholders that may be inputs, in the graph's order, without those for a Saver's file
-    name.
-    """
+    """Return placeholders that may be inputs, in the graph's order, without those for Savers' file names."""
     nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
     return [node for node in nodes if not _is_a_savers(index, node.name)]
 
 
 def fed_variables(index: GraphIndex, tensors: Iterable[Endpoint]) -> dict[Endpoint, tuple[str, ...]]:
-    """Return {tensor: the variables that it is first used with}, such as the table that it is looked up
-    in.
+    """Return {tensor: the variables that it is first used with}, such as the table that it is looked up in.
 
     A partitioned variable counts under the name of the whole. A tensor that meets no variable has none.
     """
@@ -267,9 +264,7 @@ def _is_a_savers(index: GraphIndex, name: str) -> bool:
 
 
 def _computed_from_inputs(index: GraphIndex) -> set[str]:
-    """Return the nodes computed from inputs, without those of training: the forward pass, and losses after
-    it.
-    """
+    """Return the nodes computed from inputs, without training's: the forward pass, and losses after it."""
     reached = {
         name
         for name in _after(index, _inputs(index), index.nodes)

@@ -102,8 +102,9 @@ def _absent() -> Proto:
 
 
 def attr(node: Proto, name: str) -> Proto:
-    """Return an attribute's AttrValue, only for reading; a shared empty one if the node lacks the
-    attribute.
+    """Return an attribute's AttrValue, only for reading.
+
+    A shared empty one if the node lacks the attribute.
     """
     return node.attr.get(name) or _absent()  # reading a map field by [] would insert the key
 
@@ -139,8 +140,9 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
 
 
 def const_value(node: Proto | None) -> np.ndarray | None:
-    """Return the value of a Const; None for any other node, and for a value that is damaged or above 8
-    MiB.
+    """Return the value of a Const.
+
+    None for any other node, and for a value that is damaged or above 8 MiB.
     """
     if node is None or node.op != "Const":
         return None
@@ -226,9 +228,7 @@ class GraphIndex:
         return readers
 
     def resolve(self, text: str, role: str) -> Endpoint:
-        """Return the tensor that a user named (for a node its output 0), or UnknownTensor with the nearest
-        names.
-        """
+        """Return the tensor that a user named (for a node its output 0); else UnknownTensor."""
         found = endpoint(text)
         node = self.nodes.get(found.node)
         if node is None or found.output < 0:
@@ -244,9 +244,7 @@ class GraphIndex:
         return found
 
     def nearest(self, text: str, count: int = 5) -> list[str]:
-        """Return at most `count` tensor names like `text`: similar ones, then those that have its last
-        component.
-        """
+        """Return at most `count` tensor names like `text`: similar ones, then ones with its last part."""
         import difflib
 
         name = endpoint(text).node
@@ -311,8 +309,9 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
 
 
 def _attr_or_default(node: Proto, op_def: Proto, name: str) -> Proto | None:
-    """Return an attribute, or its OpDef's default, which MetaGraphs may leave out; None if there is
-    neither.
+    """Return an attribute, or its OpDef's default, which MetaGraphs may leave out.
+
+    None if there is neither.
     """
     if name in node.attr:
         return attr(node, name)
@@ -355,8 +354,9 @@ class Reached(Struct, frozen=True):
     toward_output: Mapping[str, str | None]  # for each node one that needs it; None where the search began
 
     def path(self, name: str) -> str:
-        """Return the path from an output to a node, for an error message; a long one is shortened in the
-        middle.
+        """Return the path from an output to a node, for an error message.
+
+        A long one is shortened in the middle.
         """
         steps: list[str] = []
         current: str | None = name
@@ -482,9 +482,7 @@ class Pivots:
         self._is_plain = not has_control_flow(nodes)
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """Return a node's data inputs; for a node without any, the control edge from its pivot, if it has
-        one.
-        """
+        """Return a node's data inputs; without any, the control edge from its pivot, if it has one."""
         data = input_names(node)
         if data or self._is_plain:
             return data
@@ -516,9 +514,7 @@ class Pivots:
         return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
 
     def _same_context(self, node: Proto, depth: int) -> list[str]:
-        """Return nodes before `node` in the same branch or iteration, or before the loop or branch that it
-        ends.
-        """
+        """Return nodes before `node` in the same branch or iteration, or before the one that it ends."""
         if node.op in EXITS:
             return self._before_loop(node)
         if node.op in MERGES:
@@ -731,8 +727,7 @@ _BY_ELEMENT = frozenset(
 
 
 def makes_vector(body: Body, reference: str, named: Collection[str], depth: int = 12) -> bool:
-    """True if operations always make a tensor one-dimensional, whatever their inputs are, as `Unique`
-    does.
+    """True if operations always make a tensor one-dimensional, whatever their inputs are, as `Unique` does.
 
     Shapes that the graph only declares do not count: nothing checks them for values that a client sends. It
     may send any node of those that signatures have `named`, also one that another signature computes. Looks

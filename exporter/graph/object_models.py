@@ -64,8 +64,7 @@ def _is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Tensors, Tensors]]:
-    """Return {signature: (inputs, outputs)} of a model or module, called on placeholders in the default
-    graph.
+    """Return {signature: (inputs, outputs)} of a model or module, called on placeholders in this graph.
 
     With a `name`, its only or default signature gets that name, and others `<name>_<signature>`. BuilderError
     if it has no signatures, its inputs are unknown, or the call fails.
@@ -127,8 +126,7 @@ _CALIBRATED = {"gptq", "awq"}
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """Return a note for the user if a subclassed Keras model without declared inputs is served with
-    floats.
+    """Return a note for the user if a subclassed Keras model without declared inputs is served with floats.
 
     Empty for any other model.
     """
@@ -144,9 +142,7 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Raise BuilderError for a model that was built before, such as a global one: its variables have
-    values.
-    """
+    """Raise BuilderError for a model that was built before, such as a global: its variables have values."""
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
@@ -171,8 +167,9 @@ class ObjectView(Struct, frozen=True):
 def view_objects(
     model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
 ) -> ObjectView:
-    """Return the objects below a model; variables name nodes of its graph, or are what `variable_of`
-    returns.
+    """Return the objects below a model.
+
+    Variables name nodes of its graph, or are what `variable_of` returns.
     """
     import tensorflow as tf
 
@@ -197,8 +194,9 @@ def view_objects(
 
 
 def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
-    """Return an object with these variables as children; adds it, and untracked variables, to items and
-    edges.
+    """Return an object with these variables as children.
+
+    Adds it, and untracked variables, to items and edges.
     """
     known = {id(item) for item in items}
     listed = object()
@@ -307,8 +305,9 @@ def _variable(item: Any) -> TrackedVariable | None:
 
 
 def _table_node(item: Any) -> str:
-    """Return the node of a table that training fills; "" for other objects, and for a table outside of a
-    graph.
+    """Return the node of a table that training fills.
+
+    "" for other objects, and for a table outside of a graph.
     """
     import tensorflow as tf
 
@@ -360,9 +359,7 @@ def _declared_inputs(model: Any) -> Any:
 
 
 def _input_names(model: Any, structure: Any) -> list[str]:
-    """Return a name for each input: its key in a dict, else the program's own, else `inputs` or
-    `input_<i>`.
-    """
+    """Return a name for each input: its key in a dict, the program's own, or `inputs` or `input_<i>`."""
     import tensorflow as tf
 
     if isinstance(structure, Mapping):
@@ -376,9 +373,7 @@ def _input_names(model: Any, structure: Any) -> list[str]:
 
 
 def _built_shapes(model: Any) -> Any:
-    """Return the TensorSpec of a subclassed model's only input, from the shape that it was built with; or
-    None.
-    """
+    """Return the TensorSpec of a subclassed model's only input, from its build shape; or None."""
     import tensorflow as tf
 
     config = _quietly(model.get_build_config) or {}
@@ -440,8 +435,9 @@ def _outputs(result: Any, names: list[str]) -> Tensors:
 
 
 def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
-    """Return the inputs and outputs of a tf.function, called on placeholders; BuilderError for any other
-    value.
+    """Return the inputs and outputs of a tf.function, called on placeholders.
+
+    BuilderError for any other value.
     """
     import tensorflow as tf
 
@@ -475,8 +471,9 @@ def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
 
 
 def _quietly(read: Callable[[], Any]) -> Any:
-    """Return the value of a Keras model's property; None if the model does not have it, and reading it
-    fails.
+    """Return the value of a Keras model's property.
+
+    None if the model does not have it, and reading it fails.
     """
     try:
         return read()

@@ -1,5 +1,4 @@
-"""Adapt graphs to servers of older TensorFlows: leave out attributes without effect, refuse what they
-lack.
+"""Adapt graphs to servers of older TensorFlows: leave out attributes without effect, refuse what they lack.
 
 An attribute at its default has no effect: the operation does what it did before it had the attribute.
 `exporter.wire.server_ops` lists the version in which each part was added.

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 
 def _written(default: Any) -> Any:
-    """Make a field default that is written, too, as earlier releases did; `omit_defaults` does so for
-    factories.
+    """Make a field default that is written, too, as earlier releases did.
+
+    `omit_defaults` does so for factories.
     """
     return field(default_factory=lambda: copy(default))
 
@@ -90,17 +91,16 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         )
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """Return the origin with the digests of the graph made from it, and of `assets`, the files of its
-        tables.
-        """
+        """Return the origin with digests of the graph made from it, and of `assets`, its tables' files."""
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """Yield the differences of a later request's model and options, in words; omitted ones do not
-        count.
+        """Yield the differences of a later request's model and options, in words.
+
+        Omitted ones do not count.
         """
         given = graph_options(request)
         if given:
@@ -119,8 +119,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def code_differences(
         self, request: GraphRequest, places: CodePlaces, digests: FileDigests, known: Mapping[str, str]
     ) -> tuple[list[str], list[str]]:
-        """Return how the code of a later request differs from modules found by name, and what is unknown of
-        it.
+        """Return how a later request's code differs from modules found by name, and what is unknown of it.
 
         The second list has modules that are not found, or were edited before they were recorded, and files
         that the builder read if they differ. `known` are digests of such files that made the same graph.
@@ -143,8 +142,9 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return [f"{name} has changed" for name in changed], unknown
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """Return the digest of the finished graph in a request, if this origin is a finished graph, too; else
-        None.
+        """Return the digest of the finished graph in a request, if this origin is a finished graph, too.
+
+        None otherwise.
         """
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
@@ -172,8 +172,9 @@ class CodePlaces(Struct, frozen=True):
         return cls(code.places, code.beside, code.by_name)
 
     def find(self, name: str, path: list[str], builder: BuilderFile | None) -> Path | None:
-        """Return the present file of a module, beside a builder that may have moved; None if it is not
-        found.
+        """Return the present file of a module, beside a builder that may have moved.
+
+        None if it is not found.
         """
         if name in self.by_name:
             return find_module(name, path) or self._kept(name, builder)

@@ -178,9 +178,7 @@ def running_outside(
 
 
 def keep_before(graph_def: Proto, names: Collection[str]) -> None:
-    """Reduce a graph, in place, to the nodes `names`, all nodes that run before them, and functions they
-    call.
-    """
+    """Reduce a graph, in place, to the nodes `names`, all nodes that run before, and functions they call."""
     nodes = {node.name: node for node in graph_def.node}
     kept = all_before(nodes, [endpoint(name) for name in names])
     put_nodes(graph_def.node, [node for name, node in nodes.items() if name in kept])
@@ -215,8 +213,7 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
 
 
 def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -> None:
-    """Check that a graph may run here, for `what`, which has no effects beyond reading unless
-    `is_allowed`.
+    """Check that a graph may run here, for `what`, which has no effects beyond reading unless `is_allowed`.
 
     Raises:
         AccessRefused: it has, and `is_allowed` is false; the error names the operations.
@@ -238,8 +235,9 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 
 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
-    """Return the effect of a node with its attributes; None if harmless, for calls and for foreign
-    operations.
+    """Return the effect of a node with its attributes.
+
+    None if harmless, for calls and for foreign operations.
     """
     effect = effect_of(node.op)
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
@@ -252,9 +250,7 @@ def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
 
 
 def _is_fixed(node: Proto) -> bool:
-    """True unless a call of the node's function supplies one of its attributes, which may then have any
-    value.
-    """
+    """True unless a call of the node's function supplies one of its attributes, which can be anything."""
     return not any(value.placeholder for value in node.attr.values())
 
 
@@ -275,9 +271,7 @@ def _is_opaque(node: Proto, library: Collection[str]) -> bool:
 
 
 def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
-    """True for a function of the graph without functions or tensors in its attributes, and for no
-    function.
-    """
+    """True for a function of the graph without functions or tensors as attributes, and for no function."""
     is_known = not function.name or function.name in library
     return is_known and not any(
         value.WhichOneof("value") in ("func", "tensor") or value.list.func or value.list.tensor
@@ -291,8 +285,9 @@ def _is_in_memory(source: str) -> bool:
 
 
 class _Judge:
-    """Finds operations that reach out in a graph and its functions; judges a file's name where it is
-    passed.
+    """Finds operations that reach out in a graph and its functions.
+
+    Judges a file's name where it is passed.
     """
 
     def __init__(self, graph_def: Proto, own: OwnFiles) -> None:
@@ -310,9 +305,7 @@ class _Judge:
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """Return the places of a function's arguments that name files, and its other operations that reach
-        out.
-        """
+        """Return places of a function's arguments that name files, and other operations that reach out."""
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: until this one is judged, it is empty.
             self._judged[name] = (set(), [])
@@ -340,8 +333,9 @@ class _Judge:
         return arguments, found
 
     def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
-        """Return the scope's arguments that must be own files so that a call reads no other; None if it reads
-        one.
+        """Return the scope's arguments that must be own files so that a call reads no other.
+
+        None if it reads one.
         """
         places = {place for name in self._alike(callee) for place in self._function(name)[0]}
         return self._own.needs_of_call(node, callee, places, scope) if places else set()

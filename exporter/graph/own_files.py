@@ -47,8 +47,9 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """Return the places of the scope's arguments that must be own files so that `texts` are; None: one is
-        not.
+        """Return the places of the scope's arguments that must be own files so that `texts` are.
+
+        None: one is not.
         """
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
@@ -90,9 +91,7 @@ class OwnFiles:
         return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """Return the places of a loop's arguments that must be own files so that `places` are in each turn;
-        or None.
-        """
+        """Return places of a loop's arguments that must be own files so that `places` always are; or None."""
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):
             return None
@@ -157,8 +156,6 @@ class OwnFiles:
 
 
 def _has_lists(function: Proto) -> bool:
-    """True if an argument or result is a list of tensors, so that positions of inputs and arguments
-    differ.
-    """
+    """True if an argument or result is a list of tensors: positions of inputs and arguments then differ."""
     arguments = [*function.signature.input_arg, *function.signature.output_arg]
     return any(each.number_attr or each.type_list_attr for each in arguments)

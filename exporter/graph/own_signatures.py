@@ -53,9 +53,7 @@ class Effects(Struct, frozen=True):
 
     @property
     def is_purpose(self) -> bool:
-        """True if a client asks for these effects: they save, or the outputs are only inputs and
-        constants.
-        """
+        """True if a client asks for these effects: they save, or outputs are only inputs and constants."""
         saves = any(each.op in _SAVES for each in self.dropped)
         return saves or (bool(self.writes or self.dropped) and not self.computes)
 

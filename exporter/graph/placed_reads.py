@@ -1,5 +1,4 @@
-"""Read the hot rows of a table from copies behind it: a lookup by row number goes through a table of
-places.
+"""Read the hot rows of a table from copies behind it: a lookup by row number goes through a table of places.
 
 Popular rows are scattered over a table, and each keeps a page of cold neighbours in memory. So copies of them
 are stored together after the table, in the same variable (`exporter.bundle.hot_rows`), and beside it is
@@ -21,9 +20,7 @@ from exporter.wire.protos import Proto
 
 
 class PlacedReads(RowReads, frozen=True):
-    """The change of the reads of a table with copied rows: its `shape` without them, and its places'
-    handle.
-    """
+    """The change of reads of a table with copied rows: its `shape` without them, and its places' handle."""
 
     shape: tuple[int, ...]
     places: str

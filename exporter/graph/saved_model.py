@@ -74,8 +74,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
-    """Return the graph with exactly the tags listed in `tag` (the value of `option`), or the only one with
-    more.
+    """Return the graph with exactly the tags in `tag` (the value of `option`), or the only one with more.
 
     "" means a graph without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the
     one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not
@@ -146,8 +145,7 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 
 def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
-    """Return {node that gets the path: file} for the assets of a SavedModel, which all exist and may be
-    read.
+    """Return {node that gets the path: file} for the assets of a SavedModel, which all exist and may be read.
 
     MissingAsset or AccessRefused for any other; CorruptFile if its name leads out of `assets/`.
     """
@@ -165,8 +163,7 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 
 
 def asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """Return (node that gets the path, file name under assets/) for each asset, in the field or older
-    collection.
+    """Return (node that gets the path, file name under assets/) for each asset, from field or collection.
 
     CorruptFile if that is damaged.
     """

@@ -165,11 +165,10 @@ def check_servable(
     allowed: Collection[str] = (),
     foreign: Collection[str] = (),
 ) -> None:
-    """Check that a server can and may run the reached nodes; an error is about the one nearest to an
-    output.
+    """Check that a server can and may run the reached nodes.
 
-    `fed` are the placeholders that a request fills; `allowed` are nodes that run once, at load; `foreign` are
-    operations that stock TensorFlow lacks.
+    An error is about the one nearest to an output. `fed` are the placeholders that a request fills; `allowed`
+    are nodes that run once, at load; `foreign` are operations that stock TensorFlow lacks.
 
     Raises:
         ForeignOperations: stock TensorFlow lacks an operation.
@@ -249,9 +248,7 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Raise NotServable for a read that must see a change of the same call (`v.assign_add(1)` as an
-    output).
-    """
+    """Raise NotServable for a read that must see a change of the same call, like `v.assign_add(1)`."""
     # Control edges are dropped, except from `allowed`, so such a read would silently see the old value.
     for name in names:
         node = nodes[name]

@@ -1,5 +1,4 @@
-"""Run other people's graphs in TensorFlow, in a process with a deadline and a memory limit:
-`graph_session`.
+"""Run other people's graphs in TensorFlow, in a process with a deadline and a memory limit: `graph_session`.
 
 A graph that was found may never end, sleep, crash TensorFlow or take all memory. That ends only its process.
 """
@@ -40,8 +39,9 @@ class GraphSession(Struct, frozen=True):
     process: Worker | _Here
 
     def open(self, graph_def: Proto, *, plain: bool = False) -> None:
-        """Import a graph, replacing the one before; with `plain` it runs in one thread and is not
-        optimized.
+        """Import a graph, replacing the one before.
+
+        With `plain` it runs in one thread and is not optimized.
         """
         self._ask(
             {"graph": "plain" if plain else "optimized", "limited": False}, graph_def.SerializeToString()
@@ -65,8 +65,9 @@ class GraphSession(Struct, frozen=True):
         *,
         limited: bool = True,
     ) -> list[Array]:
-        """Run the operations `targets` and return the values of `fetches`; without `limited` it may take any
-        time.
+        """Run the operations `targets` and return the values of `fetches`.
+
+        Without `limited` it may take any time.
         """
         encoded = {name: _encoded(value) for name, value in feeds.items()}
         sizes = [[name, len(data)] for name, data in encoded.items()]

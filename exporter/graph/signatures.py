@@ -1,5 +1,4 @@
-"""Make complete SignatureDefs from the tensor names of a request or a graph; list and rename their
-tensors.
+"""Make complete SignatureDefs from the tensor names of a request or a graph; list and rename tensors.
 
 A signatures file (`--signatures FILE`) is one JSON object. Each key is a signature's name, each value has its
 input and output tensors and, if it is not `predict`, TensorFlow Serving's method:
@@ -87,8 +86,9 @@ class SignatureEnds(Struct, frozen=True):
 
 
 def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
-    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature, by alias, inputs
-    first.
+    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature, inputs first.
+
+    Sorted by alias.
     """
     for alias, info in sorted(signature.inputs.items()):
         yield "input", alias, info
@@ -97,15 +97,14 @@ def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
 
 
 def tensor_names(info: Proto) -> list[str]:
-    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's
-    components'.
-    """
+    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's."""
     return [getattr(message, field) for message, field in _names(info)]
 
 
 def without_references(meta_graph: Proto) -> None:
-    """Replace reference types by the types referred to, in place, in signatures: clients know no
-    references.
+    """Replace reference types in signatures by the types referred to, in place.
+
+    Clients do not know references.
     """
     for signature in meta_graph.signature_def.values():
         for _, _, info in signature_tensors(signature):
@@ -244,10 +243,9 @@ def _is_names(value: Any) -> bool:
 
 
 def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
-    """Return the signature in the collections `inputs` and `outputs`, of one JSON object each; None without
-    them.
+    """Return the signature in the collections `inputs` and `outputs`, of one JSON object each.
 
-    GraphError if they have other contents.
+    None without them. GraphError if they have other contents.
     """
     # Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):

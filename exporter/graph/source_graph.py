@@ -66,8 +66,7 @@ class GraphRequest(GraphOptions, frozen=True):
     def of(
         cls, request: ExportRequest, beside: str | None = None, naming: Naming = Naming.NAMES
     ) -> GraphRequest:
-        """Return the request for the named graph, or for the graph `beside` the checkpoint, with the
-        options.
+        """Return the request for the named graph, or for the graph `beside` the checkpoint, with the options.
 
         `naming` is the checkpoint's.
         """

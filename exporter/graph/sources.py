@@ -144,8 +144,9 @@ def file_of(module: object) -> str:
 
 
 def named_function(model: Any) -> tuple[str, BuilderFile | None]:
-    """Return the name of a builder given as a function, and the file that defines it; None if it has no
-    file.
+    """Return the name of a builder given as a function, and the file that defines it.
+
+    None if it has no file.
     """
     while isinstance(model, functools.partial):
         model = model.func
@@ -223,8 +224,9 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """Return the paths of `known` files that changed or do not exist; `main` is the first one's present
-    file.
+    """Return the paths of `known` files that changed or do not exist.
+
+    `main` is the first one's present file.
     """
     own, *others = known
     *packages, _ = own.path.split("/")
@@ -428,8 +430,9 @@ def changed_modules(
 
 
 def changed_libraries(known: Mapping[str, str]) -> Iterator[str]:
-    """Yield how versions of installed libraries differ, in words; a library that is not installed is
-    skipped.
+    """Yield how versions of installed libraries differ, in words.
+
+    A library that is not installed is skipped.
     """
     if not known:
         return

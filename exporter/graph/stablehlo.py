@@ -120,9 +120,7 @@ class _Reader:
         return taken
 
     def number(self) -> int:
-        """Read a number of variable length: zeros at the end of its first byte count the bytes that
-        follow.
-        """
+        """Read a number of variable length: zeros at the end of its first byte count the bytes after it."""
         first = self.take(1)[0]
         more = (first & -first).bit_length() - 1 if first else 8
         return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
@@ -171,8 +169,9 @@ def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[s
 def _texts(
     sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
 ) -> frozenset[str] | None:
-    """Return the texts in sets of eight or more properties, as custom calls have; None if one is not
-    encoded.
+    """Return the texts in sets of eight or more properties, as custom calls have.
+
+    None if one is not encoded.
     """
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:
@@ -195,8 +194,9 @@ def _texts(
 def _attributes(
     offsets: _Reader, contents: _Reader, dialects: list[str]
 ) -> list[tuple[str, memoryview]] | None:
-    """Return the (dialect, encoded content) of each attribute; None if one is a text that MLIR would
-    parse.
+    """Return the (dialect, encoded content) of each attribute.
+
+    None if one is a text that MLIR would parse.
     """
     count, _ = offsets.number(), offsets.number()
     found: list[tuple[str, memoryview]] = []

@@ -38,11 +38,10 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 
 
 def mark_tables(graph: InferenceGraph) -> InferenceGraph:
-    """Return a copy of a graph with marked dynamic tables; the same graph if it has none or too many default
-    rows.
+    """Return a copy of a graph with marked dynamic tables.
 
-    DeepRec's tables have 4,096 default rows: with more than 64 floats each, such a graph cannot be used for
-    other checkpoints.
+    The same graph if it has none or too many default rows. DeepRec's tables have 4,096 default rows: with
+    more than 64 floats each, such a graph cannot be used for other checkpoints.
     """
     total = sum(table.defaults.nbytes for table in graph.dynamic_tables)
     if not graph.dynamic_tables or total > _MOST_MARKED_BYTES:

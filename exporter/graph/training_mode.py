@@ -62,9 +62,7 @@ _MOST_BYTES = 1 << 10  # of a computed span: two numbers, but a damaged graph ma
 
 
 def training_mode(meta_graph: Proto) -> TrainingMode:
-    """Return the batch statistics, dropout, noise and other random numbers among the nodes that signatures
-    run.
-    """
+    """Return batch statistics, dropout, noise and other random numbers among nodes that signatures run."""
     nodes = all_nodes(meta_graph.graph_def)
     if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
         return TrainingMode()  # for most graphs: following constants takes time
@@ -327,17 +325,14 @@ def _only(value: Array | None) -> float | None:
 
 
 def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
-    """Return the kind of a mask that drops these `parts` (unknown: None), and the part, if it is one
-    number.
-    """
+    """Return the kind of a mask that drops these `parts` (None: unknown), and the part, if one number."""
     if parts is None or ((parts > 0) & (parts < 1)).any():
         return _Kind.DROPOUT, _only(parts)
     return _Kind.ALL if parts.all() else _Kind.OFF, None
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """Return the probability, for each element of `bound`, that comparing a number of the span with it is
-    False.
+    """Return, per element of `bound`, the probability that comparing a number of the span with it is False.
 
     None if the span or the bound is unknown, or the span is one number.
     """

@@ -72,8 +72,7 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Turn errors of a user's code in the block into BuilderErrors with `what` failed, the place, and a way
-    out.
+    """Turn errors of a user's code in the block into BuilderErrors with `what` failed, a place and a hint.
 
     If the user's own error is an ExportError, it is raised unchanged.
     """
@@ -96,9 +95,7 @@ def own_error(error: BaseException) -> BaseException:
 
 
 def error_line(error: BaseException) -> str:
-    """Return the user's own error on one line, with the file, line and function of their code that raised
-    it.
-    """
+    """Return the user's own error on one line, with the file, line and function of their code."""
     own = own_error(error)
     place = _place(error)
     text = _text(own) or (place and linecache.getline(place.file, place.line).strip()) or ""
@@ -129,8 +126,9 @@ def way_out(error: BaseException) -> str:
 
 
 def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
-    """Return a hint to choose Keras 2 or 3 for files with `tf.keras`; "" if it is chosen, or they import
-    Keras.
+    """Return a hint to choose Keras 2 or 3 for files with `tf.keras`.
+
+    "" if it is chosen, or they import Keras.
     """
     if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
         return ""

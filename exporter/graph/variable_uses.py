@@ -232,9 +232,7 @@ class _Tracker:
         self._bodies: dict[str, _Consumers] = {}
 
     def follow(self, scope: str, handle: str) -> Reading:
-        """Return all uses of a handle, a tensor of the graph ("") or of a function `scope`, also in
-        callees.
-        """
+        """Return all uses of a handle, a tensor of the graph ("") or a function `scope`, also in callees."""
         found = Reading()
         seen = set()
         pending = [(scope, handle)]
@@ -259,9 +257,7 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """Return how `node` uses the handle in input `index`, and the (scope, tensor) places that get the
-        handle.
-        """
+        """Return how `node` uses the handle in input `index`, and the (scope, tensor) that get it from it."""
         if node.op in _ROW_READS:
             return Use.ROWS, []
         if node.op in INDIFFERENT:

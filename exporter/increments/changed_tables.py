@@ -87,8 +87,9 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
-    """Return the rows in the dtype in which they are served; MappingError or NotFinite if a value does not
-    fit.
+    """Return the rows in the dtype in which they are served.
+
+    MappingError or NotFinite if a value does not fit.
     """
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
@@ -154,8 +155,9 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
 
 
 def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
-    """Raise CorruptFile unless `ids` increase within [0, rows); the message shows `of` instead of `rows` if
-    given.
+    """Raise CorruptFile unless `ids` increase within [0, rows).
+
+    The message shows `of` instead of `rows` if given.
     """
     is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
     if not is_inside or (ids[1:] <= ids[:-1]).any():

@@ -185,8 +185,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return f"{_ID}{self.step}:{digest[:32]}"
 
     def covers(self, increment: str) -> bool:
-        """True if every row of the increment with this id is also in this one; False if that one is gone or
-        damaged.
+        """True if every row of the increment with this id is also in this one.
+
+        False if that one is gone or damaged.
         """
         # It is, if both are of one training since the same full save.
         try:
@@ -216,8 +217,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return bool(among(wanted, np.sort(known)).all())
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield variables with their new values, checksums verified; rows have the numbers of the stored
-        order.
+        """Yield variables with their new values, checksums verified.
+
+        Rows have the numbers of the stored order.
         """
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
@@ -255,8 +257,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return found
 
     def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
-        """Return the rows of embedding variables in another increment, given by its id; none if it is gone or
-        damaged.
+        """Return the rows of embedding variables in another increment, given by its id.
+
+        None if it is gone or damaged.
         """
         try:
             before = None if increment is None else self._find(increment)
@@ -270,8 +273,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return {name: known[name] for name in names if name in known}
 
     def _owner(self, name: str) -> tuple[str, int | None]:
-        """Return the name of a variable in the full checkpoint, and the number of its part; None for all of
-        it.
+        """Return the name of a variable in the full checkpoint, and the number of its part.
+
+        None for all of it.
         """
         part = _PART.fullmatch(name)
         return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))
@@ -318,9 +322,7 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """Return the name of the newest incremental checkpoint of a higher step if it is older than `full`, else
-    "".
-    """
+    """Return the newest incremental checkpoint of a higher step if it is older than `full`, else ""."""
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     return next((name for _, name in _beyond(full)[:1] if _is_older(directory / name, full.prefix)), "")
 
@@ -348,8 +350,9 @@ def _is_older(increment: Path, full: Path) -> bool:
 
 
 def _listed(directory: Path) -> list[tuple[int, str]]:
-    """Return the steps and names of the incremental checkpoints in a directory; empty if it does not
-    exist.
+    """Return the steps and names of the incremental checkpoints in a directory.
+
+    Empty if it does not exist.
     """
     try:
         names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]

@@ -148,8 +148,9 @@ class History(Struct, frozen=True, dict=True):
         return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
-        """Return the increments that a trainer restores after a full checkpoint, in order; of forks the
-        youngest.
+        """Return the increments that a trainer restores after a full checkpoint, in order.
+
+        Among forks it is the youngest.
         """
         # If the files do not name sessions, an increment that may follow counts.
         maybe = self._children(checkpoint, surely=False)
@@ -161,9 +162,7 @@ class History(Struct, frozen=True, dict=True):
         return tuple(chain.values())
 
     def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
-        """Return the increments that certainly connect `start` to the increment `tip` without a gap, else
-        None.
-        """
+        """Return the increments that certainly connect `start` to `tip` without a gap, else None."""
         if tip in self.same(start):
             return ()
         first = {stored.increment.id for stored in self._children(start)}

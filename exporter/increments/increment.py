@@ -264,8 +264,7 @@ def _damaged(path: Path, cause: str) -> CorruptFile:
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Return rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of
-    `ids`.
+    """Return rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`.
 
     CorruptFile if it is stored in another way, or some rows are missing.
     """

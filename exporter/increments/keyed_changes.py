@@ -24,8 +24,9 @@ def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str])
 def published_before(
     increments: Iterable[AnyIncrement], last: str | None, names: Collection[str]
 ) -> Mapping[str, KeyedRows]:
-    """Return, by table, the rows in the increment published last (`last`); only for DeepRec's, which repeat
-    them.
+    """Return, by table, the rows in the increment published last (`last`).
+
+    This is needed only for DeepRec's increments, which repeat them.
     """
     deeprec = (each for each in increments if isinstance(each, DeepRecIncrement))
     newest = next(deeprec, None)

@@ -1,5 +1,4 @@
-"""Decide how to get from the state that was published last to the trainer's: by increments or by
-comparison.
+"""Decide how to get from the state that was published last to the trainer's: by increments or by comparison.
 
 Changes between an increment and the next full checkpoint are only known from the following increment.
 """
@@ -108,8 +107,9 @@ def plan_changes(
 
 
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:
-    """Plan up to the state at which a full checkpoint's next increment will begin; None if no marker says
-    which.
+    """Plan up to the state at which a full checkpoint's next increment will begin.
+
+    None if no marker says which.
     """
     for marker in history.markers_of(full):
         others = () if published.increment is not None else history.markers_of(published.checkpoint)

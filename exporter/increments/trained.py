@@ -16,8 +16,7 @@ IncrementName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z:._-]{1,200}$(?!\n)")]
 
 
 class CheckpointId(Struct, frozen=True, eq=False, rename={"digest": "index_sha256"}):
-    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every
-    tensor.
+    """A full checkpoint by content: `digest` is the SHA-256 of its index, which holds a crc of every tensor.
 
     Without an index, as in an archive, it is the SHA-256 of its file. `name` is its prefix without the path;
     it is not compared: a trainer that restores a checkpoint whose step is ahead of its name (workers went on
@@ -58,8 +57,9 @@ class TrainerVersion(Struct, frozen=True):
     def of(
         cls, checkpoint: CheckpointId, increment: str | None, event_time: datetime | None
     ) -> TrainerVersion:
-        """Return the exact state of a checkpoint and an increment; `event_time` is None if it is not
-        known.
+        """Return the exact state of a checkpoint and an increment.
+
+        `event_time` is None if it is not known.
         """
         if event_time is None:
             return cls(checkpoint, increment)
@@ -85,9 +85,7 @@ class TrainerVersion(Struct, frozen=True):
         return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
 
     def exact_but_for(self, dtype: DeltaDtype | None) -> TrainerVersion:
-        """Return the state without `rounded` if rows were rounded to `dtype`: the next delta rounds the same
-        way.
-        """
+        """Return the state without `rounded` if rows were rounded to `dtype`, as in the next delta."""
         is_rounded_so = self.rounded is not None and self.rounded.dtype is dtype
         return replace(self, rounded=None) if is_rounded_so else self
 

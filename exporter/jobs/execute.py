@@ -78,8 +78,9 @@ def encode(task: Task, directory: str, *, keep: bool) -> bytes:
 
 
 def execute(work: bytes) -> bytes:
-    """Run a task unless its receipt is kept already (see `_do`); return the encoded `Outcome`, also for an
-    ExportError.
+    """Run a task unless its receipt is kept already (see `_do`).
+
+    Return the encoded `Outcome`, also for an ExportError.
     """
     try:
         asked = decoder(Work).decode(work)

@@ -1,5 +1,4 @@
-"""Run a plan of tasks on an engine: receipts come in the order of the tasks, and finished tasks are not
-repeated.
+"""Run a plan of tasks on an engine: receipts come in the tasks' order, finished tasks are not repeated.
 
 A job that is kept has a directory named by the digest of its plan, with each output and, written after it,
 its receipt. Running the same command again finds them, on any engine and any machine, and so resumes a killed
@@ -111,8 +110,7 @@ def choose_engine(
 
 
 class Runner(Struct, frozen=True):
-    """How jobs are run: the engine, the approximate bytes of a task, and where jobs are kept ("":
-    nowhere).
+    """How jobs are run: the engine, the approximate bytes of a task, and where jobs are kept ("": nowhere).
 
     With `resumes`, a kept job is continued. Its receipts are not signed, and others may write them.
     """
@@ -179,8 +177,9 @@ class Job:
     def receipts(
         self, progress: Progress | None = None, tasks: Sequence[Task] | None = None
     ) -> Generator[Receipt, None, None]:
-        """Run tasks, by default all, and yield their receipts in order; closing the iterator cancels the
-        others.
+        """Run tasks, by default all, and yield their receipts in order.
+
+        Closing the iterator cancels the others.
         """
         # A plan in which tasks read others' outputs is run in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
@@ -211,8 +210,7 @@ class Job:
             used.leave()
 
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
-        """Yield, in the order of `tasks`, the receipts that are kept, and the others when the engine has
-        them.
+        """Yield, in the order of `tasks`, the receipts that are kept, and others when the engine has them.
 
         EngineFailed if the engine ends early; a task's own failure is raised.
         """
@@ -272,8 +270,9 @@ class UsedJob(Protocol):
 
 
 def use(place: str) -> UsedJob:
-    """Begin to use the directory at a path or URL, created if need be; waits while another command removes
-    it.
+    """Begin to use the directory at a path or URL, created if need be.
+
+    Waits while another command removes it.
     """
     url = Url.parse(place)
     return _LocalJob(Path(place)) if url is None else StoredJob(place)

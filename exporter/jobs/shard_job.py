@@ -1,5 +1,4 @@
-"""Write the shards of a bundle by the tasks of one job, and compare the checksums of the bytes that they
-read.
+"""Write the shards of a bundle by the tasks of one job, and compare the checksums of the bytes read.
 
 A planner says which sections there are (`Place`). The rest is the same for all planners: consecutive sections
 go into shards of bounded size, one task each; receipts report the place of each section; and every stored run
@@ -212,8 +211,7 @@ class ShardJob(Generic[T]):
         made: Path | None = None,
         progress: Progress | None = None,
     ) -> NewShards[T]:
-        """Run the tasks, compare the checksums of all that they read, and return the places of all
-        sections.
+        """Run the tasks, compare the checksums of all that they read, and return the places of all sections.
 
         Waits for all tasks. A kept job ends with the stack: when its shards are published. `before` and
         `behind` are the numbers of shards that the caller writes. Files below `made` are the command's own:

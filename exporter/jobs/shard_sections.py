@@ -81,8 +81,9 @@ class ReadRun:
 
 
 class WrittenRun:
-    """Writes a part of a file from its beginning; `crc` and `done` are checksum and number of the bytes so
-    far.
+    """Writes a part of a file from its beginning.
+
+    `crc` and `done` are checksum and number of the bytes so far.
     """
 
     def __init__(self, descriptor: int, offset: int) -> None:
@@ -170,8 +171,9 @@ class Section(Struct, frozen=True, array_like=True):
 
 
 class WriteShard(Task, frozen=True, kw_only=True):
-    """A task that writes a shard of sections; the receipt has the checksums of all ranges and runs, in
-    order.
+    """A task that writes a shard of sections.
+
+    The receipt has the checksums of all ranges and runs, in order.
     """
 
     sections: tuple[Any, ...]
@@ -347,8 +349,7 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
 
 
 class RowErrors:
-    """Counts the rounding errors of rows: the largest difference of a value, and the sum of all
-    differences.
+    """Counts the rounding errors of rows: the largest difference of a value, and the sum of all differences.
 
     `values` counts the values except those in rows of zeros, as in a table's room for more keys.
     """

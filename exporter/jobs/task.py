@@ -1,5 +1,4 @@
-"""A task: a value that holds everything needed to run it, so that any process on any machine can, and repeat
-it.
+"""A task: a value with everything needed to run it, so that any process anywhere can run and repeat it.
 
 A task reads ranges of files or objects that are pinned by size and tag, writes at most one object, and
 returns a receipt. Running it twice gives the same object. Tasks and receipts are written as JSON.
@@ -71,8 +70,9 @@ class Input(Struct, frozen=True, array_like=True):
 
     @contextmanager
     def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
-        """Yield a file with these ranges, fetched if it is an object; CheckpointChanged unless it is as
-        planned.
+        """Yield a file with these ranges, fetched if it is an object.
+
+        CheckpointChanged unless it is as planned.
         """
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
@@ -90,8 +90,9 @@ class Input(Struct, frozen=True, array_like=True):
         self._require_same(shard_status(path))  # again: a trainer may have written to it meanwhile
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
-        """Fetch a range of an object to an offset of the file at `path`; if the input is a file, do nothing:
-        False.
+        """Fetch a range of an object to an offset of the file at `path`.
+
+        If the input is a file, do nothing: False.
         """
         url = Url.parse(self.place)
         if url is not None:
@@ -100,8 +101,9 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """Return the plain crc32c of each range, up to the end of the file; objects are read without a
-        copy.
+        """Return the plain crc32c of each range, up to the end of the file.
+
+        Objects are read without a copy.
         """
         url = Url.parse(self.place)
         if url is None:
@@ -176,8 +178,9 @@ _WHOLE, _DIVIDED = 16, 4
 
 
 def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """Return the size of the pieces in which a table of `size` bytes is written; None if it is written in
-    one.
+    """Return the size of the pieces in which a table of `size` bytes is written.
+
+    None if it is written in one.
     """
     # No piece is larger than the size that a store copies by one request to its published place.
     if size <= min(_WHOLE * task_bytes, MOST_COPIED):
@@ -268,8 +271,9 @@ class RangeChecksums(Generic[File]):
         self._ranges: dict[File, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def add(self, file: File, start: int, size: int, crc: int) -> None:
-        """Record the plain crc32c of `size` bytes at `start` of a file; of several from one start the longest
-        counts.
+        """Record the plain crc32c of `size` bytes at `start` of a file.
+
+        Among several with the same start the longest counts.
         """
         ranges = self._ranges[file]
         if size > ranges.get(start, (0, 0))[0]:

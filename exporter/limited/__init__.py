@@ -1,3 +1,1 @@
-"""Run other people's code in a process with limits of memory and time, so that it cannot hang or crash
-ours.
-"""
+"""Run other people's code in a process with limits of memory and time, so that it cannot hang ours."""

@@ -153,8 +153,9 @@ class Worker:
         return line
 
     def blocks(self, size: int, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-        """Yield the next `size` bytes of the answer to a request, sent if given; Ended if the process ends
-        first.
+        """Yield the next `size` bytes of the answer to a request, sent if given.
+
+        Ended if the process ends first.
         """
         if request is not None:
             self._send(request, b"")

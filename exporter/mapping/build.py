@@ -233,8 +233,9 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
-    """Map each variable of a graph to a tensor of a checkpoint; a variable without a certain tensor
-    raises.
+    """Map each variable of a graph to a tensor of a checkpoint.
+
+    A variable without a certain tensor raises.
 
     Raises:
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
@@ -325,8 +326,7 @@ def _not_ignored(catalog: Catalog, rules: MappingRules) -> Catalog:
 
 
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
-    """Return the sources of tensors that operations of a graph's libraries restore themselves, by these very
-    names.
+    """Return the sources of tensors that operations of a graph's libraries restore by these very names.
 
     MissingTensors if the checkpoint lacks one.
     """
@@ -348,9 +348,7 @@ def _refuse_shared_names(groups: MappingOf[str, tuple[GraphVariable, ...]]) -> N
 
 
 class _Match(Struct, frozen=True):
-    """The tensor that a variable is restored from, the trainer's name of that variable, and how it was
-    found.
-    """
+    """The tensor that a variable is restored from, the trainer's name for it, and how it was found."""
 
     name: str
     trained_name: str

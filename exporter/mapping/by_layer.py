@@ -1,5 +1,4 @@
-"""Match values that have no names of their own (Keras' layers by class and number, numpy's lists), and check
-matches by names.
+"""Match values without names of their own (Keras' layers, numpy's lists), and check matches by names.
 
 A match is made only where nothing else would fit: by the layer's name and then by the only values in it that
 fit, by the order that Keras' own layers keep, by the shapes of the whole list. If two matches fit, neither is
@@ -34,8 +33,9 @@ SAYS_NOTHING = re.compile(r"((Sharded)?Variable(_[0-9]+)?)?")
 
 
 class NamedPair(Struct, frozen=True):
-    """A served variable's name and the trained variable's whose values it would get; `kind` is dtype and
-    shape.
+    """A served variable's name and the trained variable's whose values it would get.
+
+    `kind` is dtype and shape.
     """
 
     served: str
@@ -65,8 +65,9 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (left-over name, used name) for names equal except for numbers; both map names to dtype and
-    shape.
+    """Yield (left-over name, used name) for names equal except for numbers.
+
+    Both map names to dtype and shape.
     """
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():
@@ -121,8 +122,7 @@ _SHOWN = 6
 def match_unnamed(
     graph: InferenceGraph, catalog: Catalog, named: Iterable[str] = (), *, by_order: bool = False
 ) -> dict[str, str]:
-    """Return the tensor of each variable, both by name, in a catalog whose tensors are not named after
-    variables.
+    """Return {variable: tensor}, both by name, in a catalog without tensors named after variables.
 
     `named` are variables that rename rules cover. With `by_order`, arrays of equal shape in a list are in the
     order of the graph's variables. A legacy Keras file is matched by its layers, else by its numbered names;
@@ -154,14 +154,13 @@ def match_unnamed(
 def _by_owner(
     wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
-    """Match a legacy file's tensors by the layers that own them; None if graph and file have different
-    layers.
+    """Match a legacy file's tensors by the layers that own them.
 
-    Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
-    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of the
-    variables in an inner model is that model, as `places` say. None, too, if a layer has several tensors with
-    the same last part of the name and the same shape (those of a Bidirectional layer differ in their
-    direction).
+    None if graph and file have different layers. Keras named variables in its own ways over time:
+    `conv2d_1_1/kernel` in the layer `conv2d_1`, `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`,
+    in Keras 3.0 `kernel` alone. The owner of the variables in an inner model is that model, as `places` say.
+    None, too, if a layer has several tensors with the same last part of the name and the same shape (those of
+    a Bidirectional layer differ in their direction).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -233,8 +232,9 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
 def _by_path(
     open_: Mapping[str, GraphVariable], layers: Mapping[str, tuple[TensorRef, ...]], catalog: Catalog
 ) -> dict[str, str]:
-    """Match the tensors as Keras itself would load them; NoCertainMatch if the layers' names or number
-    differ.
+    """Match the tensors as Keras itself would load them.
+
+    NoCertainMatch if the layers' names or number differ.
     """
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
     places = (place for several in layers.values() for place in several)
@@ -275,9 +275,7 @@ def _or_ignored(names: Iterable[str]) -> str:
 
 
 def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
-    """Raise NoCertainMatch unless the names of layers agree, given (the model's, the checkpoint's)
-    tensors.
-    """
+    """Raise NoCertainMatch unless layers' names agree, given (the model's, the checkpoint's) tensors."""
     named = (
         NamedPair(own.owner, other.owner, str(_kind(own)))
         for own, other in pairs
@@ -320,9 +318,7 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
-    """Raise NoCertainMatch if the checkpoint has an additional layer of a kind, which may shift names'
-    numbers.
-    """
+    """Raise NoCertainMatch if the checkpoint has more layers of a kind, which may shift names' numbers."""
     taken = {_group(name) for name in found.values()}
     used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
     for ref in catalog.tensors.values():
@@ -335,10 +331,9 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """Find the only layer whose name equals the scope, or is the end of it, or ends with it; None without
-    one.
+    """Find the only layer whose name equals the scope, or is the end of it, or ends with it.
 
-    NoCertainMatch if there are several.
+    None without one. NoCertainMatch if there are several.
     """
     fits_in: tuple[Callable[[str], bool], ...] = (
         lambda owner: owner == scope,
@@ -427,8 +422,7 @@ def _group(name: str) -> str:
 
 
 def name_in_layer(ref: TensorRef) -> str:
-    """The owner's name and the value's number: `tower/hidden/0` for `layers/dense_1/vars/0` of
-    `tower/hidden`.
+    """The owner's name and the value's number: `tower/hidden/0` for `layers/dense_1/vars/0`.
 
     A tensor without an owner keeps its name.
     """

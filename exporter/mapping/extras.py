@@ -48,8 +48,9 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """Return the purposes of embedding variables' tensors, by tensor name; empty if one of them is
-    damaged.
+    """Return the purposes of embedding variables' tensors, by tensor name.
+
+    Empty if one of them is damaged.
     """
     try:
         variables = embedding_variables(catalog)
@@ -129,9 +130,7 @@ class Member(Struct, frozen=True):
 
 
 class LeftOut(Struct, frozen=True):
-    """A variable that is not served, and a served one of the same object (None if those are further
-    inside).
-    """
+    """A variable that is not served, and a served one of the same object (None: only further inside)."""
 
     member: Member
     beside: Member | None
@@ -145,12 +144,11 @@ def whole_objects(
     graph: InferenceGraph,
     rules: MappingRules,
 ) -> tuple[ServedWhole, list[str]]:
-    """Require that a checkpoint's objects are served whole; return the tensors that may be left out, and
-    notes.
+    """Require that a checkpoint's objects are served whole.
 
-    ObjectMismatch if a variable of such an object is not served, for no known reason. A note names such
-    variables instead where names decided which tensor is which, and where the object corresponds to a module
-    around models.
+    Return the tensors that may be left out, and notes. ObjectMismatch if a variable of such an object is not
+    served, for no known reason. A note names such variables instead where names decided which tensor is
+    which, and where the object corresponds to a module around models.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
@@ -207,10 +205,10 @@ def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
 
 
 def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
-    """Return the variables that each object holds itself or in lists; optimizers and all below are left
-    out.
+    """Return the variables that each object holds itself or in lists.
 
-    A variable that is an attribute of one object is not also a member of the objects that list it.
+    Optimizers and all below are left out. A variable that is an attribute of one object is not also a member
+    of the objects that list it.
     """
     objects, optimizers = trained.objects.objects, trained.objects.optimizers
     slots = {slot for item in objects for slot in item.slots}
@@ -244,8 +242,7 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
 
 
 def _members_inside(trained: TrainedObjects, number: int, served: Collection[str]) -> list[Member]:
-    """Return the variables of objects inside an object that has served variables itself, like an adapter in a
-    layer.
+    """Return the variables of objects inside an object with served variables, like an adapter in a layer.
 
     Empty if a variable inside is `served`, too: an object that holds layers may hold others for training.
     Counts and metrics are left out.
@@ -338,9 +335,7 @@ def _kind_of(ref: TensorRef) -> str:
 
 
 def _way_out(left: list[tuple[str, str]]) -> str:
-    """The hint for variables of served objects, each given with its label and the name that `--ignore`
-    accepts.
-    """
+    """The hint for variables of served objects, each given with its label and its name for `--ignore`."""
     build = "build the model with what the trainer's has"
     if any("lora" in label for label, _ in left):
         build = "call enable_lora in the builder, with the trainer's rank"
@@ -352,8 +347,7 @@ def _way_out(left: list[tuple[str, str]]) -> str:
 def left_out_by_names(
     catalog: Catalog, used: Collection[str], graph: InferenceGraph, rules: MappingRules
 ) -> Iterator[str]:
-    """Yield a note on the variables of a checkpoint by names that are in a served variable's scope but not
-    served.
+    """Yield a note on variables, in a checkpoint by names, in a served variable's scope but not served.
 
     ObjectMismatch if the file says that they are of one layer, as Keras 2's files do.
     """

@@ -1,5 +1,4 @@
-"""The rules that variables are mapped to tensors by: renames, a table of names, casts, and the row order of
-partitions.
+"""The rules of mapping variables to tensors: renames, a table of names, casts, and partitions' row order.
 
 A table of names (`--rename-file`) is written by hand, or begun by `inspect --unmatched`: two columns
 separated by blanks; `#` at the beginning of a line or after a blank begins a comment.
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
 
 
 class RowOrder(Struct, frozen=True):
-    """The moves of a table's rows, out of `gather_parts` and into `scatter_parts` mod partitions; 0 means no
-    move.
+    """The moves of a table's rows, out of `gather_parts` and into `scatter_parts` mod partitions.
+
+    A number 0 means no move.
     """
 
     gather_parts: int = 0
@@ -51,8 +51,7 @@ def row_order(
     trained: PartitionStrategy | None,
     served: PartitionStrategy | None,
 ) -> RowOrder:
-    """Return the moves that bring a table's rows from the order of training to the order of the graph's
-    lookups.
+    """Return the moves that bring a table's rows from training's order to that of the graph's lookups.
 
     For either strategy, None means unknown, NONE that the table's parts are never looked up together.
     PartitionStrategyUnknown if rows may have to move, and a strategy that matters is unknown.
@@ -96,9 +95,7 @@ def row_order(
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:
-    """Return the number of rows of each part under `mod`: part p holds rows p, p + parts, p + 2 * parts,
-    ...
-    """
+    """Return the number of rows of each part under `mod`: part p holds rows p, p + parts, ..."""
     return [len(range(part, rows, parts)) for part in range(parts)]
 
 
@@ -143,8 +140,9 @@ class RenameTable(Struct, frozen=True):
         )
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
-        """Raise UsageError for names that do not exist: a typing error would silently leave a variable to
-        other rules.
+        """Raise UsageError for names that do not exist.
+
+        A typing error would silently leave a variable to other rules.
         """
         from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 
@@ -204,8 +202,7 @@ _RENAME_EXAMPLE = r"a regular expression and a tensor's name: --rename 'tower/(.
 
 
 class RenameRule(Struct, frozen=True):
-    r"""A regular expression for a whole variable name, and the tensor name to use instead (`\1` is a
-    group).
+    r"""A regular expression for a whole variable name, and the tensor name to use instead (`\1` is a group).
 
     Rules come only from a request: manifests have their texts, and the names that they gave, but never run
     them.
@@ -251,10 +248,9 @@ class CastRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Parse a rule `pattern=bfloat16` (or float16, int8); without a pattern it is for every float
-        variable.
+        """Parse a rule `pattern=bfloat16` (or float16, int8).
 
-        UsageError for another text.
+        Without a pattern it is for every float variable. UsageError for another text.
         """
         pattern, _, label = text.rpartition("=")
         if label not in CASTS:
@@ -329,8 +325,9 @@ class MappingRules(Struct, frozen=True):
         return names.pop() if names else self.names.get(key)
 
     def cast(self, key: str) -> DType | None:
-        """Return the dtype that the first matching cast rule stores a float variable in; None if none
-        matches.
+        """Return the dtype that the first matching cast rule stores a float variable in.
+
+        None if none matches.
         """
         ruled = next((rule.label for rule in self.casts if rule.pattern.fullmatch(key)), self.dtypes.get(key))
         return DType.of(ruled) if ruled else None

@@ -93,8 +93,9 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
         return whole if part is None else replace(whole, full_shape=part.full_shape, starts=part.starts)
 
     def read(self) -> GraphVariable:
-        """Return the variable that the document describes; DocumentError if its box has another number of
-        dimensions.
+        """Return the variable that the document describes.
+
+        DocumentError if its box has another number of dimensions.
         """
         part = None
         if self.full_shape is not None:
@@ -303,9 +304,7 @@ class MappingSpec(
         return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """Return the served variables as stored in a bundle published by this recipe, whatever names the
-        trainer uses.
-        """
+        """Return the served variables as stored in a bundle of this recipe, whatever the trainer's names."""
         variables = (self._published(*item) for item in group_parts(self.variables).items())
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 

@@ -46,8 +46,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The number of the object at the user's path; None without a path. UsageError if no object has this
-        path.
+        """The number of the object at the user's path; None without a path.
+
+        UsageError if no object has this path.
         """
         if self.object_path is None:
             return None
@@ -69,8 +70,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
-        """The variables of each name, without optimizers' slots; with a user's path, only variables below
-        it.
+        """The variables of each name, without optimizers' slots.
+
+        With a user's path, only variables below it.
         """
         slots = {slot for item in self.objects.objects for slot in item.slots}
         within = None if self.start is None else self.objects.paths_from(self.start)
@@ -111,11 +113,10 @@ def match_objects(
     renamed: Mapping[str, str],
     tables: Iterable[str] = (),
 ) -> ObjectMatches:
-    """Return the tensor of each variable by its key; `renamed` has the trainer's name where the user gave
-    one.
+    """Return the tensor of each variable by its key.
 
-    `tables` are nodes of hash tables, which are matched as well. MissingTensors, AmbiguousRename or
-    ObjectMismatch if a variable has no certain tensor.
+    `renamed` has the trainer's name where the user gave one. `tables` are nodes of hash tables, which are
+    matched as well. MissingTensors, AmbiguousRename or ObjectMismatch if a variable has no certain tensor.
     """
     found = {}
     for key, name in renamed.items():
@@ -138,8 +139,9 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """Return the tensors that one pair of objects finds; none if another pair finds as many, but other
-    ones.
+    """Return the tensors that one pair of objects finds.
+
+    None if another pair finds as many, but other ones.
     """
     search = _Search(wanted, served, trained, {})
     starts = [(ours, theirs) for ours in search._served_roots() for theirs in search._trained_roots()]
@@ -156,8 +158,9 @@ def _tensors_met(walk: _Walk, trained: TrainedObjects) -> frozenset[str]:
 
 
 def _tensor_named(name: str, trained: TrainedObjects) -> str | None:
-    """Return the tensor with a name that a person typed: a tensor's, a path's, a unique variable's; else
-    None.
+    """Return the tensor with a name that a person typed: a tensor's, a path's, a unique variable's.
+
+    None otherwise.
     """
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
@@ -201,9 +204,7 @@ def _by_name(
 def _refuse_left_over_twins(
     found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: TrainedObjects
 ) -> None:
-    """Raise ObjectMismatch if the checkpoint has an additional variable of a kind, which may shift names'
-    numbers.
-    """
+    """Raise ObjectMismatch if the checkpoint has more variables of a kind, which may shift names' numbers."""
     used = {match.tensor for match in found.values()}
     known = {(stems(key), wanted[key].full_shape): key for key in found}
     for name, variables in trained.by_name.items():
@@ -288,9 +289,7 @@ class _Search(Struct, frozen=True, dict=True):
         return frozenset(number for number, item in enumerate(objects) if item.table in self.tables)
 
     def _served_roots(self) -> Iterator[int]:
-        """Yield the root, then objects inside it from which all wanted variables and tables can be
-        reached.
-        """
+        """Yield the root, then objects in it from which all wanted variables and tables can be reached."""
         for number, path in self.served.paths.items():
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
                 return
@@ -425,9 +424,7 @@ class _Search(Struct, frozen=True, dict=True):
 
 
 def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
-    """Return the trained object's edges, except those whose numbers count other layers than the served
-    object's.
-    """
+    """Return the trained object's edges, except those whose numbers count other layers than the served's."""
     # Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
     # weights and the `dynamic_embedding` in its place has none, which moves the second count alone.
     layers = _beginning(served, _LAYERS)

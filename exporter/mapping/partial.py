@@ -37,8 +37,9 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """The fits by the variables' keys; the reasons why others do not fit; and the tensors that are left
-    over.
+    """The fits by the variables' keys.
+
+    The reasons why others do not fit; and the tensors that are left over.
     """
 
     fits: Mapping[str, Fit]

@@ -36,8 +36,9 @@ class Unserved(Struct, frozen=True):
 def check_batch_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
-    """Raise an error if a graph normalises by the batch; `switches` with their values would choose
-    inference.
+    """Raise an error if a graph normalises by the batch.
+
+    `switches` with their values would choose inference.
 
     Raises:
         TrainingModeServed: names the statistics, and the nodes that normalise.

@@ -36,9 +36,7 @@ class Unmatched(Struct, frozen=True):
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Lines for a rename file: certain pairs, and as comments the variables with several candidates or
-        none.
-        """
+        """Lines for a rename file: certain pairs, and variables with several or no candidates as comments."""
         lines = []
         for left in self.variables:
             names = [ref.name for ref in left.candidates]

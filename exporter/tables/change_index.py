@@ -68,8 +68,9 @@ class Elements(Struct, frozen=True):
 
 
 class IndexChange(Struct, frozen=True):
-    """The elements of a table's index to write; `added` is the row of each key to be added, in the keys'
-    order.
+    """The elements of a table's index to write.
+
+    `added` is the row of each key to be added, in the keys' order.
     """
 
     seeds: Elements
@@ -138,10 +139,9 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Choose rows for `count` keys, dropped keys' rows first, then unused ones; return them and the new
-    cursor.
+    """Choose rows for `count` keys, dropped keys' rows first, then unused ones.
 
-    TableFull if there are too few.
+    Return them and the new cursor. TableFull if there are too few.
     """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
@@ -242,10 +242,9 @@ class _Area(Struct):
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose a new seed for each group and place its old and new keys by it; return the seeds to
-        write.
+        """Choose a new seed for each group and place its old and new keys by it.
 
-        Crowded if a group finds none.
+        Return the seeds to write. Crowded if a group finds none.
         """
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
@@ -266,8 +265,9 @@ class _Area(Struct):
 
 
 def _put(values: Array, ids: Array, wanted: Array, given: Array | np.generic) -> None:
-    """Set `values` at the places in `ids`, ascending, that hold the `wanted` numbers; wanted numbers not in
-    it are ignored.
+    """Set `values` at the places in `ids`, ascending, that hold the `wanted` numbers.
+
+    Wanted numbers not in it are ignored.
     """
     if len(ids):
         places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)

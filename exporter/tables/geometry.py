@@ -92,8 +92,9 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
-        """Return the sizes of published variables, given their shapes; ValueError if these do not fit
-        together.
+        """Return the sizes of published variables, given their shapes.
+
+        ValueError if these do not fit together.
         """
         group_bits = groups.bit_length() - 1
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
@@ -173,9 +174,7 @@ def places_of(keys: Array, seeds: Array) -> Array:
 
 
 def seeds(first: int, count: int) -> Array:
-    """Return `count` seeds from number `first` on, in the order in which they are tried: odd,
-    pseudorandom.
-    """
+    """Return `count` seeds from number `first` on, in the order of their use: odd, pseudorandom."""
     # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
     state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -198,8 +197,9 @@ class TablePlan(Struct, frozen=True, eq=False):
     def of(
         cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """Plan a table for a variable's keys, `awaited` more, and head room; UsageError if there are too many
-        rows.
+        """Plan a table for a variable's keys, `awaited` more, and head room.
+
+        UsageError if there are too many rows.
         """
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
@@ -210,8 +210,7 @@ class TablePlan(Struct, frozen=True, eq=False):
         return cls(name, variable, geometry, defaults)
 
     def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
-        """Return the table's four tensors by the last part of their names, and the offset at which they
-        end.
+        """Return the table's four tensors by the last part of their names, and the offset at which they end.
 
         They begin in a shard at `offset`; those that are not written yet have no checksum.
         """

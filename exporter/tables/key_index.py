@@ -205,9 +205,7 @@ class KeyIndex:
                 return tf.identity(rows)
 
     def take_removed(self) -> Tensor:
-        """Return and clear the record of the keys removed since the last call, some of which may exist
-        again.
-        """
+        """Return and clear the record of keys removed since the last call; some may exist again."""
         with self._at_home():
             keys, _ = self.removed.export()
             cleared = self.removed.remove(keys)
@@ -219,8 +217,9 @@ class KeyIndex:
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
-        """Assign rows to the keys that still have none; return the rows of all. One caller at a time may run
-        this.
+        """Assign rows to the keys that still have none; return the rows of all.
+
+        One caller at a time may run this.
         """
         # A row is complete before the index has it, and is marked as changed afterwards.
         found = self.find(keys)
@@ -284,9 +283,7 @@ class KeyIndex:
         return self._set_free(1 - is_used)
 
     def _set_free(self, is_free: Tensor) -> list[Any]:
-        """Add assignments after which the rows with a 1 are free, and the rows after them were never
-        assigned.
-        """
+        """Add assignments after which rows with a 1 are free, and rows after them were never assigned."""
         free = tf.where(tf.equal(is_free, 1))[:, 0]
         count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
         rest = tf.zeros([self.capacity - count], tf.int64)

@@ -146,9 +146,7 @@ class IndexJob:
         )
 
     def _compare(self, batch: Iterable[KeyRun], receipt: Receipt) -> None:
-        """Record the checksums in a receipt, and compare them for the tensors of which this is the last
-        part.
-        """
+        """Record a receipt's checksums, and compare them for tensors of which this is the last part."""
         crcs = iter(receipt.read)
         for run in batch:
             for ref in run.counted:
@@ -217,9 +215,7 @@ def _ranges(table: TablePlan) -> KeyRanges:
 
 
 def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
-    """Yield the keys of a table, with the tensors that decide on their admission, in runs of at most
-    `task_bytes`.
-    """
+    """Yield a table's keys, with the tensors that decide on their admission, up to `task_bytes` at a time."""
     variable, row = table.variable, 0
     has_freqs = admission.min_freq > 0 and all(part.freqs is not None for part in variable.parts)
     has_versions = admission.max_age_steps is not None and all(
@@ -251,10 +247,9 @@ def join_pieces(
     directory: Directory,
     home: Directory,
 ) -> Catalog:
-    """Write the catalog's last shard into `home`, from the tasks' results in `directory`; return the
-    catalog.
+    """Write the catalog's last shard into `home`, from the tasks' results in `directory`.
 
-    The shard is named after its contents: a command that resumes the job finds it.
+    Return the catalog. The shard is named after its contents: a command that resumes the job finds it.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
@@ -293,8 +288,7 @@ def show_pieces(
     directory: Directory,
     scratch: Path,
 ) -> Catalog:
-    """Return the catalog with each object that tasks wrote as a shard, and write a small shard with the
-    rest.
+    """Return the catalog with each object that tasks wrote as a shard, and write a small shard with the rest.
 
     Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
     """
@@ -331,9 +325,7 @@ def show_pieces(
 
 
 class _Rest:
-    """Collects the elements that no task writes: the last rows of keys and values in one shard, zeros in the
-    next.
-    """
+    """Collects elements that no task writes: a shard's last rows of keys and values, zeros in the next."""
 
     def __init__(self, shard: int) -> None:
         self._shard = shard
@@ -401,8 +393,9 @@ def _written(
     tail: tuple[int, Array] | None,
     opened: Callable[[str], tuple[Path, int]],
 ) -> TensorRef:
-    """Write the elements of a tensor that are in the new shard, with holes for zeros; return its index
-    entry.
+    """Write the elements of a tensor that are in the new shard, with holes for zeros.
+
+    Return its index entry.
     """
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
@@ -467,8 +460,7 @@ class TableLayout(Struct, frozen=True, eq=False):
     def write(
         self, scratch: Path, admission: Admission, runner: Runner = LOCAL, progress: Progress | None = None
     ) -> tuple[Catalog, Job]:
-        """Write the elements that no shard of the checkpoint holds, into `scratch` or where the runner keeps
-        jobs.
+        """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept.
 
         Waits for the job's tasks. Returns the catalog with all tensors, and the job: a context manager, to be
         left once the tensors have been read.

@@ -1,5 +1,4 @@
-"""Look up keys in a dynamic table, inside the served graph: a dozen stock operations, of which four
-gather.
+"""Look up keys in a dynamic table, inside the served graph: a dozen stock operations, of which four gather.
 
 Lookups in many tables may share these operations (`add_joined_rows`): see `graph.joined_lookups`.
 
@@ -84,11 +83,10 @@ class RowNodes(Struct, frozen=True):
 def add_rows(
     graph_def: Proto, name: str, table: str, handles: Sequence[str], ids: str, *, defaults: int = 1
 ) -> RowNodes:
-    """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table; return their
-    names.
+    """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
 
-    `handles` are the tensors of its variables in the order of `parts.PARTS`, `defaults` is the number of its
-    default rows. The rows index the values.
+    Return their names. `handles` are the tensors of its variables in the order of `parts.PARTS`, `defaults`
+    is the number of its default rows. The rows index the values.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles

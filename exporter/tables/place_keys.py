@@ -272,8 +272,7 @@ class _Sorting:
         return found if found.any() else None
 
     def _blocks(self, ref: TensorRef) -> Iterator[tuple[int, Array]]:
-        """Yield blocks of the run's elements of a tensor, each with the number of its first element in the
-        run.
+        """Yield blocks of the run's elements of a tensor, each with its first element's number in the run.
 
         CheckpointChanged if the file became shorter.
         """
@@ -383,8 +382,9 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
 
     @contextmanager
     def _fetched(self, directory: Directory) -> Iterator[list[list[Located]]]:
-        """Yield the places of each run's sections; sections in a store are fetched into one file, many at a
-        time.
+        """Yield the places of each run's sections.
+
+        Sections in a store are fetched into one file, many at a time.
         """
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
@@ -472,11 +472,11 @@ class _Placing(Struct, frozen=True):
     def place(
         self, number: int, before: Array, behind: Array, *, only_first: bool = False
     ) -> tuple[Array, Array]:
-        """Place a range around keys in the windows that it shares; return the seeds of its groups, and its
-        slots.
+        """Place a range around keys in the windows that it shares.
 
-        `before` and `behind` are these windows as its neighbours left them. With `only_first` only the first
-        slots are right. KeyTwice or TableFull if keys find no place.
+        Return the seeds of its groups, and its slots. `before` and `behind` are these windows as its
+        neighbours left them. With `only_first` only the first slots are right. KeyTwice or TableFull if keys
+        find no place.
         """
         ranges, geometry = self.ranges, self.ranges.geometry
         hashed, rows, counts = self._by_groups(number)
@@ -499,8 +499,7 @@ class _Placing(Struct, frozen=True):
         return chosen, area
 
     def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
-        """Return hashes and rows of a range's served keys, ordered by groups, and the number of keys by
-        group.
+        """Return hashes and rows of a range's served keys, ordered by groups, and the keys' number by group.
 
         KeyTwice or TableFull for more keys than the range has room for; KeyTwice also for a doubled key if
         some keys are not served.

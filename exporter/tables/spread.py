@@ -32,12 +32,11 @@ class Crowded(Exception):
 
 
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
-    """Choose a seed for each group and thereby a slot for each key; return both, and mark slots in
-    `occupied`.
+    """Choose a seed for each group and thereby a slot for each key.
 
-    `keys` are those of the first group, then of the second and so on; `counts` is their number by group,
-    `windows` has each group's first slot. Slots are numbered within `occupied`, which may be a part of the
-    table. Crowded if a group finds no seed.
+    Return both, and mark slots in `occupied`. `keys` are those of the first group, then of the second and so
+    on; `counts` is their number by group, `windows` has each group's first slot. Slots are numbered within
+    `occupied`, which may be a part of the table. Crowded if a group finds no seed.
     """
     chosen = np.full(len(counts), seeds(0, 1)[0], np.int64)
     slots = np.empty(len(keys), np.int64)
@@ -83,9 +82,7 @@ class _Groups(Struct):
         return _Groups(self.groups[left], self.firsts[left], self.windows[left], self.keys.take(left, axis=1))
 
     def under(self, seed: Array) -> Array:
-        """Return the slot of each key under one seed [size, groups], or under several [size, seeds,
-        groups].
-        """
+        """Return each key's slot under one seed [size, groups], or under several [size, seeds, groups]."""
         keys = self.keys[:, None, :] if seed.ndim else self.keys
         found = (keys * (seed[:, None] if seed.ndim else seed)) >> np.uint64(64 - WINDOW_BITS)
         return np.asarray(found.view(np.int64) + self.windows)
@@ -117,9 +114,7 @@ def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, sl
 
 
 def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Array, Array, Array]:
-    """Return the places of the groups that some seed fits, their slots under the first such seed, and this
-    seed.
-    """
+    """Return places of groups that some seed fits, their slots under the first such seed, and the seed."""
     found = left.under(trial.view(np.uint64))
     fits = np.logical_not(occupied.take(found).any(axis=0))
     which, places = np.nonzero(fits)
@@ -166,9 +161,7 @@ def _any(masks: Any) -> Array:
 
 
 def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
-    """Return the error, with a hint, for the keys of a group, in ascending order, that have no place
-    together.
-    """
+    """Return the error, with a hint, for a group's keys, in ascending order, that have no place together."""
     found = TableFull(
         f"{len(keys)} of a table's keys fall in one place of its index and do not fit there",
         cause=f"the table has {geometry.groups} places for {geometry.usable_rows} keys",
@@ -185,8 +178,9 @@ def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
 
 
 def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """Return the least `--table-head-room` with which these keys are easily placed; None if that is too
-    much.
+    """Return the least `--table-head-room` with which these keys are easily placed.
+
+    None if that is too much.
     """
     hashed = np.sort(hashes_of(keys))
     near = WINDOW // geometry.stride  # groups whose windows overlap

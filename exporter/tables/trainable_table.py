@@ -1,5 +1,4 @@
-"""Train a dynamic table with stock TensorFlow: keys come and go, and a new key gets a row when it is looked
-up.
+"""Train a dynamic table with stock TensorFlow: a new key gets a row when it is looked up.
 
 `TrainableTable` is for TF1-style graphs, also on parameter servers. It looks up like `DynamicTable`; `remove`
 removes keys. It is an index of keys (`exporter.tables.key_index`) beside an ordinary variable of rows, for
@@ -112,10 +111,9 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
-        """Remove the keys that were not looked up in the last `max_age_steps` global steps; return their
-        number.
+        """Remove the keys that were not looked up in the last `max_age_steps` global steps.
 
-        UsageError unless the table records steps.
+        Return their number. UsageError unless the table records steps.
 
         Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
         count from the first run of this operation.
@@ -165,8 +163,9 @@ class TrainableTable(TableLookups):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Add operations that set the step of these rows' last lookup to unknown; none if steps are not
-        recorded.
+        """Add operations that set the step of these rows' last lookup to unknown.
+
+        None if steps are not recorded.
         """
         if self._seen is None:
             return []
@@ -282,8 +281,7 @@ def trainable_embedding(
     combiner: str | None = None,
     initializer: Any = "uniform",
 ) -> Any:
-    """Return a layer of Keras 3 that looks up ids in the table `name`, and assigns rows to new ids while it
-    trains.
+    """Return a layer of Keras 3 that looks up ids in the table `name`, and gives new ids rows in training.
 
     In the model that is exported, `dynamic_embedding` of the same name replaces it; with a `combiner` the
     rows along the last dimension are combined, as there. `layer.remove(keys, optimizer)` removes keys.
@@ -302,8 +300,9 @@ def trainable_embedding(
 
 @cache
 def trainable_embedding_class() -> Any:
-    """Return the layer's class, for `custom_objects={"TrainableEmbedding": ...}` of
-    `keras.saving.load_model`.
+    """Return the layer's class, for `custom_objects` of `keras.saving.load_model`.
+
+    Its key there is "TrainableEmbedding".
     """
     import keras
 
@@ -356,8 +355,9 @@ def trainable_embedding_class() -> Any:
             return (*kept, self.dim)
 
         def remove(self, keys: Any, optimizer: Any = None) -> int:
-            """Remove keys and return the number that existed. Slots of `optimizer` start over with the
-            rows.
+            """Remove keys and return the number that existed.
+
+            Slots of `optimizer` start over with the rows.
             """
             slots = [] if optimizer is None else _slots(optimizer, self.rows)
             distinct, _ = tf.unique(tf.reshape(tf.cast(keys, tf.int64), [-1]))

@@ -45,8 +45,7 @@ def is_chief(strategy: Strategy | None = None) -> bool:
 
 @contextmanager
 def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> Iterator[Path]:
-    """Yield the directory to save into: `directory` itself for the chief, a temporary one for other
-    processes.
+    """Yield the directory to save into: `directory` for the chief, a temporary one for other processes.
 
     The temporary directory is inside `directory`. It is removed when the block ends; one that a killed worker
     left is removed when the block begins. Use it around one save or around the whole training, and restore

@@ -63,8 +63,7 @@ _TAIL_BYTES = 64 << 10
 
 
 class ExportHook(SessionHook):
-    """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's
-    saver.
+    """A `SessionRunHook` for MonitoredTrainingSession: pass it in `hooks=`, which follow the session's saver.
 
     `what` is an `ExportRequest`, or the arguments of `export-model`; its `ckpt_dir` is the session's
     `checkpoint_dir`. Every `every_checkpoints`-th new checkpoint is exported (None: none of them), and the
@@ -132,10 +131,10 @@ def ExportCallback(
     wait_seconds: float = WAIT_SECONDS,
     raise_on_failure: bool = False,
 ) -> Any:
-    """Return a Keras callback (Keras 3 or tf-keras) like `ExportHook`; it looks for checkpoints when an epoch
-    ends.
+    """Return a Keras callback (Keras 3 or tf-keras) like `ExportHook`.
 
-    Put it after the callback that saves. With a MultiWorkerMirroredStrategy the strategy names the chief.
+    It looks for checkpoints when an epoch ends. Put it after the callback that saves. With a
+    MultiWorkerMirroredStrategy the strategy names the chief.
 
     Raises:
         UsageError, RoleUnknown, ExportFailed: as `ExportHook`.
@@ -287,8 +286,9 @@ class Exports:
         return self._arguments.ckpt_dir
 
     def start(self, checkpoint: Path) -> None:
-        """Export a checkpoint as soon as no export runs; it replaces a checkpoint that is pending. Does not
-        wait.
+        """Export a checkpoint as soon as no export runs; it replaces a checkpoint that is pending.
+
+        This does not wait for it.
         """
         with self._changed:
             if self._waiting is not None:
@@ -370,8 +370,9 @@ class Exports:
             return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
 
     def _run(self, checkpoint: Path, out: IO[bytes], err: IO[bytes]) -> int:
-        """Run the command and return its exit code. Its output goes to files: a pipe would break if the
-        trainer ends first.
+        """Run the command and return its exit code.
+
+        Its output goes to files: a pipe would break if the trainer ends first.
         """
         arguments = (*self._arguments.at(checkpoint.absolute()), "--json")
         self._process = subprocess.Popen(
@@ -389,8 +390,7 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the trainer's environment for an export: without a role in a cluster, GPUs, and options of
-    `export-model`.
+    """Return the trainer's environment without a cluster role, GPUs, and options of `export-model`.
 
     The trainer occupies the GPUs' memory. The request has all options. Python finds the modules that the
     trainer finds.
@@ -428,8 +428,9 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """Parse the JSON object that the command printed; empty if it printed none, for example because it was
-    killed.
+    """Parse the JSON object that the command printed.
+
+    Empty if it printed none, for example because it was killed.
     """
     try:
         document = json.loads(text)
@@ -544,8 +545,7 @@ class NewCheckpoints:
         return self._newest[0] if self._newest else None
 
     def new(self) -> Path | None:
-        """Look, and return the newest checkpoint (prefix or archive) if it is new or was rewritten since the
-        last look.
+        """Return the newest checkpoint (prefix or archive) if it is new or rewritten since the last look.
 
         None otherwise.
         """

@@ -88,8 +88,9 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
         return Publisher(Store(self._ckpt_dir), collector, timer, self._clock, overlay)
 
     def after_create_session(self, session: Session, coord: Any = None) -> None:
-        """Chief: initialize the recording and find the state that the session continues. Others: wait for the
-        chief.
+        """Chief: initialize the recording and find the state that the session continues.
+
+        Others: wait for the chief.
         """
         # Tables record removed keys from here on: no change after the look of `begin_session` is missed.
         for table in self._tables:
@@ -98,8 +99,7 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
 
 
 def schedule(*secs: float | None, steps: int | None) -> tuple[float | None, int | None]:
-    """Return the interval of increments, (seconds, None) or (None, steps), from arguments of which one is
-    given.
+    """Return the interval of increments, (seconds, None) or (None, steps), of which one is given.
 
     Raises:
         UsageError: none or several of them are given, or the interval is not a positive number.
@@ -126,11 +126,10 @@ def MonitoredTrainingSession(
     event_time: EventTime | None = None,
     **stock: Any,
 ) -> Any:
-    """Make a `tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`; `stock` are its other
-    arguments.
+    """Make a `tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`.
 
-    It accepts a scaffold and a saver of the caller's, like the stock session. Without an interval for
-    increments it is the stock session.
+    `stock` are its other arguments. It accepts a scaffold and a saver of the caller's, like the stock
+    session. Without an interval for increments it is the stock session.
 
     Raises:
         UsageError: an interval is given, but full checkpoints are off or have no directory; or

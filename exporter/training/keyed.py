@@ -1,5 +1,4 @@
-"""Tables by keys in increments: rows that gradients wrote, rows that were assigned to keys, and removed
-keys.
+"""Tables by keys in increments: rows that gradients wrote, rows that were assigned to keys, and removed keys.
 
 The chief collects in this order:
 
@@ -48,13 +47,13 @@ Session = Any
 
 
 class TableAccess(Struct, frozen=True):
-    """Access to one table by keys, of a graph or of a layer. Each function is called with the session, or
-    None.
+    """Access to one table by keys, of a graph or of a layer.
 
-    `take_given` and `take_removed` return and clear the rows and the keys recorded since the last call; such
-    keys may have rows again. `rows_of` returns the rows of the keys that have one, `find` the given rows that
-    are in use, and their keys, which are distinct. `write` removes keys, then assigns rows and values to
-    others. All numbers are int64 [n]. `begin` makes the table record removed keys.
+    Each function is called with the session, or None. `take_given` and `take_removed` return and clear the
+    rows and the keys recorded since the last call; such keys may have rows again. `rows_of` returns the rows
+    of the keys that have one, `find` the given rows that are in use, and their keys, which are distinct.
+    `write` removes keys, then assigns rows and values to others. All numbers are int64 [n]. `begin` makes the
+    table record removed keys.
     """
 
     name: str
@@ -79,8 +78,7 @@ class KeyedChanges:
         self._given, self._removed = NONE, NONE
 
     def collect(self, session: Session) -> None:
-        """Read and clear the table's record: given rows first, then removed keys, so that no change is
-        missed.
+        """Read and clear the table's record: given rows first, then removed keys, so as to miss no change.
 
         Rows of removed keys that exist again count as given. The proof depends on this order.
         """
@@ -99,10 +97,9 @@ class KeyedChanges:
         return bool(len(self._given) or len(self._removed))
 
     def write(self, writer: Bundle, source: Source, entry: VariableTracking, wrote: Array) -> Document | None:
-        """Write removed keys, and the rows in use among `wrote` and the given ones; None if there are none of
-        either.
+        """Write removed keys, and the rows in use among `wrote` and the given ones.
 
-        Returns the table's entry in the increment's manifest.
+        None if there are none of either. Returns the table's entry in the increment's manifest.
         """
         ids = keys = union(wrote, self._given)
         if len(ids):
@@ -160,9 +157,7 @@ def table_access(table: TrainableTable) -> TableAccess:
 
 
 def layer_access(table: Any) -> TableAccess:
-    """Return access to the table of a layer (`exporter.tables.trainable_table`), whose last row has no
-    key.
-    """
+    """Return access to the table of a layer (`exporter.tables.trainable_table`); its last row has no key."""
     import tensorflow as tf
 
     def tensor(numbers: Array) -> Any:

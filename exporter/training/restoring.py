@@ -102,8 +102,9 @@ class Publisher(trainer_side.Publisher):
 
 
 def writers_of(tracked: Iterable[VariableTracking]) -> dict[int, Write]:
-    """Add the operations that write variables to the current default graph; return them by the id() of each
-    part.
+    """Add the operations that write variables to the current default graph.
+
+    Return them by the id() of each part.
     """
     return {id(part): _writer(entry, part) for entry in tracked for part in entry.parts}
 

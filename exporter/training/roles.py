@@ -138,8 +138,9 @@ def node_role(environ: Mapping[str, str] | None = None, *, last_worker_evaluates
 
 
 def _without_list(environ: Mapping[str, str]) -> Role:
-    """Return the role from launchers that do not list the cluster's nodes; AutoDist's chief appears to be
-    alone.
+    """Return the role from launchers that do not list the cluster's nodes.
+
+    AutoDist's chief appears to be alone.
     """
     if environ.get("AUTODIST_WORKER", "").strip():
         return Role(NodeType.WORKER, None, is_chief=False, source="AUTODIST_WORKER")

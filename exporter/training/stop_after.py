@@ -51,8 +51,7 @@ class StopAfterHook(SessionHook):
 
 
 def StopAfterCallback(seconds: float) -> Any:
-    """Return a Keras callback (Keras 3 or tf-keras) that stops `fit` once `seconds` have passed since it was
-    made.
+    """Return a Keras callback (Keras 3 or tf-keras) that stops `fit` `seconds` after the callback was made.
 
     It looks at the clock after every batch. The workers of a MultiWorkerMirroredStrategy must run the same
     steps: they look at the end of each epoch, and all stop as soon as the time of one has passed.

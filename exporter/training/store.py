@@ -50,8 +50,9 @@ class Store(trainer_side.Store):
         return read_history(self.ckpt_dir)
 
     def newest_full(self) -> FullCheckpoint | None:
-        """Return the full checkpoint that a trainer would restore now; None if there is none or it has no
-        step.
+        """Return the full checkpoint that a trainer would restore now.
+
+        None if there is none or it has no step.
         """
         try:
             prefix = candidates(self.ckpt_dir)[0]

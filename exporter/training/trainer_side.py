@@ -183,8 +183,9 @@ class RowWrite(NamedTuple):
 
 
 class VariableUse(NamedTuple):
-    """The uses of a variable in a graph. `whole_writes` are the types of operations that may change any
-    row.
+    """The uses of a variable in a graph.
+
+    `whole_writes` are the types of operations that may change any row.
     """
 
     variable: Variable
@@ -389,10 +390,10 @@ class VariableTracking(NamedTuple):
 def plan_tracking(
     variables: Iterable[Variable], tables: Optional[Dict[str, Variable]] = None
 ) -> Tuple[VariableTracking, ...]:
-    """Plan how to find the changes of these variables of one graph; return them sorted by their names in
-    checkpoints.
+    """Plan how to find the changes of these variables of one graph.
 
-    `tables` has the variable of the rows of each table by keys, by the table's name.
+    Return them sorted by their names in checkpoints. `tables` has the variable of the rows of each table by
+    keys, by the table's name.
 
     Raises:
         Refused: a variable has no fixed shape, or holds strings.
@@ -413,9 +414,7 @@ def plan_tracking(
 
 
 def tracking_digest(tracked: Iterable[VariableTracking]) -> int:
-    """Return an int64 that is equal for two graphs if they find changes of the same variables in the same
-    way.
-    """
+    """Return an int64 that is equal for two graphs if they find changes of variables in the same way."""
     plan = [(entry.name, entry.shape, entry.dtype, entry.mode.name) for entry in tracked]
     return int.from_bytes(hashlib.sha256(repr(plan).encode()).digest()[:8], "little", signed=True)
 
@@ -584,8 +583,7 @@ def _collect(touched: Variable) -> Tensor:
 
 
 def _count_steps(global_step: Variable) -> Variable:
-    """Return a variable to which every worker that records adds its steps, before it adds them to the global
-    step.
+    """Return a variable to which every recording worker adds its steps, before it adds to the global step.
 
     A global step that grows faster than this variable reveals a worker that does not record.
     """
@@ -639,29 +637,24 @@ class Source:
     """A place from which the values of variables are read."""
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
-        """Yield rows of one part, numbered within it, in pieces; None means all, in order. A scalar is one
-        piece.
+        """Yield rows of one part, numbered within it, in pieces; None means all, in order.
+
+        A scalar is one piece.
         """
         raise NotImplementedError
 
     def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
-        """Read small variables ahead, in one call: ascending rows of each, which are then read once, or all
-        (None).
-        """
+        """Read small variables ahead, in one call: ascending rows, which are read once, or all (None)."""
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """Yield rows `ids` (ascending, of the whole variable) of a variable with parts of whole rows, in
-        pieces.
-        """
+        """Yield rows `ids` (ascending, of the whole) of a variable with parts of whole rows, in pieces."""
         for part in tracked.parts:
             wanted = inside(part, ids) - part.offset
             if len(wanted):
                 yield from self.read(tracked, part, wanted)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[Tuple[int, Array]]:
-        """Yield all rows of a variable with parts of whole rows, in pieces, each with the number of its first
-        row.
-        """
+        """Yield all rows of a variable with parts of whole rows, in pieces with their first row's number."""
         for part in tracked.parts:
             start = part.offset
             for values in self.read(tracked, part, None):
@@ -896,9 +889,7 @@ class Collector:
 
     @property
     def knows_more(self) -> bool:
-        """True if a row was touched, or a digest was recorded since `forget`, so that there may be changes to
-        write.
-        """
+        """True if rows were touched, or a digest recorded, since `forget`: there may be changes to write."""
         is_touched = any(len(rows) for rows in self._pending.values())
         return bool(self._digests) or is_touched or any(table.knows_more for table in self.tables.values())
 
@@ -1030,9 +1021,7 @@ class FullCheckpoint(NamedTuple):
 
     @property
     def key(self) -> StateId:
-        """The identity of the checkpoint: a trainer that was set back writes another one under the same
-        name.
-        """
+        """The checkpoint's identity: a trainer that was set back writes another one with the same name."""
         return self.step, self.digest
 
     def document(self) -> Document:
@@ -1060,8 +1049,9 @@ class History:
         return any(_key(marker["checkpoint"]) == full.key for marker in self._markers)
 
     def end_at(self, full: FullCheckpoint) -> Optional[Document]:
-        """Return the last increment of a run if a full checkpoint equals it; None if the checkpoint equals no
-        such end.
+        """Return the last increment of a run if a full checkpoint equals it.
+
+        None if the checkpoint equals no such end.
         """
         names: "set[StateId]" = {full.key}
         equal = [{_key(m["checkpoint"]), m["after"]} for m in self._markers if m["is_equal"] and m["after"]]
@@ -1090,8 +1080,9 @@ class Store:
         self._state = os.path.join(str(ckpt_dir), "checkpoint")
 
     def records(self) -> History:
-        """Read the directory's manifests and markers; files that are pruned meanwhile, or damaged, are left
-        out.
+        """Read the directory's manifests and markers.
+
+        Files that are pruned meanwhile, or damaged, are left out.
         """
         names = _listed(self.path)
         manifests = [f"{name}/manifest.json" for name in names if _NAME.fullmatch(name)]
@@ -1181,8 +1172,9 @@ class Store:
                     (self.path / name).unlink()
 
     def newest_full(self) -> Optional[FullCheckpoint]:
-        """Return the full checkpoint that a trainer would restore now; None if there is none or it has no
-        step.
+        """Return the full checkpoint that a trainer would restore now.
+
+        None if there is none or it has no step.
         """
         prefixes = self._prefixes()
         named = self._named_by_state()
@@ -1229,8 +1221,9 @@ class Store:
         return None if found is None else (prefix.name, found)
 
     def state_signature(self) -> Any:
-        """Return a value that changes whenever a saver has finished a full checkpoint. It costs one system
-        call.
+        """Return a value that changes whenever a saver has finished a full checkpoint.
+
+        It costs one system call.
         """
         return _signature(self._state)
 
@@ -1277,9 +1270,7 @@ class Store:
 
     @staticmethod
     def sync(path: Path) -> None:
-        """Wait until a file's bytes, or a directory's entries, are on disk, if its file system supports
-        that.
-        """
+        """Wait until a file's bytes, or a directory's entries, are on disk, if the file system can do so."""
         descriptor = os.open(str(path), os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -1401,8 +1392,7 @@ def _as_time(value: Any) -> Optional[datetime]:
 
 
 class RunTip(NamedTuple):
-    """The end of a run's chain: the run, the session that writes it, and the `parent` of the next
-    increment.
+    """The end of a run's chain: the run, the session that writes it, and the `parent` of the next increment.
 
     `step` is the global step of the parent.
     """
@@ -1415,8 +1405,9 @@ class RunTip(NamedTuple):
 
     @classmethod
     def of(cls, run: str, generation: int, parent: Union[str, FullCheckpoint], step: int) -> "RunTip":
-        """Make the tip of a new session, which begins at `parent`; `generation` is the highest one before
-        it.
+        """Make the tip of a new session, which begins at `parent`.
+
+        `generation` is the highest one before it.
         """
         return cls(run, new_id(), generation + 1, parent, step)
 
@@ -1569,8 +1560,7 @@ class Publisher:
         self._timer.update_last_triggered_step(step)
 
     def finish(self, session: Session, step: int) -> None:
-        """Publish the last increment, with values from a full checkpoint of this step if there is one, else
-        the session's.
+        """Publish the last increment, from a full checkpoint of this step if there is one, else the session.
 
         It may be called again, if a full checkpoint was saved meanwhile.
         """
@@ -1614,8 +1604,9 @@ class Publisher:
         self._store.prune()
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored; False: this class does not restore
-        any.
+        """Apply the increments to the full checkpoint that was restored.
+
+        The result is False: this class does not restore any.
         """
         return False
 
@@ -1735,8 +1726,9 @@ def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
 
 
 def _step_of(variables: List[Variable], name: str) -> Variable:
-    """Return the global step among the variables of a transformed graph; Refused if it is not there or not
-    counted.
+    """Return the global step among the variables of a transformed graph.
+
+    It is refused if it is missing or not counted.
     """
     found = [variable for variable in variables if variable._get_save_slice_info().full_name == name]
     if not found:
@@ -1754,9 +1746,7 @@ def _step_of(variables: List[Variable], name: str) -> Variable:
 
 
 class _Placeholder:
-    """A base class that can be replaced: Python does not let a class whose only base is `object` get another
-    one.
-    """
+    """A base class that can be replaced: Python cannot replace `object` as a class's only base."""
 
 
 class SessionHook(_Placeholder):
@@ -1861,8 +1851,9 @@ class IncrementHook(SessionHook):
         return Publisher(Store(self._ckpt_dir), collector, timer, self._clock)
 
     def after_create_session(self, session: Session, coord: Any = None) -> None:
-        """Chief: initialize the recording and find the state that the session continues. Others: wait for the
-        chief.
+        """Chief: initialize the recording and find the state that the session continues.
+
+        Others: wait for the chief.
         """
         if self._chief is None:
             self._wait_until_ready(session, coord)
@@ -1987,8 +1978,7 @@ class IncrementHook(SessionHook):
 
 
 def schedule(*secs: Optional[float], steps: Optional[int]) -> Tuple[Optional[float], Optional[int]]:
-    """Return the interval of increments, (seconds, None) or (None, steps), from arguments of which one is
-    given.
+    """Return the interval of increments, (seconds, None) or (None, steps), of which one is given.
 
     Raises:
         Refused: none or several of them are given, or the interval is not a positive number.
@@ -2047,12 +2037,12 @@ def IncrementCallback(
     save_checkpoint_steps: Optional[int] = None,
     event_time: Any = None,
 ) -> Any:
-    """Return a Keras callback, of Keras 2 or 3, that writes full checkpoints and increments of `fit` in one
-    process.
+    """Return a Keras callback, of Keras 2 or 3, that writes full checkpoints and increments of `fit`.
 
-    It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
-    every `save_checkpoint_steps` if given, and increments in between. The step is the optimizer's
-    `iterations`. `event_time` gives the time of the newest event that was trained on (see `EventClock`).
+    `fit` must run in one process. It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when
+    `fit` begins and ends, and every `save_checkpoint_steps` if given, and increments in between. The step is
+    the optimizer's `iterations`. `event_time` gives the time of the newest event that was trained on (see
+    `EventClock`).
 
     Variables have the names that the full checkpoint gives them. Those of rank 2 and more are compared, row
     by row, with the values that were written last, which are kept in memory: the increments are exact,
@@ -2087,8 +2077,9 @@ def callback_of(fit: "Fit") -> Any:
 
 
 def callback_base() -> Any:
-    """Return the base class of callbacks: tf-keras' if the program uses it (Keras 3 accepts it), or
-    TensorFlow's.
+    """Return the base class of callbacks: tf-keras' if the program uses it, else TensorFlow's.
+
+    Keras 3 accepts tf-keras' callbacks.
     """
     if "tf_keras" in sys.modules:
         import tf_keras
@@ -2168,8 +2159,7 @@ class Fit:
         return Publisher(self._store, collector, self._timer, self._clock)
 
     def _is_at(self, full: FullCheckpoint) -> bool:
-        """True if all variables have a checkpoint's values, for example because the program has restored
-        it.
+        """True if all variables have a checkpoint's values, for example because the program has restored it.
 
         Saving it again would give it another identity, and cut it off from the increments that lead to it.
         """

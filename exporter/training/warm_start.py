@@ -1,5 +1,4 @@
-"""`load_checkpoint`: start a training from the tensors of another checkpoint that fit, and report the
-others.
+"""`load_checkpoint`: start a training from the tensors of another checkpoint that fit, and report the others.
 
     report = load_checkpoint(model, "old/model.keras")            # Keras 3, tf-keras, a tf.Module
     print(report)
@@ -57,10 +56,10 @@ class Skipped(Struct, frozen=True):
 
 
 class LoadReport(Struct, frozen=True):
-    """The result of `load_checkpoint`. `unused` are tensors of the checkpoint that were not loaded into a
-    variable.
+    """The result of `load_checkpoint`.
 
-    Optimizer slots, counters and the like are not listed.
+    `unused` are tensors of the checkpoint that were not loaded into a variable. Optimizer slots, counters and
+    the like are not listed.
     """
 
     checkpoint: Path
@@ -89,10 +88,9 @@ def load_checkpoint(
     renames: Iterable[str] = (),
     object_path: str | None = None,
 ) -> LoadReport:
-    """Load the tensors of a checkpoint that fit into a model or variables; other variables keep their
-    values.
+    """Load the tensors of a checkpoint that fit into a model or variables.
 
-    Args:
+    Other variables keep their values. Args:
         target: a built model of Keras 3 or tf-keras, a `tf.Module`, or variables. With a session: variables
             of its graph; None for all global ones except the global step.
         checkpoint: a directory (the newest one in it), a prefix or an archive.
@@ -218,9 +216,7 @@ def _tracked(nodes: Mapping[str, Variable]) -> Callable[[Any], TrackedVariable |
 
 
 def _node(item: Any) -> str:
-    """Return an identifier of a variable, the same for a Keras 3 variable and the TensorFlow variable in
-    it.
-    """
+    """Return a variable's identifier, the same for a Keras 3 variable and the TensorFlow variable in it."""
     return f"variable-{id(getattr(item, '_value', item))}"
 
 
@@ -234,8 +230,9 @@ def _dtype(variable: Variable) -> DType:
 
 
 def _snake_case(name: str) -> str:
-    """Return the name that Keras numbers: `dense`, `dense_1`. Source: `to_snake_case`,
-    keras/src/utils/naming.py.
+    """Return the name that Keras numbers: `dense`, `dense_1`.
+
+    Source: `to_snake_case`, keras/src/utils/naming.py.
     """
     separated = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", separated).lower()

@@ -72,8 +72,9 @@ class IncrementWriter:
         values: Mapping[str, Array],
         tables: Mapping[str, tuple[Array, Array]] | None = None,
     ) -> Path:
-        """Write a full checkpoint of variables by name, and tables by keys as (keys, rows); return its
-        prefix.
+        """Write a full checkpoint of variables by name, and tables by keys as (keys, rows).
+
+        Return its prefix.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not written, or not completely.
@@ -106,11 +107,10 @@ class IncrementWriter:
         removed: Mapping[str, Array] | None = None,
         event_time: Any = None,
     ) -> Path | None:
-        """Write an increment; return its directory, or None if nothing changed. `removed` are keys of tables
-        by keys.
+        """Write an increment; return its directory, or None if nothing changed.
 
-        `event_time` is when the newest event happened that was trained on: a `datetime` with a time zone, or
-        seconds since 1970.
+        `removed` are keys of tables by keys. `event_time` is when the newest event happened that was trained
+        on: a `datetime` with a time zone, or seconds since 1970.
 
         Raises:
             UsageError: there is no full checkpoint, the step does not grow, or another writer has begun.

@@ -1,6 +1,4 @@
-"""The result of a comparison of outputs, apart from the comparison itself: results of an export contain
-it.
-"""
+"""The result of a comparison of outputs, without the comparison itself: results of an export use it."""
 
 from __future__ import annotations
 

@@ -40,8 +40,9 @@ Outputs = Mapping[str, NDArray[Any]]
 
 
 class Expectation(Struct, frozen=True, forbid_unknown_fields=True):
-    """The least and greatest value of an output, or its greatest distance from `near`. `drift`: see
-    `Gates`.
+    """The least and greatest value of an output, or its greatest distance from `near`.
+
+    `drift`: see `Gates`.
     """
 
     min: float | None = None
@@ -97,19 +98,20 @@ class GateFailure(Struct, frozen=True):
 
 
 class Gates(Struct, frozen=True):
-    """The gates that a canary's answers must pass. `drift` is the permitted movement of scores, relative to
-    their size.
+    """The gates that a canary's answers must pass.
 
-    An output of floats drifts by the mean distance of its values from the earlier ones, over the mean of
-    their absolute values. An output that was all zeros is not compared.
+    `drift` is the permitted movement of scores, relative to their size. An output of floats drifts by the
+    mean distance of its values from the earlier ones, over the mean of their absolute values. An output that
+    was all zeros is not compared.
     """
 
     requests: tuple[GoldenRequest, ...]
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """Return the gates that the answers fail and the earlier answers passed; `before` is None if
-        unknown.
+        """Return the gates that the answers fail and the earlier answers passed.
+
+        `before` is None if unknown.
         """
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)

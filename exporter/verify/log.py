@@ -53,8 +53,9 @@ class Damage(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """Return the damage that an error shows; raise the error if it shows none: a file changed, or the disk is
-    full.
+    """Return the damage that an error shows.
+
+    Raise the error if it shows none: a file changed, or the disk is full.
     """
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
@@ -103,8 +104,9 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """Verify a model's versions and its newest log; return all damage. With `bytes_` all values of versions
-    are read.
+    """Verify a model's versions and its newest log; return all damage.
+
+    With `bytes_` all values of versions are read.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -177,9 +179,7 @@ def _verify_files(
 
 
 def _is_before(each: Damage, begun: int) -> bool:
-    """True for a publication that no trusted key has signed, before the first trusted base: servers ignore
-    it.
-    """
+    """True for a publication before the first trusted base that no trusted key signed: servers ignore it."""
     end = each.path.name.rpartition("-")[2]
     return isinstance(each.error, NotTrusted) and end.isdecimal() and int(end) <= begun
 
@@ -205,10 +205,10 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
 
 
 def delta_damage(path: Path) -> str:
-    """Describe the damage of a published delta's files, after reading all their bytes; empty if there is
-    none.
+    """Describe the damage of a published delta's files, after reading all their bytes.
 
-    Empty, too, if it is gone, or its files change or cannot be read now: that is not damage.
+    Empty if there is none. Empty, too, if it is gone, or its files change or cannot be read now: that is not
+    damage.
     """
     try:
         manifest = read_manifest(path)

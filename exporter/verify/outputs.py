@@ -1,5 +1,4 @@
-"""Compare the staged bundle's answers with the source graph's, for the same inputs; and ask golden
-requests.
+"""Compare the staged bundle's answers with the source graph's, for the same inputs; and ask golden requests.
 
 The baseline is the graph as its author left it, nothing pruned, its variables restored by TensorFlow's own
 RestoreV2 (as by a stock Saver); the candidate is the staged SavedModel in TensorFlow's own loader. No code of
@@ -97,10 +96,10 @@ class Running(Struct, frozen=True):
 
     @contextmanager
     def session(self, what: str, option: str) -> Iterator[GraphSession]:
-        """Yield a session of TensorFlow; VerificationError if a run in it does not end, or ends its
-        process.
+        """Yield a session of TensorFlow.
 
-        TensorFlowNeeded if there is no TensorFlow.
+        VerificationError if a run in it does not end, or ends its process. TensorFlowNeeded if there is no
+        TensorFlow.
         """
         require_tensorflow(option)
         if self.trusted:  # it may call Python functions, or operations that were loaded here
@@ -138,8 +137,9 @@ _SEED = 20_240_501
 
 
 class Probe(Struct, frozen=True):
-    """Inputs for one signature, by input name; `rows` is their number of rows if they were generated,
-    else 0.
+    """Inputs for one signature, by input name.
+
+    `rows` is their number of rows if they were generated, else 0.
     """
 
     signature: str
@@ -384,9 +384,7 @@ class _Restoring(Struct, frozen=True):
     def _moved(
         self, value: str, item: TensorSource, part: SliceSpec | None, dtype: DType
     ) -> tuple[str, dict[str, NDArray[Any]]]:
-        """Return the rows of a restored table in the order of the graph's lookups, and the order to feed for
-        it.
-        """
+        """Return a restored table's rows in the order of the graph's lookups, and the order to feed."""
         order = _moved_rows(np.arange(item.tensor.shape[0]), item)
         if part:
             order = order[part.starts[0] : part.starts[0] + part.lengths[0]]

@@ -22,8 +22,7 @@ _ASKED = 1024  # keys looked up in each table: each takes four small reads
 
 
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
-    """Look up about a thousand keys of each table of the checkpoint in the staged tables, like the graph
-    does.
+    """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
 
     Raises:
         VerificationError: one is not found, or is at the row of another.
@@ -58,9 +57,7 @@ def _check(
 
 
 class _Elements(Struct, frozen=True):
-    """The elements of a tensor of one dimension: its slices' extents, and the number of each slice's first
-    element.
-    """
+    """The elements of a tensor of one dimension: its slices' extents, and each slice's first element."""
 
     catalog: Catalog
     dtype: np.dtype[Any]

@@ -38,8 +38,9 @@ _Piece = tuple[Stored, Range]  # a range of a stored run; its input is the numbe
 
 
 class Checksum(Task, frozen=True, kw_only=True):
-    """A task that reads ranges; the receipt has the checksum of each, up to the end of the file. There is no
-    output.
+    """A task that reads ranges; the receipt has the checksum of each, up to the end of the file.
+
+    There is no output.
     """
 
     operation: ClassVar[str] = "checksum"
@@ -133,8 +134,7 @@ def verify_bytes(
     passed: Passed | None = None,
     shards: Collection[Path] | None = None,
 ) -> BytesReport:
-    """Read the bundle's bytes that have not `passed`, in parallel, and compare their checksums with the
-    index.
+    """Read the bundle's bytes that have not `passed`, in parallel, and compare their checksums to the index.
 
     With `shards` only the bytes of these files. Waits for all tasks.
 
@@ -166,9 +166,7 @@ def verify_bytes(
 
 
 class Passed:
-    """The checksums of files' ranges, computed while their bytes were transferred, in any order, by any
-    thread.
-    """
+    """Checksums of files' ranges, computed while the bytes were transferred, in any order, by any thread."""
 
     def __init__(self) -> None:
         self._checksums: RangeChecksums[Path] = RangeChecksums()

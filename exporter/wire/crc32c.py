@@ -32,9 +32,7 @@ def extend(crc: int, data: bytes | Bytes) -> int:
 
 
 def combine(first: int, second: int, second_size: int) -> int:
-    """Return the plain crc32c of two consecutive runs of bytes, given the crc of each and the size of the
-    second.
-    """
+    """Return the plain crc32c of two consecutive byte strings, given both crcs and the second's size."""
     # A crc is a polynomial over GF(2), the rest of the data's; n bytes more multiply it by x^8n. Source:
     # crc32_combine in zlib; the conditioning with ones cancels out.
     return _multiply(_power_of_x(8 * second_size), first) ^ second

@@ -27,8 +27,9 @@ _SPARE_BITS = 7  # of a float32's 24: the bits that a code of seven bits adds to
 
 
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
-    """Return the nearest codes int8 [n, ...], scales float32 [n], and a mask of rows that fit: finite, not
-    too large.
+    """Return the nearest codes int8 [n, ...], scales float32 [n], and a mask of rows that fit.
+
+    Such rows are finite and not too large.
     """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)

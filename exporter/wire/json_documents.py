@@ -1,5 +1,4 @@
-"""JSON documents on disk: each field declared once, as a `msgspec.Struct`, with its type, range and
-meaning.
+"""JSON documents on disk: each field declared once, as a `msgspec.Struct`, with its type, range and meaning.
 
 A file's text is checked against the declaration as it is decoded, and an error names the path of the field;
 unknown fields are ignored. Documents are written in ASCII. Nothing here does I/O.
@@ -51,8 +50,9 @@ def doc(text: str) -> Meta:
 
 
 def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any], bytes]) -> Any:
-    """Decode the one JSON object in `text`, called `where` in errors; `written` encodes a value as we write
-    it.
+    """Decode the one JSON object in `text`, called `where` in errors.
+
+    `written` encodes a value as we write it.
 
     Raises:
         DocumentError: it is not strict JSON (RFC 8259, no NaN), nests too deep, names a key twice, or a field
@@ -67,8 +67,9 @@ def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any]
 
 
 def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
-    """Decode some fields of an object; its keys from `end` on, which are most of the text, are not
-    checked.
+    """Decode some fields of an object.
+
+    Its keys from `end` on, which are most of the text, are not checked.
 
     Raises:
         DocumentError: as `decode`.

@@ -48,8 +48,9 @@ _BUILDING = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
-    """Return the message class with a short name: `protos.BundleEntryProto()`; AttributeError if there is
-    none.
+    """Return the message class with a short name: `protos.BundleEntryProto()`.
+
+    AttributeError if there is none.
     """
     if name.startswith("_"):
         raise AttributeError(name)
@@ -61,8 +62,9 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def message_class(name: str) -> Any:
-    """Return the class of message `tensorflow.<name>`; TF Serving's are called `serving.PredictRequest` and
-    so on.
+    """Return the class of message `tensorflow.<name>`.
+
+    TF Serving's are called `serving.PredictRequest` and so on.
 
     Raises:
         KeyError: there is no such message.
@@ -80,8 +82,9 @@ _HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_hel
 
 
 def _held(descriptor: Any) -> Any:
-    """Return the class of a message; it and the classes of all messages inside it live as long as the
-    process.
+    """Return the class of a message.
+
+    It and the classes of all messages inside it live as long as the process.
     """
     # protobuf returns the class of a field's message from a table that Python's collector does not know:
     # while no such message exists, the class is garbage. A collection may let another thread run before it
@@ -152,9 +155,7 @@ def _is_in(pool: descriptor_pool.DescriptorPool, name: str) -> bool:
 
 
 def _of_the_runtime(name: str) -> Any:
-    """Return the `FileDescriptorProto` of `google/protobuf/any.proto` and the like, which every runtime
-    has.
-    """
+    """Return the `FileDescriptorProto` of a file that every runtime has, like `google/protobuf/any.proto`."""
     from google.protobuf import descriptor_pb2
 
     module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")

@@ -60,10 +60,10 @@ class LongList(Struct, frozen=True):
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Yield the list's items in blocks, for an empty list one empty block; the generator returns the
-        list's end.
+        """Yield the list's items in blocks, for an empty list one empty block.
 
-        ValueError, or its subclass JSONDecodeError, if it is nested too deeply or is not JSON.
+        The generator returns the list's end. ValueError, or its subclass JSONDecodeError, if it is nested too
+        deeply or is not JSON.
         """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
@@ -143,8 +143,9 @@ def _parse(text: str) -> Json:
 
 
 def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
-    """Return the value that `decoder.decode` gives, without recursion; JSONDecodeError if the text is not
-    JSON.
+    """Return the value that `decoder.decode` gives, without recursion.
+
+    JSONDecodeError if the text is not JSON.
     """
     root: list[Json] = []  # ten times slower than the decoder, and only for texts nested too deeply for it
     open_: list[list[Json] | dict[str, Json]] = [root]
@@ -213,8 +214,9 @@ def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
 def _long_object(
     text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
-    """Return an object and its end, with a `LongList` for each list with one of these names; no names mean
-    all lists.
+    """Return an object and its end, with a `LongList` for each list with one of these names.
+
+    No names mean all lists.
     """
     found: dict[str, Json] = {}
     at = _space(text, at + 1)
@@ -357,9 +359,7 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """Return the array that a server feeds for a `serving.Input`: each example serialised, with its
-    context.
-    """
+    """Return the array that a server feeds for a `serving.Input`: serialised examples, with their context."""
     found = message.example_list.examples or message.example_list_with_context.examples
     merged = []
     for example in found:
@@ -374,10 +374,9 @@ def serialized_examples(message: Proto) -> NDArray[Any]:
 
 
 def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> NDArray[Any]:
-    """Convert a JSON value to the tensor that `info`, a TensorInfo, describes; its shape is checked if
-    asked.
+    """Convert a JSON value to the tensor that `info`, a TensorInfo, describes.
 
-    ValueError if it does not fit.
+    Its shape is checked if asked. ValueError if it does not fit.
     """
     if isinstance(value, LongList):
         parts = [to_array(block, name, info, False) for block in value.blocks()]
@@ -414,8 +413,9 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
 
 
 def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    """Convert numbers that need no individual check to an array, eight times as fast; None for other
-    values.
+    """Convert numbers that need no individual check to an array, eight times as fast.
+
+    None for other values.
     """
     items: Sequence[Json] = [value]
     for size in shape:
@@ -442,10 +442,10 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Return rows, numbered from `first`, as columns by name; `is_named` says if the rows before are objects
-    of inputs.
+    """Return rows, numbered from `first`, as columns by name.
 
-    ValueError, which names the row, if it differs from the others or lacks inputs.
+    `is_named` says if the rows before are objects of inputs. ValueError, which names the row, if it differs
+    from the others or lacks inputs.
     """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
@@ -536,8 +536,9 @@ def _converter(dtype: DType) -> Callable[[Json], Any]:
 
 
 def _float(leaf: Json) -> float:
-    """Return a double; ValueError unless it is a number, all of which are accepted, as by the server's
-    `GetFloat`.
+    """Return a double.
+
+    ValueError unless it is a number, all of which are accepted, as by the server's `GetFloat`.
     """
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
@@ -576,8 +577,9 @@ def _is_binary(value: Json) -> bool:
 
 
 def _binary(value: Json) -> bytes | None:
-    """Return the bytes of `{"b64": "..."}`; None if the value is something else, ValueError if it is not
-    base64.
+    """Return the bytes of `{"b64": "..."}`.
+
+    None if the value is something else, ValueError if it is not base64.
     """
     if not _is_binary(value):
         return None

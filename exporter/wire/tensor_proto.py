@@ -63,8 +63,9 @@ def dtype_of(array: NDArray[Any]) -> DType:
 def to_arrays(
     protos: Mapping[str, Proto], most_filled_bytes: int = MOST_FILLED_BYTES
 ) -> dict[str, NDArray[Any]]:
-    """Convert the tensors of a message in the order of their names, as `to_array`; the limit is for all
-    together.
+    """Convert the tensors of a message in the order of their names, as `to_array`.
+
+    The limit is for all together.
     """
     found = {}
     for name, proto in sorted(protos.items()):
@@ -74,8 +75,9 @@ def to_arrays(
 
 
 def to_array(proto: Proto, most_filled_bytes: int = MOST_FILLED_BYTES) -> NDArray[Any]:
-    """Convert a tensor, of any pool, to a numpy array, perhaps read-only; strings to `bytes` in an object
-    array.
+    """Convert a tensor, of any pool, to a numpy array, perhaps read-only.
+
+    Strings become `bytes` in an object array.
 
     Raises:
         ValueError: its type cannot be sent by value, its values do not fill its shape, or more than
@@ -176,8 +178,9 @@ def _strings(values: list[bytes], shape: tuple[int, ...], most_filled_bytes: int
 
 
 def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], most_filled_bytes: int) -> int:
-    """Return the number of elements of `shape`; ValueError if more were sent, or too much would be filled
-    in.
+    """Return the number of elements of `shape`.
+
+    ValueError if more were sent, or too much would be filled in.
     """
     size = prod(shape)
     if sent > size:

@@ -88,9 +88,7 @@ def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
 
 
 def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
-    """Return `execute_all` as a function that is sent as its code, so that a failing import fails in the
-    call.
-    """
+    """Return `execute_all` as a function that is sent as code, so that failing imports fail in the call."""
 
     def call(works: list[bytes]) -> tuple[list[bytes], float]:
         from exporter.jobs.engines.dask import execute_all  # late: a global is imported on unpickling

@@ -63,8 +63,9 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
 
 
 def workers_with_room(workers: int, there: int) -> int:
-    """Return the number of processes that fit into `there` bytes of memory; UsageError if fewer than
-    `workers`.
+    """Return the number of processes that fit into `there` bytes of memory.
+
+    UsageError if fewer than `workers`.
     """
     if workers * _WORKER_BYTES > there:
         raise UsageError(
@@ -112,7 +113,8 @@ def seconds(name: str, text: str) -> float:
 
 
 def place(name: str, text: str) -> str:
-    """Return the value of an option that is a directory, or the URL of an object store; UsageError for
-    others.
+    """Return the value of an option that is a directory, or the URL of an object store.
+
+    UsageError for others.
     """
     return text if Url.parse(text) is not None else local_name(f"--engine-option {name}", text)

@@ -1,5 +1,4 @@
-"""Engines that are libraries run in a process of their own: works go in and outcomes come out, line by
-line.
+"""Engines that are libraries run in a process of their own: works go in and outcomes come out, line by line.
 
 So their threads, signals, memory and prints stay out of the command, which imports none of them; and the
 process ends with the command, however that ends.
@@ -53,16 +52,15 @@ class Asked(Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The number of workers for this machine, each a process; UsageError if they do not fit into
-        memory.
+        """The number of workers for this machine, each a process.
+
+        UsageError if they do not fit into memory.
         """
         room = workers_with_room(self.workers, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         return self.workers or min(len(os.sched_getaffinity(0)), room)
 
     def values(self) -> dict[str, Any]:
-        """Return the values of the options: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else the
-        text.
-        """
+        """Return the options' values: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else text."""
         found: dict[str, Any] = dict(self.options)
         for name, text in self.options.items():
             with suppress(msgspec.DecodeError):
@@ -221,10 +219,9 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 
 def _works(silent: threading.Timer) -> Iterator[bytes]:
-    """Yield the lines of stdin up to an empty one, waiting for each; the first call ends the timer
-    `silent`.
+    """Yield the lines of stdin up to an empty one, waiting for each.
 
-    When stdin ends, this process gets a SIGTERM.
+    The first call ends the timer `silent`. When stdin ends, this process gets a SIGTERM.
     """
     # An engine asks for the first work when it has reached its cluster.
     lines: SimpleQueue[bytes] = SimpleQueue()
