@@ -117,7 +117,7 @@ def open_checkpoint(path: Path) -> Catalog:
 def candidates(path: Path) -> list[Path]:
     """Return the prefixes that `path` may mean, best first, at least one.
 
-    It is only `path` if that is itself a prefix. A directory's first is the one that its state file names, even if
+    It is only `path` if that is a prefix. A directory's first is the one that its state file names, even if
     that is gone; a state file that was moved with its directory still names files beside it. The others
     follow from the highest step down.
 

@@ -233,7 +233,7 @@ class _Table:
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
         """Return the changed rows (None without any) and the hashes of all blocks.
 
-        They are found by tasks, or by threads here. Compares the stored checksums of the bytes that were read, unless
+        Tasks find them, or threads here. Compares the stored checksums of the bytes that were read, unless
         tasks read them.
         """
         by_tasks = None if tasks is None else tasks.found(self._name)

@@ -148,8 +148,8 @@ class Recorder:
     def code(self, model: object, main: BuilderFile | None, *, is_loaded: bool) -> Code:
         """Return the code behind a graph that `model` made.
 
-        With `is_loaded` this process imported it for this purpose. BuilderError if it was, and a file was edited
-        meanwhile. Otherwise modules that differ from their files have no digest.
+        With `is_loaded` this process imported it for this purpose. BuilderError if it did, and a file was
+        edited meanwhile. Otherwise modules that differ from their files have no digest.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])

@@ -31,8 +31,7 @@ _ON_THE_WAY = (
 
 
 class InitScopes(Struct):
-    """The init scopes that are opened in a graph; `are_asked_for` if other code than a framework opened one.
-    """
+    """The init scopes opened in a graph; `are_asked_for` if other code than a framework opened one."""
 
     graph: Any
     are_eager: bool = False

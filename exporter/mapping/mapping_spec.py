@@ -182,7 +182,7 @@ class MappingSpec(
     """
 
     stored: Annotated[tuple[VariableDocument, ...], doc("the graph's variables")]
-    lookups: Annotated[Mapping[Text, PartitionStrategy], doc("how the graph looks up partitioned ones")]
+    lookups: Annotated[Mapping[Text, PartitionStrategy], doc("how the graph looks up each variable's rows")]
     given: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[GraphTable, ...], doc("lookup tables whose contents are served")] = ()
     dynamic: Annotated[tuple[DynamicTable, ...], doc("tables by arbitrary keys")] = ()

@@ -1728,7 +1728,7 @@ def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
 def _step_of(variables: List[Variable], name: str) -> Variable:
     """Return the global step among the variables of a transformed graph.
 
-    It is refused if it is missing or not counted.
+    Refused if it is missing, or if the graph does not count steps.
     """
     found = [variable for variable in variables if variable._get_save_slice_info().full_name == name]
     if not found:
