@@ -1,4 +1,4 @@
-"""The command `export-model`: what is typed, and what is printed. Nothing here knows how a model is made."""
+"""The command `export-model`: its arguments and its output. How a model is made is elsewhere."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def main() -> None:
 
 
 def collect_rarely() -> None:
-    """Let the garbage collector run rarely: a command makes many objects and few cycles."""
+    """Make garbage collections rare: a command makes many objects and few cycles."""
     gc.set_threshold(100_000, 20, 20)
-    atexit.register(gc.freeze)  # it looks for cycles once more at its end: 15 to 35 ms
+    atexit.register(gc.freeze)  # without it, a last collection at exit takes 15 to 35 ms

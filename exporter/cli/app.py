@@ -50,7 +50,7 @@ _of_incr = partial(_delta, goes_with="--incr")
 
 
 class PlaceFlags(Struct, frozen=True):
-    """Where a checkpoint is read, and where its version is published."""
+    """The options that say where a checkpoint is read, and where its version is published."""
 
     ckpt_dir: Annotated[
         Path | None,
@@ -86,7 +86,7 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
 
     def both(self) -> tuple[Path, Path]:
-        """The checkpoint's path and the model's; UsageError if either is missing."""
+        """Return the checkpoint's path and the model's; UsageError if either is missing."""
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
@@ -96,7 +96,7 @@ class PlaceFlags(Struct, frozen=True):
 
 
 class RunFlags(Struct, frozen=True):
-    """Whether to plan, to publish deltas, to watch, and whom to tell."""
+    """The options that say whether to plan, to publish deltas, to watch, and which servers to notify."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
     incr: Annotated[bool, _delta("Publish changes as a delta; first a base.")] = False
@@ -143,17 +143,17 @@ class RunFlags(Struct, frozen=True):
 
     @property
     def takes_deltas(self) -> bool:
-        """True if what is published takes deltas."""
+        """True if the publication is a base or a delta."""
         return self.incr or self.updatable
 
     @property
     def publishes_deltas(self) -> bool:
-        """True if what is published is a delta, once there is a base."""
+        """True if the publication is a delta, once there is a base."""
         return self.incr and not self.updatable
 
 
 def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
-    """Refuse options about one version that do not go with deltas or a watch."""
+    """Refuse options about one version that cannot be combined with deltas or a watch."""
     if places.again and (run.watch or run.publishes_deltas):
         raise UsageError(
             "--again publishes one version: it does not go with --watch and --incr", hint="leave out --again"
@@ -190,7 +190,7 @@ HelpAllFlag = Annotated[
 ]
 
 VARIABLES = "EXPORT_MODEL"
-"""Begins the names of variables for options, of `export` as of the command without a name."""
+"""The prefix of the options' environment variables, for `export` and for the command without a name."""
 NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
@@ -210,7 +210,7 @@ def refuse_root_options(context: typer.Context) -> None:
 
 
 def _without_root_options(context: typer.Context, given: Sequence[str]) -> str:
-    """The command line of a subcommand, with the options that stood before it behind it, if it has them."""
+    """Return a subcommand's command line, with the options before it moved after it, if it has them."""
     name = str(context.invoked_subcommand)
     typed = [*ARGUMENTS.get()]
     at = typed.index(name)

@@ -1,4 +1,4 @@
-"""`export-model doctor`: list what is wrong with a model, or soon will be, each with what helps."""
+"""`export-model doctor`: list present and coming problems of a model, each with the command that helps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _of_target = partial(Option, goes_with="--target")
 
 
 class ServerFlags(Struct, frozen=True):
-    """The model servers that are asked."""
+    """The model servers and the agent to ask."""
 
     target: Annotated[
         tuple[str, ...], Option("Also check this model server. Repeatable.", metavar="HOST[:PORT]")
@@ -102,7 +102,7 @@ def doctor(
                 trusting=trusting,
             )
         except NotUpdatable as nothing:
-            if again := export_kept_of(model):  # it was there, and somebody has emptied the place
+            if again := export_kept_of(model):  # the model existed, and its directory was emptied
                 nothing.hint = f"put it back, or publish a base as before: {again}"
             raise
         if servers.agent is not None:
@@ -116,7 +116,7 @@ def doctor(
 
 
 def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
-    """What an agent finds of a model; that it does not answer is a finding, too."""
+    """Return an agent's findings about a model; a failure to answer is a finding, too."""
     import json
     import urllib.request
 

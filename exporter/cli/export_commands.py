@@ -65,7 +65,7 @@ def run_full(
     *,
     dry_run: bool,
 ) -> None:
-    """Export the newest checkpoint, or each newest one while watching; or print what would be exported."""
+    """Export the newest checkpoint, or each newest one while watching; with `dry_run` only print the plan."""
     from exporter.cli import render
     from exporter.graph.load import run_builders_once
     from exporter.pipeline import full
@@ -95,7 +95,10 @@ def run_full(
 def published_already(
     request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
 ) -> None:
-    """Print that the checkpoint is published already, by the same plan."""
+    """Print that the checkpoint is published already, by the same plan.
+
+    The newest version is printed, too, if it is another one, and the hold if there is one.
+    """
     from exporter.cli.documents.exported import PublishedAlready as Document
 
     made = error.made
@@ -123,9 +126,9 @@ def published_already(
 
 
 class RunOptions(Struct, frozen=True):
-    """How an incremental export runs: its target and what else it does; once, unless it is `watching`.
+    """The target of an incremental export, and what else it does; it runs once, unless it is `watching`.
 
-    `servers` are asked to apply what is published; `seen` is told what a watch does.
+    `servers` are asked to apply each publication; `seen` records what a watch does.
     """
 
     target: OpenModel
@@ -137,10 +140,11 @@ class RunOptions(Struct, frozen=True):
 
 
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
-    """Publish the next delta, or the base; or print what would be published. A watch goes on until it ends.
+    """Publish the next delta, or the base; with `dry_run` only print the plan. A watch runs until it ends.
 
-    UsageError if `--check-graph` goes with `--watch` or `--full-on-mismatch`; ModelHeld if `--rebase` meets a
-    hold.
+    Raises:
+        UsageError: `--check-graph` is combined with `--watch` or `--full-on-mismatch`.
+        ModelHeld: the model is held, and `--rebase` would publish a base.
     """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
@@ -150,7 +154,9 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
     if dry_run:
         _dry_run(request, sink, how)
     elif how.watching is None or how.seen is None:
-        if how.rebase:  # refused before anything is published; while watching, deltas go on behind a hold
+        if (
+            how.rebase
+        ):  # refused before anything is published; a watch continues to publish deltas beyond a hold
             Permission(request.despite_hold).check(request.out, takes_deltas=True)
         _once(request, sink, how)
     else:
@@ -173,7 +179,7 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
 
 
 def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
-    """Publish, rebase, and print one document of both; what was published is reported if the rebase fails."""
+    """Publish, rebase, and print one document of both, with the publication even if the rebase fails."""
     done, based = _publish(request, sink, how), None
     try:
         if how.rebase:
@@ -203,15 +209,15 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
         return Poll(done, done.published.manifest.step)
     if done.published is not None:
         return Poll(done, done.at.step)
-    if how.rebase:  # what the last delta's publication did not come to
+    if how.rebase:  # the rebase that failed after the last delta
         _rebase(request, done, how)
     return Poll(None, done.at.step)
 
 
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
-    """Publish a new base with all deltas; None if the newest base stands at the newest position.
+    """Publish a new base with all deltas; None if the newest base is at the newest position.
 
-    NoNewBase if that fails after `done` has published a delta; without one, the error itself.
+    NoNewBase if that fails after `done` has published a delta; otherwise the error itself.
     """
     from exporter.pipeline.rebase import rebase
     from exporter.publish.retention import Keep
@@ -231,7 +237,7 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
-    """Publish a new base while watching, and print it; an error that may pass is told, and ends no watch."""
+    """Publish a new base while watching, and print it; a passing error is printed instead."""
     try:
         based = _rebase(request, done, how)
     except ExportError as error:
@@ -260,9 +266,9 @@ def _report(done: Incremental, sink: Output, how: RunOptions, based: Rebased | N
 def exported(
     done: ExportedDelta, sink: Output, servers: Servers = NOBODY, based: Rebased | None = None
 ) -> None:
-    """Tell servers of what was published, if any are named, and print what an incremental export did.
+    """Print the result of an incremental export, after asking the named servers to apply it.
 
-    A server that does not take it is a warning, and so is an error that came after the delta was published.
+    A server that does not apply it is a warning, and so is an error after the delta was published.
     """
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
@@ -270,7 +276,7 @@ def exported(
         **asdict(_document(plan, Status.NOTHING_TO_DO if done.published is None else Status.PUBLISHED)),
         path=None if done.published is None else str(done.published.path),
         position=done.at.position,
-        hold=plan.log.hold.position,  # a damaged file is not to be reported here: what was to do is done
+        hold=plan.log.hold.position,  # a damaged file is not reported here, because the work is done
         step=done.at.step,
         rows=done.rows,
         variables_changed=done.variables,
@@ -281,7 +287,7 @@ def exported(
         warnings=[warning.message for warning in done.warnings],
         budget=done.budgeted,
         wild=done.wild,
-        # Where nothing is new, too: the servers of a run before may have been down, or named wrongly.
+        # Even if nothing is new: at the last run, the servers may have been down, or misspelt.
         notified=servers.notify(plan.log.model.name, done.at.position),
         new_base=None if based is None else str(based.path),
     )
@@ -332,7 +338,7 @@ def _waited(published: PublishedDelta, since: datetime) -> str:
 
 
 def budget_used(found: Budgeted) -> str:
-    """How a delta used its budget, in words."""
+    """Return a sentence on how a delta used its budget."""
     return (
         f"{human_bytes(found.sent)} of {human_bytes(found.allowed)}; all changes would take "
         f"{human_bytes(found.changes)}; {found.share:.1%} of the change is sent"
@@ -340,7 +346,7 @@ def budget_used(found: Budgeted) -> str:
 
 
 def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
-    """By how much what had to go exceeds the budget, and the budget that would be enough."""
+    """Return a warning with the delta's least size, its budget, and the budget that would be enough."""
     is_rate = (request.delta_budget or "").endswith("/s")
     enough = f"{math.ceil(found.due / max(found.seconds, 1.0))}B/s" if is_rate else f"{found.due}B"
     age = "" if request.max_row_age is None else ", rows that waited for --max-row-age,"
@@ -351,7 +357,7 @@ def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
 
 
 def changed(rows: int, variables: int) -> str:
-    """The contents of a delta in words: rows in variables, or variables that are sent whole."""
+    """Return a delta's contents in words: rows in variables, or variables that are sent whole."""
     if rows:
         return f"{count(rows, 'row')} in {count(variables, 'variable')}"
     return f"{count(variables, 'variable')}, whole" if variables else "no change"
@@ -363,7 +369,10 @@ def _notified_text(one: Notified) -> str:
 
 
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
-    """The command that makes servers apply the delta, if none was notified; behind a hold, how to lift it."""
+    """Yield the command that makes servers apply the delta, or the one that lifts the hold.
+
+    Nothing is yielded if a server was notified and nothing is held.
+    """
     hold = plan.log.hold.position
     if plan.log.hold.is_canary:
         yield labelled("hold", f"at {hold}: the agent's canary decides about what lies beyond")

@@ -62,5 +62,5 @@ def help(
       export-model help merge
     """
     out = sys.stdout
-    with command(AS_TEXT), redirect_stdout(out):  # what a command prints itself is talk, and this is a result
+    with command(AS_TEXT), redirect_stdout(out):  # inside a command, prints go to stderr; help is a result
         echo(HELP.short(context) if topic is None else HELP.topic(context, topic))

@@ -1,4 +1,4 @@
-"""`export-model inspect`: show what a checkpoint, a graph or a published model holds."""
+"""`export-model inspect`: show the contents of a checkpoint, a graph or a published model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ComparisonFlags(Struct, frozen=True):
     ] = None
 
     def request(self, ckpt_dir: Path) -> ExportRequest | None:
-        """The export whose names are compared; None if none is asked for."""
+        """Return the export whose names are compared; None without `--unmatched`."""
         if self.unmatched is None:
             return None
         return ExportRequest(

@@ -1,7 +1,7 @@
 """The subcommands on published models: merge, rollback, resume, tag, diff, verify, history.
 
-The shell completes their positions from what is published. Nothing is asked over a network for that, and an
-error is no completion.
+The shell completes positions from the local model's publications. A completion makes no network request, and
+an error gives no completions.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def tag(
 def _require_one_use(
     model: Path, name: str | None, position: str | None, *, delete: bool, reason: str | None
 ) -> None:
-    """Refuse options of `tag` that go with another use of it."""
+    """Refuse options of `tag` that belong to another use of it."""
     if name is None and (delete or reason is not None):
         given = "--delete" if delete else "--reason"
         raise UsageError(f"{given} needs a tag", hint=f"name it: export-model tag {quoted(model)} NAME")
@@ -339,14 +339,16 @@ def history(
 
 
 def positions(context: typer.Context, incomplete: str) -> list[str]:
-    """Completions of a position: those of the model that was typed before it."""
-    words = context.args  # an option without its value ends Click's parsing: what comes before is left
+    """Return completions of a position, from the model that was typed before it."""
+    words = (
+        context.args
+    )  # an option without its value ends Click's parsing: earlier words are still in `args`
     model = context.params.get("model") or next((word for word in words if not word.startswith("-")), None)
     return _starting(incomplete, _positions_of(model))
 
 
 def states(incomplete: str) -> list[str]:
-    """Completions of `MODEL@`: the model with each of its positions."""
+    """Return completions of `MODEL@`: the model with each of its positions."""
     model, at, position = incomplete.rpartition("@")
     return [f"{model}@{each}" for each in _starting(position, _positions_of(model))] if at else []
 
@@ -356,7 +358,7 @@ def _starting(incomplete: str, found: list[str]) -> list[str]:
 
 
 def _positions_of(model: Any) -> list[str]:
-    """The positions of a model, the newest first, and their names."""
+    """Return the positions of a local model, the newest first, and their names; empty if unreadable."""
     if not model or Url.parse(str(model)) is not None:
         return []
     with suppress(Exception):

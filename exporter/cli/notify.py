@@ -1,8 +1,8 @@
-"""`--notify`: ask model servers to apply what was just published, and report what each of them did.
+"""`--notify`: ask model servers to apply a new publication, and report the result of each.
 
-For teams that run no agent. A server that does not answer is a warning: what is published stays published,
-and the next notification, or a server's own start, catches up. Each server is asked for its status before it
-is waited for. One that does not answer is left out for a while, so that it does not hold up a watch.
+For teams that run no agent. A server that does not answer is a warning: the publication remains, and the next
+notification, or a server's own start, makes up for it. Each server is asked for its status before it is asked
+to update. A server that does not answer is not asked again for a while, so that it does not delay a watch.
 """
 
 from __future__ import annotations
@@ -22,27 +22,34 @@ _FIRST_SIGN_OF_LIFE_S, _SIGN_OF_LIFE_S = 5.0, 1.0
 
 
 class Notified(Struct, frozen=True):
-    """A server that `--notify` names, and how far it came."""
+    """A server that `--notify` names, and the position that it reached."""
 
     address: str
     """As it was given."""
     position: int | None
-    """Where the server stands now; null if it did not say."""
+    """The server's position now; null if it did not say."""
     seconds: float
     """How long it took."""
     problem: str | None
-    """Why it is not where it should be; null if it is."""
+    """Why it is not at the published position; null if it is."""
 
 
 class Servers(Struct, frozen=True):
-    """The model servers that are asked: `host:port` of gRPC ports, and how to reach them."""
+    """The model servers to ask, as `host:port` of gRPC ports, and how to reach them."""
 
     addresses: tuple[str, ...] = ()
     access: ServerAccess = WITHOUT_TLS
-    _hanging: dict[str, float] = field(default_factory=dict)  # until when each is left out
+    _hanging: dict[str, float] = field(
+        default_factory=dict
+    )  # until when (monotonic, s) each is not asked again
 
     def check(self) -> None:
-        """Read the files for TLS, so that errors come before publishing; UsageError without a server."""
+        """Read the files for TLS, so that errors come before publishing.
+
+        Raises:
+            UsageError: TLS options exclude each other or are given without a server, or a file cannot be
+                read.
+        """
         if self.access == WITHOUT_TLS:
             return
         if not self.addresses:
@@ -54,7 +61,7 @@ class Servers(Struct, frozen=True):
         channel_credentials(self.access)
 
     def notify(self, model: str, position: int) -> list[Notified]:
-        """Ask all servers at once to update to a published position, and wait; how far each came."""
+        """Ask all servers at once to update to a published position; wait, and return their results."""
         if not self.addresses:
             return []
         from concurrent.futures import ThreadPoolExecutor

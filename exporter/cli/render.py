@@ -1,4 +1,4 @@
-"""Print what full exports plan and did: as a JSON document, and as lines for people."""
+"""Print plans and results of full exports, as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _BOX = re.compile(r"([0-9]+),([0-9]+)")
 
 
 def in_rows(name: str) -> str:
-    """The name of a part of a variable as people write it: `items[0:4]` of `items[7 16 0,4:0,16]`."""
+    """Return the name of a variable's part as people write it: `items[0:4]` for `items[7 16 0,4:0,16]`."""
     found = _PART.fullmatch(name)
     if found is None:
         return name
     boxes = [(int(start), int(length)) for start, length in _BOX.findall(found[3])]
     sizes = [int(size) for size in found[2].split()]
-    while boxes and boxes[-1] == (0, sizes[len(boxes) - 1]):  # what follows is whole
+    while boxes and boxes[-1] == (0, sizes[len(boxes) - 1]):  # drop trailing dimensions that are complete
         boxes.pop()
     return f"{found[1]}[{','.join(f'{start}:{start + length}' for start, length in boxes)}]"
 
@@ -104,7 +104,7 @@ def exported(done: Exported, sink: Output) -> None:
 
 
 def _next(model: Path) -> str:
-    if mirror.is_remote(model):  # servers read files; of stores, gs:// alone
+    if mirror.is_remote(model):  # servers read files; of the stores, they read only gs://
         return f"export-model pull {quoted(model)} {quoted(model.name)}"
     return f"serve-model run {quoted(model)}"
 
@@ -185,7 +185,7 @@ def _rewrite_text(source: TensorSource) -> str:
 
 
 def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Shard]:
-    """The shards that hold bytes of the checkpoint's files as they are."""
+    """Yield the shards that contain bytes of the checkpoint's files unchanged."""
     own = set(planned.catalog.shards)
     for shard in shards:
         if shard.source in own and shard.how is not ShardOrigin.REWRITTEN:
@@ -195,7 +195,7 @@ def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Sh
 
 
 def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
-    """Number and bytes of shards by how they are made; those of which little is kept are a group apart."""
+    """Yield number and bytes of shards by origin; shards of which little is kept are a group of their own."""
     groups: dict[tuple[ShardOrigin, bool], list[ShardPlan]] = defaultdict(list)
     for shard in shards:
         groups[shard.how, shard.why == LITTLE_KEPT].append(shard)
@@ -210,7 +210,7 @@ def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
 
 
 def _linked_lines(shards: Iterable[ShardPlan]) -> Iterator[str]:
-    """A line about what the trainer must not do, if the version holds its files."""
+    """Yield a warning for the trainer, if the version links to its files."""
     if any(shard.how is ShardOrigin.LINKED for shard in shards):
         yield line("", "the trainer may remove these files, and must not write into them; or --data compact")
 

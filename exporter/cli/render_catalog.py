@@ -11,7 +11,7 @@ from exporter.terminal.progress import human_bytes
 
 
 def checkpoint_document(catalog: Catalog) -> Checkpoint:
-    """A checkpoint as a document."""
+    """Return a checkpoint as a document."""
     return Checkpoint(
         catalog.family,
         str(catalog.prefix),
@@ -23,7 +23,7 @@ def checkpoint_document(catalog: Catalog) -> Checkpoint:
 
 
 def catalog_text(catalog: Catalog) -> str:
-    """A checkpoint in a line."""
+    """Return a line about a checkpoint."""
     step = "" if catalog.step is None else f", step {catalog.step}"
     shards = f"{len(catalog.shards)} shard{'s' * (len(catalog.shards) != 1)}"
     tensors = f"{len(catalog.tensors)} tensors, {human_bytes(catalog.bytes_)}, {shards}"
@@ -31,7 +31,7 @@ def catalog_text(catalog: Catalog) -> str:
 
 
 def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
-    """How many tensors of each kind are not served, and their bytes."""
+    """Return the number of unserved tensors of each kind, and their bytes."""
     return {
         kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
         for kind, refs in by_kind(extras).items()
@@ -39,14 +39,14 @@ def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
 
 
 def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
-    """A line for each kind of tensors that are not served."""
+    """Yield a text about each kind of unserved tensors."""
     for kind, refs in by_kind(extras).items():
         name = other if kind is ExtraKind.OTHER else kind.value + "s" * (len(refs) > 1)
         yield f"{len(refs)} {name} ({human_bytes(sum(ref.bytes_ for ref in refs))})"
 
 
 def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
-    """Tensors that are not served, by kind."""
+    """Return the unserved tensors by kind, in the order of the kinds."""
     found: dict[ExtraKind, list[TensorRef]] = {}
     for extra in extras:
         found.setdefault(extra.kind, []).append(extra.tensor)
@@ -54,5 +54,5 @@ def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
 
 
 def line(label: str, text: str) -> str:
-    """A line of a result: what it is, and in a column of its own what was found."""
+    """Return a line of a result: a label, and the text in a column of its own."""
     return f"[bold]{label:<12}[/]{escape(text)}"

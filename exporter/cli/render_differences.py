@@ -1,4 +1,4 @@
-"""Print what `diff` found: as a JSON document, and as lines for people."""
+"""Print the result of `diff`, as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
 
 
 def differences(found: Differences, sink: Output) -> None:
-    """Print how two states differ."""
+    """Print the differences between two states."""
     document = documents.Differences(
         a=_side(found.a),
         b=_side(found.b),
@@ -62,7 +62,7 @@ def _side(side: ComparedState) -> documents.Side:
 
 
 def _printable(found: DifferenceT) -> DifferenceT:
-    """A difference whose numbers JSON can hold: None for NaN and infinity."""
+    """Return a difference with numbers that JSON can represent: None replaces NaN and infinity."""
     return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
 
 

@@ -1,4 +1,4 @@
-"""Print what `inspect` found: as a JSON document, and as lines for people."""
+"""Print the result of `inspect`, as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
-    """Labels and texts for people about an embedding variable."""
+    """Yield labels and texts for people about an embedding variable."""
     filtered = f", {table.filtered_keys} more filtered" if table.filtered_keys else ""
     parts = f", {table.parts} parts" if table.parts > 1 else ""
     slots = f", slots {', '.join(table.slots)}" if table.slots else ""
@@ -53,7 +53,7 @@ def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
 
 
 def served_text(view: ServedTableView) -> str:
-    """A line for people about a served table by keys."""
+    """Return a line for people about a served table by keys."""
     return (
         f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype}[{view.dimension}], "
         f"{human_bytes(view.bytes)}, index {human_bytes(view.index_bytes)} with load factor "
@@ -184,7 +184,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
 
 
 def compared(found: Unmatchable, sink: Output) -> None:
-    """Print variables and tensors without partners, and the beginning of a table of names."""
+    """Print unmatched variables and tensors, and the beginning of a table of names."""
     left = found.unmatched
     document = inspections.NameComparison(
         checkpoint=checkpoint_document(found.catalog),
@@ -215,7 +215,9 @@ def compared(found: Unmatchable, sink: Output) -> None:
 
 
 def _two_lists(left: Unmatched) -> Iterator[str]:
-    """Lines with variables to the left and tensors to the right, by shape, so that partners lie close."""
+    """Yield lines with variables at the left and tensors at the right, sorted by shape, so that partners are
+    near.
+    """
     ours = [
         (v.full_shape, f"{v.key} {_typed(v.dtype, v.full_shape)}")
         for v in (i.variable for i in left.variables)

@@ -1,4 +1,4 @@
-"""Print what commands on published models found and did: as a JSON document, and as lines for people."""
+"""Print the results of commands on published models, as a JSON document, and as lines for people."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
-    """Print a merger, or the plan of one, whose size is not known yet; None: there is nothing to merge."""
+    """Print a merger, or the plan of one, whose size is still unknown; None: there is nothing to merge."""
     if done is None:
         document = Merge(dry_run=dry_run, status=Status.NOTHING_TO_DO)
         sink.result(document, [_NOTHING_TO_MERGE], is_done=not dry_run)
@@ -62,9 +62,9 @@ def _met(meets: Sequence[str]) -> list[str]:
 
 
 def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> None:
-    """Print a new base, or the plan of one; None: the newest base stands at the newest position.
+    """Print a new base, or the plan of one; None: the newest base is at the newest position.
 
-    Which versions are removed is decided when it is published.
+    A plan has no removed versions: these are decided when the base is published.
     """
     if done is None:
         document = Rebase(dry_run=dry_run, status=Status.NOTHING_TO_DO)
@@ -133,7 +133,7 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
 
 
 def _why_base(done: RollbackResult) -> list[str]:
-    """The line that says why the values come back by a new base; none if they do not."""
+    """Return the line that says why a new base restores the values; empty if none does."""
     if done.made is None or done.made.value != "base":
         return []
     return [labelled("a new base", f"the log of position {done.values_of} has ended: servers load it")]
@@ -170,7 +170,7 @@ def _warn(published: PublishedDelta | PublishedVersion | None, sink: Output) -> 
 
 
 def verified(found: VerifiedModel, sink: Output, *, says_model: bool = False) -> None:
-    """Print what is published of a model, and what is wrong with it; with `says_model` its identity, too."""
+    """Print a model's publications and problems; with `says_model` also its identity."""
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(
         versions=found.versions,
@@ -246,7 +246,7 @@ def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
 
 
 def history(found: Model, sink: Output, last: int | None, *, changes: bool = False) -> None:
-    """Print a model's publications, all or the `last` ones; with `changes` also what each delta changed."""
+    """Print a model's publications, all or the `last` ones; with `changes` also the changes of each delta."""
     events = found.publications[-last:] if last else found.publications
     if changes:
         events = tuple(_with_changes(found, event) for event in events)
@@ -277,7 +277,7 @@ def history(found: Model, sink: Output, last: int | None, *, changes: bool = Fal
 
 
 def _with_changes(found: Model, event: Event) -> Event:
-    """The event with what its delta changed, if it is one of the current log that can be read."""
+    """Return the event with its delta's changes, if it is readable and in the current log; else as it is."""
     from exporter.publish.what_changed import what_changed
 
     log = found.current
@@ -311,7 +311,7 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
 
 
 def _tag(found: ListedTag) -> str:
-    """A tag with its position, and whether that is gone."""
+    """Return a tag with its position, and whether that position is gone."""
     keeps = "" if found.keeps is None else f", but keeps version {found.keeps}"
     return f"{found.name} {found.position}" + (f" (gone{keeps})" if found.gone else "")
 

@@ -1,7 +1,7 @@
-"""`export-model --config FILE`: the exports of several models, each as a process of its own.
+"""`export-model --config FILE`: the exports of several models, each in a process of its own.
 
-Without `--watch` they run one after another, and the result is one document; with it they run side by side,
-and each line that they print carries the model's name. A failure of one ends no other.
+Without `--watch` they run one after another, and the result is one document. With it they run in parallel,
+and each line that they print has the model's name. If one fails, the others continue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LONGEST_LINE = 16 << 20  # a longer one is printed in pieces
 
 
 class SomeFailed(ExportError):
-    """Exports of a file of models that failed; the exit code is that of the first."""
+    """Some exports of a file of models failed; the exit code is that of the first one."""
 
     default_hint = "run the command again for one: export-model --options FILE#NAME"
 
@@ -39,11 +39,12 @@ class SomeFailed(ExportError):
 def run_all(
     config: Path, arguments: Sequence[str], sink: Output, *, watch: bool, out: Path | None = None
 ) -> None:
-    """Export each model of a file with what was typed besides, and print what each prints.
+    """Export each model of a file, with the other arguments of the command line, and print their output.
 
     Raises:
-        UsageError: the file cannot be read, has no models, or two of them go to one place; `out` is for all.
-        SomeFailed: an export failed; all others were done.
+        UsageError: the file cannot be read or has no models, or two models have the same place; `out` counts
+            for all of them.
+        SomeFailed: an export failed; all others were run.
     """
     models = models_in(config)
     _require_apart(config, {name: out or options.get("out") for name, options in models.items()}, out)
@@ -59,7 +60,7 @@ def run_all(
             f"{count(len(failed), 'model')} of {len(runs)} failed: {', '.join(run.model for run in failed)}",
             hint=" ".join(map(quoted, ["export-model", *words[failed[0].model]])),
         )
-        # a signal has no exit code of ours
+        # a process killed by a signal has a negative exit code
         error.exit_code = next((one for one in Exit if one == failed[0].exit_code), Exit.FAILURE)
         raise error
 
@@ -76,13 +77,16 @@ def _require_apart(config: Path, places: Mapping[str, object], out: Path | None)
 
 
 def _resolved(place: str) -> str:
-    """One text for all names of a place: a path without links and steps back, or a store's URL."""
+    """Return one text for all names of a place: a path without links and `..`, or a store's URL."""
     url = Url.parse(place)
     return os.path.realpath(local_name("out", place)) if url is None else str(url)
 
 
 def _left(arguments: Sequence[str]) -> list[str]:
-    """What was typed, without what the processes are not to begin with again."""
+    """Return the command-line arguments for the processes: without `export` and `--config`.
+
+    UsageError if `--options` is among them.
+    """
     if any(word.split("=")[0] == "--options" for word in arguments):
         raise UsageError("--config and --options both name a file of options", hint="leave one of them out")
     left, words = [], iter(arguments[1:] if arguments[:1] == ("export",) else arguments)
@@ -121,9 +125,9 @@ def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
 
 
 def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, as_json: bool) -> None:
-    """Print the lines of a process under its model's name: a document has it as its first field.
+    """Print the lines of a process with its model's name, in a document as its first field.
 
-    What cannot be printed is passed over: a process whose lines nobody reads would wait for ever.
+    Errors of printing are ignored: a process whose output is not read would block for ever.
     """
     for line in iter(partial(source.readline, _LONGEST_LINE), b""):
         document = _document(line) if as_json else None
@@ -136,7 +140,7 @@ def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, 
 
 
 def _document(content: bytes) -> Any:
-    """The document that a process printed; None if it printed something else, or ended before it did."""
+    """Return the document that a process printed; None if its output is no JSON, or incomplete."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -144,10 +148,10 @@ def _document(content: bytes) -> Any:
 
 
 def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams: Any) -> Any:
-    """Start a process, and list it; it reads nothing, and takes SIGTERM alone.
+    """Start a process, and append it to `started`; its stdin is empty, and SIGINT is blocked in it.
 
-    A terminal sends Ctrl-C to all processes: with SIGTERM that would interrupt the work twice, the second
-    time while it is unwound.
+    A terminal sends Ctrl-C to all processes. Together with the SIGTERM of `_running`, it would interrupt the
+    work twice, the second time during the clean-up.
     """
     environment = {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -160,7 +164,7 @@ def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams
 
 @contextmanager
 def _running() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A list of processes: they are asked to end when this one is interrupted, and waited for."""
+    """Yield a list for processes; if the block is interrupted, send them SIGTERM, and wait for them."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         yield processes

@@ -97,7 +97,7 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
 
 
 class LookFlags(Struct, frozen=True):
-    """How often `pull` looks into the store."""
+    """Whether `pull` keeps running, and how often it reads the store."""
 
     watch: Annotated[bool, Option("Keep running: fetch new publications of the store.")] = False
     interval: Annotated[

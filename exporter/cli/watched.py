@@ -1,7 +1,7 @@
-"""What others see of a watch: metrics on a port of its own, and a file that is written while it goes on.
+"""How a watch is monitored: metrics on a port of its own, and a heartbeat file, written while it works.
 
-A watch that hangs neither looks nor reports progress, so its file gets old: that is for a liveness probe. A
-watch that looks and fails is alive; its metrics say what fails, and for how long nothing was published.
+A watch that hangs neither looks nor reports progress, so its file becomes old: this is for a liveness probe.
+A watch that looks and fails is alive; its metrics say what fails, and since when nothing was published.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _METRICS = (
 
 
 def described() -> Iterator[Described]:
-    """Every metric of the exporter."""
+    """Yield every metric of the exporter."""
     yield build_info(PREFIX)
     for one in _METRICS:
         yield Described(f"{PREFIX}_{one.name}", one.kind, one.labels, one.text)
 
 
 class Watched:
-    """The state of a watch, told by it, for metrics and the heartbeat. Safe to read from other threads."""
+    """The state of a watch, recorded for metrics and the heartbeat. Other threads can read it safely."""
 
     def __init__(self, model: Path, heartbeat: Path | None = None) -> None:
         self._model = model
@@ -88,12 +88,12 @@ class Watched:
         self._divided: dict[str, float] = {}
 
     def look_back(self) -> None:
-        """Note when the model was published last, before this watch began, if that can be read."""
+        """Record when the model was last published before this watch began, if that can be read."""
         times = [event.created for event in Model.look(self._model).publications if event.created]
         self._latest = max(times, default=None)
 
     def looked(self, error: ExportError | None) -> None:
-        """Note the end of a look, which published all that the trainer has finished, or failed."""
+        """Record the end of a look: it published all that the trainer has finished, or failed."""
         with self._lock:
             self._failing = "" if error is None or error.may_pass else type(error).__name__
             if self._failing:
@@ -117,7 +117,7 @@ class Watched:
             self._divided = dict(_divided(entry)) if isinstance(entry, DeltaEntry) else {}
 
     def beat(self, *, force: bool = False) -> None:
-        """Write the heartbeat, once a second at most; a disk that is full leaves the file old."""
+        """Write the heartbeat, at most once a second unless forced; on a full disk, the file stays old."""
         now = time.monotonic()
         if self._heartbeat is None or not (force or now - self._beaten >= _BEAT_S):
             return
@@ -126,7 +126,7 @@ class Watched:
             _write(self._heartbeat)
 
     def progress(self, show: ProgressFactory) -> ProgressFactory:
-        """The same progress bars, which also write the heartbeat."""
+        """Return the same progress bars, which also write the heartbeat."""
 
         @contextmanager
         def beating(label: str, total: int) -> Iterator[Progress]:
@@ -137,7 +137,7 @@ class Watched:
         return beating
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics: prometheus_client asks for each page."""
+        """Yield the metrics; prometheus_client calls this for each page."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -184,7 +184,11 @@ class _Beating(Struct, frozen=True):
 
 
 def endpoint_of(text: str) -> tuple[str, int] | None:
-    """The address and port of `[ADDRESS:]PORT`; None for no text, UsageError for another one."""
+    """Return the address and port of `[ADDRESS:]PORT`; None for an empty text.
+
+    Raises:
+        UsageError: the text is not of this form.
+    """
     if not text:
         return None
     host, _, port = text.rpartition(":")
@@ -194,15 +198,15 @@ def endpoint_of(text: str) -> tuple[str, int] | None:
 
 
 def _write(file: Path) -> None:
-    """Write the time into a file, which is not there half-written: a probe reads its time of change."""
+    """Write the time into a file. A probe reads only the file's modification time."""
     file.write_text(f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}\n")
 
 
 @contextmanager
 def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -> Iterator[Watched]:
-    """Serve metrics and write the heartbeat inside the block; gives what the watch tells of itself.
+    """Serve metrics and write the heartbeat inside the block; yield the recorder of the watch.
 
-    Both texts are as they are typed; without one there is no port, or no file.
+    Both texts are as typed; an empty one means no port, or no file.
 
     Raises:
         UsageError: the port or the file cannot be used, or the libraries of a port are not installed.
@@ -232,7 +236,7 @@ def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -
 
 @contextmanager
 def _serving(seen: Watched, host: str, port: int) -> Iterator[int]:
-    """Serve /metrics and /healthz inside the block; gives the number of the port."""
+    """Serve /metrics and /healthz inside the block; yield the number of the port."""
     from serving.optional_libraries import require_libraries
 
     require_libraries("agent", "--metrics-port", "h11", "prometheus_client")

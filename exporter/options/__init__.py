@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 
 class Option(Struct, frozen=True):
-    """An option of the command line: what a field's type and default do not say."""
+    """An option of the command line, with all that a field's type and default do not express."""
 
     help: str
     heading: str | None = None
-    """Where it stands in `--help`."""
+    """Its heading in `--help`."""
     name: str = ""
     """`--name`; empty: the field's own name."""
     letter: str = ""
@@ -83,7 +83,7 @@ class Option(Struct, frozen=True):
         return f"{self.help} {words}." if words else self.help
 
     def require_word(self, name: str, text: str) -> None:
-        """Refuse what is not one of the option's words.
+        """Refuse a text that is not one of the option's words.
 
         Raises:
             UsageError: it is not; the hint has the nearest word, or all.
@@ -120,7 +120,7 @@ class DeclaredOption(Struct, frozen=True):
 
 @cache
 def declared(kind: type[Struct]) -> tuple[DeclaredOption, ...]:
-    """The options that a struct declares, and those of structs in it."""
+    """Return the options that a struct declares, and those of structs in it."""
     return tuple(_declared(kind))
 
 
@@ -218,7 +218,7 @@ def lacking_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[Dec
 
 
 def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
-    """Make the value of each field one of the field's type, within its limits, but for `own` ones.
+    """Convert the value of each field to the field's type and check its limits, except for `own` fields.
 
     Raises:
         UsageError: a value does not fit.
@@ -242,11 +242,12 @@ class _Limited(Given, frozen=True):
 
 
 class DataMode(StrEnum):
-    """How the bytes of variables reach the bundle.
+    """How the bytes of variables get into the bundle.
 
-    `AUTO` clones or links shards and, where that is impossible, the server could not read them, less than an
-    eighth of them is kept, or the trainer wrote into files that were linked before, compacts. `LINK` clones
-    or links, or fails. `COPY` copies whole shards. `COMPACT` copies the kept byte ranges alone.
+    `AUTO` clones or links shards. It compacts them instead where that is impossible, the server could not
+    read them, less than an eighth of their bytes is kept, or the trainer wrote into files that were linked
+    before. `LINK` clones or links, or fails. `COPY` copies whole shards. `COMPACT` copies only the kept byte
+    ranges.
     """
 
     AUTO = "auto"
@@ -256,7 +257,7 @@ class DataMode(StrEnum):
 
 
 class Verify(StrEnum):
-    """How much is checked before anything is published; each level includes the ones before."""
+    """The checks before anything is published; each level includes the previous ones."""
 
     NONE = "none"
     FILES = "files"
@@ -264,7 +265,7 @@ class Verify(StrEnum):
     OUTPUTS = "outputs"
 
     def includes(self, level: "Verify") -> bool:
-        """True if this level does all that `level` does."""
+        """Return True if this level makes all checks of `level`."""
         order = list(Verify)
         return order.index(self) >= order.index(level)
 
@@ -292,7 +293,7 @@ class DeltaDtype(StrEnum):
 
 
 class OnWild(StrEnum):
-    """What is done about rows beyond `--max-norm`: refuse all, keep the served rows, or send and warn."""
+    """What to do with rows beyond `--max-norm`: refuse all, keep the served rows, or send and warn."""
 
     REFUSE = "refuse"
     HOLD_ROW = "hold-row"
@@ -348,14 +349,14 @@ def _size(option: str, text: str, example: str = "--task-size 256MiB") -> int:
 
 
 class DeltaBudget(Struct, frozen=True):
-    """The bytes that a delta may hold or, if it is a rate, those of each second."""
+    """The most bytes of a delta or, if it is a rate, of all deltas in a second."""
 
     size: int
     is_rate: bool = False
 
     @classmethod
     def parse(cls, option: str, text: str) -> "DeltaBudget":
-        """The budget that a text as `64MiB` or `1MB/s` names; UsageError for another text."""
+        """Parse a budget such as `64MiB` or `1MB/s`; UsageError for another text."""
         size = text.removesuffix("/s")
         return cls(_size(option, size, "--delta-budget 64MiB, or 1MB/s"), size != text)
 
@@ -407,11 +408,11 @@ _base = partial(_deltas, goes_with="--incr or --updatable", digest="always")
 
 
 class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
-    """How work on many bytes is run.
+    """How work on many bytes is executed.
 
-    With an `engine` jobs are kept beside what they make, or in `directory` (a path that all workers see, or a
-    URL): the same command, on any engine, resumes one that ended half-way. `address` and `settings` are the
-    engine's; `task_bytes` is what one task reads.
+    With an `engine`, jobs are kept beside their results, or in `directory` (a path that all workers see, or a
+    URL): the same command, on any engine, resumes an unfinished job. `address` and `settings` belong to the
+    engine; `task_bytes` is the number of bytes that one task reads.
     """
 
     engine: Annotated[
@@ -468,13 +469,13 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
 
 
 LOCALLY = Jobs()
-"""By threads of this process, and nothing is kept."""
+"""Work runs in threads of this process, and jobs are not kept."""
 
 
 class Signing(_Limited, frozen=True, repr_omit_defaults=True):
-    """How what is published is signed; see `exporter.publish.signing`.
+    """How publications are signed; see `exporter.publish.signing`.
 
-    `sign_key` is a file that its owner alone may read, or `env:NAME`: a variable with what would be in it.
+    `sign_key` is a file that only its owner may read, or `env:NAME`: a variable with the file's content.
     """
 
     sign_key: Annotated[
@@ -528,11 +529,11 @@ class Trusting(_Limited, frozen=True, repr_omit_defaults=True):
 
 
 ANYBODY = Trusting()
-"""Everything is taken, whoever published it."""
+"""All publications are accepted, whoever made them."""
 
 
 class Updates(_Limited, frozen=True, repr_omit_defaults=True):
-    """How a base takes deltas; see `exporter.subgraph.make_updatable`."""
+    """The options of a base that takes deltas; see `exporter.subgraph.make_updatable`."""
 
     isolation: Annotated[
         Isolation,
@@ -584,7 +585,7 @@ _ALLOWED = {
 
 
 class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
-    """How to serve a model: the options about its graph."""
+    """The options about a model's graph."""
 
     model_args: Annotated[
         Mapping[str, str],
@@ -968,7 +969,9 @@ _OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")
 
 
 def meanings(kind: type[Struct]) -> dict[str, str]:
-    """What each option of a struct does, by the field's name, in Python's words: `verify="outputs"`."""
+    """Return what each option of a struct does, by the field's name, with options as in Python:
+    `verify="outputs"`.
+    """
     told = {one.path[0]: _in_python(one.option.told) for one in declared(kind) if len(one.path) == 1}
     told |= _IN_PYTHON
     return {name: told[name] for name in kind.__struct_fields__ if name in told}

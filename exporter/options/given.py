@@ -1,7 +1,7 @@
-"""Take the values that a Python program gives for fields: strings for enums and paths, lists for tuples.
+"""Convert the values that a Python program gives for fields: strings for enums and paths, lists for tuples.
 
-A value that fits no field ends here, with the field's name, what was found and what is expected, and not as
-an AttributeError of a stage that uses it later.
+A value that fits no field is refused here, with the field's name, the value and what is expected. Otherwise
+it would be an AttributeError of a later stage.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ GivenT = TypeVar("GivenT", bound=Struct)
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 _SHOWN = 80
 _LISTED = 12
-"""So many names of arguments an error lists itself."""
+"""The most names of arguments that an error lists."""
 
 
 class Checked(StructMeta):
-    """Makes structs whose calls take what is given for their fields, by their method `_take`.
+    """The metaclass of structs that convert the values they are made of, by their method `_take`.
 
-    What msgspec decodes, and what `replace` copies, has the fields' types: it is not taken again.
+    Values that msgspec decodes, or that `replace` copies, have the fields' types: they are not converted
+    again.
     """
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
-        """A struct, once its values are taken."""
+        """Return a struct with converted values."""
         named = _renewed(named, lambda: cls.__struct_fields__)
         try:
             made = super().__call__(*values, **named)
@@ -69,7 +70,7 @@ class Checked(StructMeta):
 
     @property
     def __signature__(cls) -> Signature:
-        """The fields with their types, without what the command line knows of them."""
+        """The signature with the fields' types, without the annotations for the command line."""
         told = super().__signature__
         plain = (
             one.replace(annotation=get_args(one.annotation)[0])
@@ -80,19 +81,19 @@ class Checked(StructMeta):
         return told.replace(parameters=[*plain])
 
     def __dir__(cls) -> list[str]:
-        """The fields and methods, which `help` shows, without the operators that every struct inherits."""
+        """Return the names that `help` shows: fields and methods, without the operators of every struct."""
         return [name for name in super().__dir__() if not name.startswith("__")]
 
 
 class Given(Struct, frozen=True, metaclass=Checked):
-    """Values that a Python program gives."""
+    """A struct of values that a Python program gives."""
 
     def _take(self) -> None:
         take(self)
 
 
 def changed(values: GivenT, **changes: Any) -> GivenT:
-    """A copy with other values, all of which are taken as a call takes them.
+    """Return a copy with other values, converted as in a call.
 
     Raises:
         UsageError: a value does not fit its field.
@@ -104,10 +105,10 @@ def changed(values: GivenT, **changes: Any) -> GivenT:
 
 
 def take(values: Struct, own: Collection[str] = ()) -> None:
-    """Make the value of each field one of the field's type, but for `own` ones.
+    """Convert the value of each field to the field's type, except for `own` fields.
 
     Raises:
-        UsageError: a value is none, and does not become one.
+        UsageError: a value cannot be converted.
     """
     for name, kind in _kinds(type(values)).items():
         if name not in own:
@@ -118,7 +119,7 @@ def take(values: Struct, own: Collection[str] = ()) -> None:
 
 
 def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_path) -> Path:
-    """The Path that `parse` makes of a string or of a path that was given for `name`.
+    """Return the Path that `parse` makes of a string or a path given for `name`.
 
     Raises:
         UsageError: it is neither string nor path, it is empty, or `parse` refuses it.
@@ -133,7 +134,7 @@ def place(name: str, given: Any, parse: Callable[[str, StrPath], Path] = local_p
 
 
 def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
-    """The error for a value that does not fit: what was given, and what is expected."""
+    """Return the error for a value that does not fit, with the value and what is expected."""
     text = without_secrets(repr(given))
     shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return UsageError(
@@ -142,7 +143,7 @@ def wrong(name: str, given: Any, expected: str, hint: str = "") -> UsageError:
 
 
 def flag(name: str, given: Any) -> bool:
-    """The value, which is True or False.
+    """Return the value, which is True or False.
 
     Raises:
         UsageError: it is neither.
@@ -153,10 +154,10 @@ def flag(name: str, given: Any) -> bool:
 
 
 def whole(name: str, given: Any, example: str) -> int:
-    """The value as an int.
+    """Return the value as an int.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is no whole number.
     """
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise wrong(name, given, "a whole number", example)
@@ -164,10 +165,10 @@ def whole(name: str, given: Any, example: str) -> int:
 
 
 def number(name: str, given: Any, example: str) -> float:
-    """The value as a float.
+    """Return the value as a float.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is no number.
     """
     if isinstance(given, bool) or not isinstance(given, Real):
         raise wrong(name, given, "a number", example)
@@ -175,7 +176,7 @@ def number(name: str, given: Any, example: str) -> float:
 
 
 def require_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse an argument that a function does not have.
+    """Refuse arguments that a function does not have.
 
     Raises:
         UsageError: there is one; the hint has the nearest name.
@@ -192,19 +193,20 @@ def _unknown(function: str, given: Iterable[str], known: Collection[str]) -> Usa
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that is nearest to a misspelt one, in any case and with any dashes; empty if none is."""
+    """Return the known name nearest to a misspelt one, ignoring case and dashes; empty if none is near."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
     return folded.get(nearest(name.casefold().lstrip("-").replace("-", "_"), folded), "")
 
 
 IN_COMMAND: ContextVar[bool] = ContextVar("IN_COMMAND", default=False)
-"""True inside a command: there errors name options as they are typed."""
+"""True inside a command, where errors name options as they are typed."""
 
 
 def named_misfit(function: CallT) -> CallT:
-    """Make a function raise UsageError, with what it takes, where a call does not fit its signature.
+    """Return the function, changed to raise UsageError with its arguments if a call does not fit its
+    signature.
 
-    Its other errors name its arguments as a program gives them, unless a command calls it.
+    Its other errors name its arguments as in Python, unless a command calls it.
     """
 
     @wraps(function)
@@ -225,7 +227,7 @@ def named_misfit(function: CallT) -> CallT:
 
 
 def _renewed(named: dict[str, Any], known: Callable[[], Iterable[str]]) -> dict[str, Any]:
-    """Arguments by name, those of old options by their new names; each of them is a DeprecationWarning."""
+    """Return arguments by name, old options under their new names, each with a DeprecationWarning."""
     if OLD_ARGUMENTS.isdisjoint(named):
         return named
     found, notes = renew_named(named, {f"--{name.replace('_', '-')}" for name in known()})
@@ -244,9 +246,9 @@ _AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+))?")
 
 
 def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
-    """Write `name=value` for each `--name value` of an error that is an argument of the function.
+    """Replace `--name value` by `name=value` in an error, for each argument of the function.
 
-    Commands stay as they are typed.
+    Texts with commands are unchanged.
     """
     known = {name.rstrip("_") for name in _parameters(function)}
 
@@ -264,7 +266,7 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
 
 
 def _misfit(called: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> UsageError | None:
-    """The error of a call that does not fit the signature of what was called; None if it fits."""
+    """Return the error of a call that does not fit the signature of `called`; None if it fits."""
     from inspect import signature  # late: it takes longer to import than this module
 
     takes, name = signature(called), called.__name__
@@ -302,7 +304,7 @@ _SAID_OTHERWISE = {
     "until": "watch(..., watching=Watching(stop=StopWhen(after_seconds=3600)))",
     "any_role": "is_chief() says whether this node exports: export on any",
 }
-"""What options of the command are in Python, if they are not arguments."""
+"""What replaces options of the command in Python, if they are not arguments."""
 
 
 def _nearest(function: str, name: str, known: Collection[str]) -> str:
@@ -344,7 +346,7 @@ def _taken(name: str, kind: Any, given: Any) -> Any:
 
 
 def _plain(name: str, kind: type, given: Any) -> Any:
-    """The value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag.
+    """Return the value as a bool, an int, a float or a str, as `kind` says; True is no number, and 1 no flag.
 
     UsageError for another value.
     """
@@ -372,7 +374,11 @@ def _member(name: str, kind: type[StrEnum], given: Any) -> StrEnum:
 
 
 def several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
-    """The values of a list or tuple as a tuple, or UsageError; a single string or path is one value."""
+    """Return the values of a list or tuple as a tuple; a single string or path is one value.
+
+    Raises:
+        UsageError: it is neither list nor tuple, or a value does not fit.
+    """
     alone = isinstance(given, str | os.PathLike)
     if not alone and not isinstance(given, tuple | list):
         raise wrong(name, given, "a list of paths" if kind is Path else "a list of strings")
@@ -381,7 +387,7 @@ def several(name: str, kind: type, given: Any) -> tuple[Any, ...]:
 
 
 def _pairs(name: str, given: Any) -> dict[str, str]:
-    """A mapping's values as texts, as they would be typed on the command line, or UsageError."""
+    """Return a mapping with its values as texts, as typed on the command line, or UsageError."""
     if not isinstance(given, Mapping):
         raise wrong(name, given, 'a dict: {"name": value}')
     for key, value in given.items():

@@ -1,7 +1,8 @@
-"""The old names of options and what is written instead: one table for all places where options are given.
+"""The old names of options and their replacements: one table for all places where options are given.
 
 A command line, an environment variable, a file of options and an argument in Python may have an old name. It
-is taken, with a note, by two releases after the one that renamed it; then its line in the table goes.
+is accepted, with a note, by two releases after the one that renamed it; then its line in the table is
+removed.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ _FALSE = ("", "0", "false", "no", "off", "f", "n")
 
 
 def takes_value(old: str) -> bool:
-    """True if an old option had a value, and was not a flag."""
+    """Return True if an old option had a value, and was not a flag."""
     return "{}" in NEW_NAMES[old]
 
 
 def renewed(old: str, value: Any) -> tuple[str, list[str]]:
-    """The new option for an old one, and its texts for the old value: several for a list, none for False."""
+    """Return the new option for an old one, and its texts for the old value: several for a list, none for
+    False.
+    """
     new, _, text = NEW_NAMES[old].partition(" ")
     if isinstance(value, Mapping):
         value = [f"{name}={each}" for name, each in value.items()]
@@ -53,7 +56,7 @@ def _is_old(name: str, known: Collection[str]) -> bool:
 
 
 def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line of a Click program without old names, and a note on each that it had."""
+    """Return a Click program's command line without old names, and a note on each old name."""
     notes, found, left, command = list[str](), list[str](), iter(words), program
     if not any(word.partition("=")[0] in NEW_NAMES for word in words):
         return [*words], notes
@@ -83,9 +86,9 @@ def _next(words: Iterator[str]) -> Iterator[str]:
 
 
 def renew_variables(program: Any, prefix: str, environment: MutableMapping[str, str]) -> list[str]:
-    """Set the variables of new options by those of old ones, which go; return a note on each.
+    """Replace variables of old options by those of new ones, and return a note on each.
 
-    A variable that is set already stays as it is, unless its option is repeatable.
+    A variable that is already set is unchanged, unless its option is repeatable.
     """
     notes = []
     for old in NEW_NAMES:
@@ -113,9 +116,9 @@ def _variable(option: str) -> str:
 
 
 def renew_named(named: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Options by name, as a file or a call in Python gives them, without old names; and a note on each.
+    """Return options by name, as from a file or a Python call, without old names; and a note on each.
 
-    `known` are the options that there are, as `--name`.
+    `known` are the existing options, as `--name`.
     """
     old = {name for name in named if _is_old(_option(name), known)}
     found, notes = {name: value for name, value in named.items() if name not in old}, []

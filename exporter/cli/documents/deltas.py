@@ -28,7 +28,7 @@ class DeltaPlan(Struct, frozen=True, kw_only=True):
     from_position: int
     """The position that is published now."""
     to_position: int
-    """The position that the delta leads to."""
+    """The position at which the delta ends."""
     to_step: int | None
     """The training step of its values."""
     increments: Sequence[str]
@@ -36,11 +36,11 @@ class DeltaPlan(Struct, frozen=True, kw_only=True):
     compares: bool
     """True if every row of two checkpoints is compared, because nothing says what changed."""
     why: str
-    """Why it has to compare; empty if it has not."""
+    """Why rows are compared; empty if they are not."""
     graph: str
     """How it is known that graph and assets are those of the base."""
     notes: Sequence[str]
-    """What a person should know of it."""
+    """Notes for people about it."""
     taken: Sequence[Taken]
     """Options that were not typed, and where they come from."""
 
@@ -51,7 +51,7 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     path: str | None
     """The delta's directory; null if there was nothing to publish."""
     position: int
-    """Where the model stands now."""
+    """The model's position now."""
     hold: int | None
     """The position at which it is held: servers go no further."""
     step: int | None

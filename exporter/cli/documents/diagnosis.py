@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class Finding(Struct, frozen=True):
-    """Something that is wrong, or will be."""
+    """A present or coming problem."""
 
     check: str
     """What was looked at: `files`, `ways`, `hold`, `replicas`, ..."""

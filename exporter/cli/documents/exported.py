@@ -38,7 +38,7 @@ class Variable(Struct, frozen=True):
 
 
 class Shard(Struct, frozen=True):
-    """A shard of the checkpoint of which the version holds bytes as they are stored."""
+    """A shard of the version that contains bytes of a checkpoint's shard unchanged."""
 
     source: str
     """The checkpoint's file."""

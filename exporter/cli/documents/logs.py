@@ -1,4 +1,4 @@
-"""What the commands print that inspect or change a published model."""
+"""The documents of the commands that inspect or change a published model."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Pull(Struct, frozen=True, kw_only=True):
     removed: Sequence[str]
     """What was removed here, with `--prune`."""
     incomplete: Sequence[str]
-    """What has a manifest in the store and not yet all its files."""
+    """Publications that have a manifest in the store, but not yet all their files."""
     waiting: Sequence[str] = ()
-    """What servers could not take after the rollback that a canary made here."""
+    """Publications that servers could not load after the rollback that a canary made here."""
     untrusted: Sequence[str] = ()
-    """With `--trust`: why publications and holds were left where they are."""
+    """With `--trust`: why publications and holds were not accepted."""
     identity: str = ""
-    """With `--trust`: the identity of the only model that this copy takes; empty if that has none."""
+    """With `--trust`: the identity of the only model that this copy accepts; empty if that has none."""
     bytes: int
     """Bytes fetched."""
     spared: Sequence[Spared] = ()
@@ -72,11 +72,11 @@ class Merge(Struct, frozen=True, kw_only=True):
     path: str | None = None
     """The merged delta's directory."""
     from_position: int | None = None
-    """Where it begins."""
+    """The position at which it begins."""
     position: int | None = None
-    """Where it leads."""
+    """The position at which it ends."""
     merged: Sequence[str] = ()
-    """The directories of the deltas that it holds."""
+    """The directories of the deltas that it contains."""
     bytes: int | None = None
     """The size of its files; null while it is not written."""
     tasks: int = 0
@@ -86,7 +86,7 @@ class Merge(Struct, frozen=True, kw_only=True):
 
 
 class Rebase(Struct, frozen=True, kw_only=True):
-    """The document that `merge --rebase` prints: the base that holds all deltas so far."""
+    """The document that `merge --rebase` prints: the base that includes all deltas so far."""
 
     dry_run: bool
     """True if nothing was written."""
@@ -121,9 +121,9 @@ class Rollback(Struct, frozen=True, kw_only=True):
     path: str | None
     """The delta or version that brings the values back; null if the values stay."""
     from_position: int
-    """Where the model stood before."""
+    """The model's position before."""
     position: int
-    """Where it stands now."""
+    """The model's position now."""
     values_of: int
     """The position whose values are served now."""
     step: int | None
