@@ -106,34 +106,10 @@ def clean(source: SourceGraph) -> InferenceGraph:
     """Make the inference graph of a source, which is not changed; GraphError if it cannot be served."""
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
-    nodes = _with_constants(index, source, signatures.values())
-    allow_foreign = source.trust.foreign_ops
-    foreign = frozenset[str]() if allow_foreign else foreign_ops(index.nodes.values(), index.functions)
-    replaced = _cut(index, nodes, signatures.values(), foreign)
-    roots = _roots(signatures.values(), replaced)
-    needed, filling, makers = _needed(index, nodes, replaced, roots, source.init_op)
-    callees_first((nodes[name] for name in needed.inputs), index.functions)  # refuses recursion
-    state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
-    whole = [*filling, *state.importing]
-    makers.require_filled(nodes, whole)
-    # A foreign operation may read other files beside its argument: keep all assets.
-    files = [*source.assets] if any(makers.is_foreign(nodes[name]) for name in filling) else []
-    needed = reach(nodes, [*roots, *whole, *files], replaced) if state.importing or files else needed
-    check_servable(nodes, reach(nodes, whole), fed={state.prefix}, allowed={*whole}, foreign=foreign)
-    check_reads(nodes, needed.inputs, mutating(index.functions), where="")
-
-    kept = _copies(nodes, needed)
-    for name in state.importing:  # a library restores its state in an order: clear, then import
-        after = (other for other in control_inputs(nodes[name]) if other in state.importing)
-        kept[name].input.extend(f"^{other}" for other in after)
-    if is_deeprecs(index.nodes.values()):
-        drop_foreign_attributes(kept.values(), source.meta_graph.meta_info_def.stripped_op_list.op)
-    reads = use_resource_variables(kept)
-    gather_rows(kept)
-    moved = reads | {tensor: reads.get(target, target) for tensor, target in replaced.items()}
+    chosen = _choose(source, index, signatures.values())
+    nodes, state, filling = chosen.nodes, chosen.state, [*chosen.filling]
+    kept, moved = _servable_copies(source, index, signatures.values(), chosen)
     roots = _roots(signatures.values(), moved)
-    reached = reach(kept, dict.fromkeys([*roots, *whole, *files])).inputs  # no reads of what is gathered now
-    kept = {name: node for name, node in kept.items() if name in reached}
     assets = find_assets(source, kept, filling)
     use_file_names(kept, assets)
     dynamic = tables_among(source.dynamic_tables, kept)
@@ -150,7 +126,11 @@ def clean(source: SourceGraph) -> InferenceGraph:
 
     functions = index.functions if size.library is None else size.library
     meta_graph = _meta_graph(
-        source.meta_graph, functions, kept, [*filling, *state.importing], allow_foreign=allow_foreign
+        source.meta_graph,
+        functions,
+        kept,
+        [*filling, *state.importing],
+        allow_foreign=source.trust.foreign_ops,
     )
     unknown = foreign_ops(protos.all_nodes(meta_graph.graph_def), functions)
     check_filled(meta_graph, filling)
@@ -191,6 +171,66 @@ def clean(source: SourceGraph) -> InferenceGraph:
         state=state,
         outside=tuple(outside),
     )
+
+
+class _Chosen(Struct, frozen=True):
+    """The nodes that an inference graph keeps, still as the source has them.
+
+    `filling` fill tables, `files` are nodes with the paths of assets that they may read; `replaced` has the
+    tensors that are read in place of others.
+    """
+
+    nodes: dict[str, Proto]
+    needed: Reached
+    replaced: Mapping[Endpoint, Endpoint]
+    filling: tuple[str, ...]
+    state: KeptState
+    files: tuple[str, ...]
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The nodes that fill tables and import state: they are kept with all that they need."""
+        return (*self.filling, *self.state.importing)
+
+
+def _choose(source: SourceGraph, index: GraphIndex, ends: Collection[SignatureEnds]) -> _Chosen:
+    """Choose the nodes to keep; GraphError if some of them cannot be served."""
+    nodes = _with_constants(index, source, ends)
+    is_any = source.trust.foreign_ops
+    foreign = frozenset[str]() if is_any else foreign_ops(index.nodes.values(), index.functions)
+    replaced = _cut(index, nodes, ends, foreign)
+    roots = _roots(ends, replaced)
+    needed, filling, makers = _needed(index, nodes, replaced, roots, source.init_op)
+    callees_first((nodes[name] for name in needed.inputs), index.functions)  # refuses recursion
+    state = keep_restores(index, nodes, makers, source.meta_graph.saver_def)
+    whole = [*filling, *state.importing]
+    makers.require_filled(nodes, whole)
+    # A foreign operation may read other files beside its argument: keep all assets.
+    files = tuple(source.assets) if any(makers.is_foreign(nodes[name]) for name in filling) else ()
+    needed = reach(nodes, [*roots, *whole, *files], replaced) if state.importing or files else needed
+    check_servable(nodes, reach(nodes, whole), fed={state.prefix}, allowed={*whole}, foreign=foreign)
+    check_reads(nodes, needed.inputs, mutating(index.functions), where="")
+    return _Chosen(nodes, needed, replaced, tuple(filling), state, files)
+
+
+def _servable_copies(
+    source: SourceGraph, index: GraphIndex, ends: Collection[SignatureEnds], chosen: _Chosen
+) -> tuple[dict[str, Proto], dict[Endpoint, Endpoint]]:
+    """Copy the chosen nodes, with resource variables and gathered rows; return the copies, and by tensor of
+    the source the tensor that has its values now.
+    """
+    kept, importing = _copies(chosen.nodes, chosen.needed), chosen.state.importing
+    for name in importing:  # a library restores its state in an order: clear, then import
+        after = (other for other in control_inputs(chosen.nodes[name]) if other in importing)
+        kept[name].input.extend(f"^{other}" for other in after)
+    if is_deeprecs(index.nodes.values()):
+        drop_foreign_attributes(kept.values(), source.meta_graph.meta_info_def.stripped_op_list.op)
+    reads = use_resource_variables(kept)
+    gather_rows(kept)
+    moved = reads | {tensor: reads.get(target, target) for tensor, target in chosen.replaced.items()}
+    # Whole variables that only lookups read are not read any more.
+    reached = reach(kept, dict.fromkeys([*_roots(ends, moved), *chosen.whole, *chosen.files])).inputs
+    return {name: node for name, node in kept.items() if name in reached}, moved
 
 
 def _with_constants(
