@@ -88,49 +88,66 @@ def divide(
         CheckpointError: a published value cannot be read, or is damaged.
         DiskFull, PublishError: the scratch file cannot be written.
     """
+    sieves, whole = _sieves(changes, published, schema, allowed, coded, first or {})
+    published.check(sieves)
+    for sieve in sieves.values():
+        sieve.measure(waiting)
+    wild = _require_allowed(sieves.values(), whole, allowed)
+    base = _fixed_bytes(schema) + sum(map(_bytes_of, whole.values()))
+    due = base + sum(sieve.due_rows * sieve.row_bytes for sieve in sieves.values())
+    cut = _Cut() if allowed.room is None else _Cut.of(sieves.values(), allowed.room - due)
+    for sieve in sieves.values():
+        sieve.send(cut, scratch)
+    sent = whole | {name: sieve.sent for name, sieve in sieves.items() if sieve.sent is not None}
+    held = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
+    since = {name: sieves[name].since(waiting) for name in held if allowed.counts_time}
+    used = None if allowed.room is None else _used(sieves.values(), base, due)
+    sent_in_order = {each.name: sent[each.name] for each in schema.variables if each.name in sent}
+    oldest = min((float(each.min()) for each in since.values()), default=math.inf)
+    return Divided(
+        sent_in_order,
+        _left_out(sieves.values(), allowed, oldest),
+        _rounded(sieves.values(), allowed),
+        used,
+        wild,
+        held,
+        since,
+        {name: np.concatenate(sieve.stale) for name, sieve in sieves.items() if sieve.stale},
+    )
+
+
+def _sieves(
+    changes: Mapping[str, Change],
+    published: LayeredState,
+    schema: Schema,
+    allowed: Tolerance,
+    coded: Collection[str],
+    first: Mapping[str, Array],
+) -> tuple[dict[str, _Sieve], dict[str, Change]]:
+    """A sieve for each table whose rows may be held back or rounded, and the changes that are sent whole."""
     sieves: dict[str, _Sieve] = {}
     whole: dict[str, Change] = {}
     for variable in (each for each in schema.variables if each.name in changes):
         name, change = variable.name, changes[variable.name]
         is_coded = name in coded and (allowed.room is not None or bool(allowed.norms))
         if isinstance(change, Rows) and (variable.dtype.is_floating or is_coded):
-            new = (first or {}).get(name)
+            new = first.get(name)
             sieves[name] = _Sieve(variable, change, published, allowed, new, is_coded=is_coded)
         else:
             whole[name] = change
-    published.check(sieves)
-    for sieve in sieves.values():
-        sieve.measure(waiting)
-    wild = tuple(found for sieve in sieves.values() if (found := sieve.wild) is not None)
-    wild_whole = tuple(_wild_whole(whole, allowed.norms))
-    refused = wild if allowed.on_wild is OnWild.REFUSE else ()
-    if refused := refused + (() if allowed.on_wild is OnWild.WARN else wild_whole):
-        raise _refused(refused, can_hold=not wild_whole)
-    base = _fixed_bytes(schema) + sum(map(_bytes_of, whole.values()))
-    due = base + sum(sieve.due_rows * sieve.row_bytes for sieve in sieves.values())
-    cut = _Cut() if allowed.room is None else _Cut.of(sieves.values(), allowed.room - due)
-    for sieve in sieves.values():
-        sieve.send(cut, scratch)
-    sent = {name: sieve.sent for name, sieve in sieves.items() if sieve.sent is not None}
-    held = {name: sieve.held_back for name, sieve in sieves.items() if sieve.held_back is not None}
-    since = {name: sieves[name].since(waiting) for name in held if allowed.counts_time}
-    used = None if allowed.room is None else _used(sieves.values(), base, due)
-    return Divided(
-        {
-            variable.name: (sent | whole)[variable.name]
-            for variable in schema.variables
-            if variable.name in sent | whole
-        },
-        _left_out(
-            sieves.values(), allowed, min((float(each.min()) for each in since.values()), default=math.inf)
-        ),
-        _rounded(sieves.values(), allowed),
-        used,
-        wild + wild_whole,
-        held,
-        since,
-        {name: np.concatenate(sieve.stale) for name, sieve in sieves.items() if sieve.stale},
-    )
+    return sieves, whole
+
+
+def _require_allowed(
+    sieves: Iterable[_Sieve], whole: Mapping[str, Change], allowed: Tolerance
+) -> tuple[WildRows, ...]:
+    """The rows beyond their bound, by table; WildValues if `on_wild` refuses some of them."""
+    rows = tuple(found for sieve in sieves if (found := sieve.wild) is not None)
+    variables = tuple(_wild_whole(whole, allowed.norms))  # they cannot be held back
+    refused = rows if allowed.on_wild is OnWild.REFUSE else ()
+    if refused := refused + (() if allowed.on_wild is OnWild.WARN else variables):
+        raise _refused(refused, can_hold=not variables)
+    return rows + variables
 
 
 def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:

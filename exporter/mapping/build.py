@@ -261,20 +261,11 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     if missing:
         raise _missing_error(missing, wanted, matches, catalog)
     _refuse_shared_tensors(matches)
-    sources = []
-    for key, variables in wanted.items():
-        match = matches[key]
-        tensor = catalog.tensors[match.name]
-        check_fits(key, variables[0], tensor)
-        trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
-        if objects is not None and tensor.slices:
-            trained = trained or PartitionStrategy.DIV  # a ShardedVariable: TensorFlow 2 looks ids up by div
-        order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
-        cast = cast_for(key, tensor, rules)
-        sources.append(
-            TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
-        )
-    twins = _twin_notes(sources, catalog) if objects is None and catalog.naming is Naming.NAMES else ()
+    by_object = side is not None
+    sources = [
+        _source(key, wanted[key], matches[key], graph, catalog, rules, by_object=by_object) for key in wanted
+    ]
+    twins = _twin_notes(sources, catalog) if not by_object and catalog.naming is Naming.NAMES else ()
     used = {name for match in matches.values() for name in (match.name, match.trained_name)}
     beside: Iterable[str] = ()
     whole: ServedWhole | None = None
@@ -296,6 +287,27 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
     sources += _state(graph, catalog)
     return VariableMapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables), whole)
+
+
+def _source(
+    key: str,
+    variables: tuple[GraphVariable, ...],
+    match: _Match,
+    graph: InferenceGraph,
+    catalog: Catalog,
+    rules: MappingRules,
+    *,
+    by_object: bool,
+) -> TensorSource:
+    """The source of a variable: the tensor that was found, its cast, and the order of its rows."""
+    tensor = catalog.tensors[match.name]
+    check_fits(key, variables[0], tensor)
+    trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)
+    if by_object and tensor.slices:
+        trained = trained or PartitionStrategy.DIV  # a ShardedVariable: TensorFlow 2 looks ids up by div
+    order = row_order(key, variables, tensor, trained=trained, served=graph.lookups.get(key))
+    cast = cast_for(key, tensor, rules)
+    return TensorSource(key, variables, tensor, match.via, cast, order.gather_parts, order.scatter_parts)
 
 
 def _with_tables(

@@ -31,6 +31,7 @@ from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogDelta, read
 from exporter.publish.hold import Hold
 from exporter.publish.manifest import Manifest
 from exporter.publish.versions import (
+    VersionDir,
     a_copy,
     check_place,
     nothing_published,
@@ -112,20 +113,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
         NotUpdatable: nothing is published.
     """
     damage: list[Damage] = []
-    versions = published_versions(model)
-    manifests: dict[str, Manifest] = {}
-    for child in [*versions]:
-        try:
-            manifests[child.path.name] = manifest = read_manifest(child.path)
-            check_place(manifest, child.path)
-            _verify_files(child.path, manifest, every_byte=bytes_)
-            if bytes_:
-                verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
-        except (ExportError, OSError) as error:
-            if is_gone(child.path):  # retention removed it meanwhile: it was complete, and is not needed
-                versions.remove(child)
-            else:
-                damage.append(_problem(child.path, error))
+    versions, manifests = _verify_versions(model, damage, every_byte=bytes_, runner=runner)
     if not versions:
         raise nothing_published(model)
     named = (manifest.identity for manifest in manifests.values())
@@ -148,16 +136,44 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     damage += (each for each in _damaged_deltas(log) if not _is_before(each, begun))
     if any(is_gone(path) for path in (log.base.path, *(delta.path for delta in log.deltas))):
         log = read_log(model)  # retention removes a delta only after its replacement is published
+    damage += _broken_ways(log)
+    hold = _read_hold(log.hold, damage)
+    return VerifiedModel(len(versions), log, hold, tuple(damage), identity)
+
+
+def _verify_versions(
+    model: Path, damage: list[Damage], *, every_byte: bool, runner: Runner
+) -> tuple[list[VersionDir], dict[str, Manifest]]:
+    """Verify each version and add what is damaged; return the versions that are there, and the manifests that
+    can be read, by directory name.
+    """
+    versions = [*published_versions(model)]
+    manifests: dict[str, Manifest] = {}
+    for child in [*versions]:
+        try:
+            manifests[child.path.name] = manifest = read_manifest(child.path)
+            check_place(manifest, child.path)
+            _verify_files(child.path, manifest, every_byte=every_byte)
+            if every_byte:
+                verify_bytes(read_catalog(child.path / VARIABLES_PREFIX), runner=runner)
+        except (ExportError, OSError) as error:
+            if is_gone(child.path):  # retention removed it meanwhile: it was complete, and is not needed
+                versions.remove(child)
+            else:
+                damage.append(_problem(child.path, error))
+    return versions, manifests
+
+
+def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
+    """Yield the bases from which no deltas lead to the newest position."""
     for base in log.bases:
         try:
             log.chain(base.at.position)
         except DeltaGap as error:
             gap = DeltaGap(error.message, cause=error.cause, hint=BROKEN_LOG_HINT)
-            damage.append(Damage(base.path, gap))
+            yield Damage(base.path, gap)
         except ExportError as error:
-            damage.append(_problem(base.path, error))
-    hold = _read_hold(log.hold, damage)
-    return VerifiedModel(len(versions), log, hold, tuple(damage), identity)
+            yield _problem(base.path, error)
 
 
 def _verify_files(
