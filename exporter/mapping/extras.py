@@ -210,27 +210,19 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
     Optimizers and all below are left out. A variable that is an attribute of one object is not also a member
     of the objects that list it.
     """
-    objects, optimizers = trained.objects.objects, trained.objects.optimizers
+    objects = trained.objects.objects
     slots = {slot for item in objects for slot in item.slots}
-    start = ROOT if trained.start is None else trained.start
-    reached, pending = {start}, [start]
-    while pending:
-        for child in objects[pending.pop()].children.values():
-            if child not in reached and child not in optimizers:
-                reached.add(child)
-                pending.append(child)
+    reached = _reached(trained)
     own: dict[int, dict[int, str]] = {}
-    for number in sorted(reached):
+    for number in reached:
         for edge, child in objects[number].children.items():
             if objects[child].variable and not edge.isdecimal():
                 own.setdefault(number, {}).setdefault(child, edge)
     named = {child for children in own.values() for child in children}
-    for number in sorted(reached):
-        if not _is_list(trained.objects, number):
-            for edge, child in objects[number].children.items():
-                for path, listed in _listed_in(trained.objects, child, edge):
-                    if listed not in named:
-                        own.setdefault(number, {}).setdefault(listed, path)
+    for number in reached:
+        for listed, path in _in_lists_of(trained.objects, number):
+            if listed not in named:
+                own.setdefault(number, {}).setdefault(listed, path)
     found: dict[int, list[Member]] = {}
     for number, children in own.items():
         for child, edge in children.items():
@@ -239,6 +231,27 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
                 member = Member(edge, trained.tensors[variable.tensor], variable.name)
                 found.setdefault(number, []).append(member)
     return found
+
+
+def _reached(trained: TrainedObjects) -> list[int]:
+    """The numbers of the model's objects, sorted; optimizers and what only they reach are left out."""
+    objects, optimizers = trained.objects.objects, trained.objects.optimizers
+    start = ROOT if trained.start is None else trained.start
+    reached, pending = {start}, [start]
+    while pending:
+        for child in objects[pending.pop()].children.values():
+            if child not in reached and child not in optimizers:
+                reached.add(child)
+                pending.append(child)
+    return sorted(reached)
+
+
+def _in_lists_of(objects: ObjectGraph, number: int) -> Iterator[tuple[int, str]]:
+    """Yield number and path of each variable in lists that an object holds; nothing for a list itself."""
+    if not _is_list(objects, number):
+        for edge, child in objects.objects[number].children.items():
+            for path, listed in _listed_in(objects, child, edge):
+                yield listed, path
 
 
 def _members_inside(trained: TrainedObjects, number: int, served: Collection[str]) -> list[Member]:

@@ -99,14 +99,13 @@ def chart(
     def x(at: datetime) -> float:
         return round(WIDTH * max(0.0, min(1.0, (at - began).total_seconds() / span_s)), 1)
 
-    steps = [(x(one.created), one.position) for one in recent]
-    if before is not None:
-        steps.insert(0, (0.0, before))
-    if steps:
-        steps.append((WIDTH, steps[-1][1]))
+    steps = [
+        *([] if before is None else [(0.0, before)]),
+        *((x(one.created), one.position) for one in recent),
+    ]
     lowest, highest = [(x(one.at), one.lowest) for one in taken], [(x(one.at), one.highest) for one in taken]
     panels = [
-        _positions(steps, lowest, highest),
+        _positions([*steps, *((WIDTH, at) for _, at in steps[-1:])], lowest, highest),
         _behind([(x(one.at), one.stale_s) for one in taken], seconds),
         *_sizes("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda rows: f"{rows:,.0f}"),
         *_sizes("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size),

@@ -241,30 +241,8 @@ def _past(model: ModelView) -> str:
 
 def _of_publications(model: ModelView) -> Iterator[Finding]:
     """Yield findings about the published model, and about replicas that cannot apply it."""
-    waits = "nothing waits yet" if not model.waiting else _waits(model)
-    by = model.held_by
-    if model.rollback is not None:
-        yield Finding(
-            Code.ROLLED_BACK,
-            f"rolled back to the values of {model.rollback.back_to}: {waits}",
-            model.rollback.reason if by is None else by.text,
-            _past(model),
-        )
-    elif model.is_held and model.hold is not None and model.hold < 0:
-        yield Finding(
-            Code.HOLD_UNREADABLE,
-            "the hold cannot be read, so no replica is updated",
-            command=f"export-model doctor {quoted(model.path)}",
-        )
-    elif model.is_held:
-        code = Code.PUBLICATIONS_HELD if model.waiting else Code.HELD
-        yield Finding(
-            code,
-            f"held at {model.hold}: {waits}",
-            "" if by is None else by.text,
-            command(*_lifting(model)),
-        )
     trouble = None if model.store is None else model.store.trouble
+    yield from _of_hold(model)
     if model.problem and trouble is None:
         yield Finding(Code.UNSEEN, "what is published cannot be seen", model.problem, _doctor(model))
     if model.base_wanted:
@@ -273,15 +251,7 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             "a new base is needed: replicas refuse a delta, and no other leads past it",
             command=_new_base(model),
         )
-    if model.silence.is_too_long:
-        yield silent(_place(model), model.silence, is_learned=model.silence_is_learned)
-    if model.publishers:
-        yield two_publishers(_place(model), model.publishers)
-    if abs(skew := model.skew_s or 0.0) > SKEW_S:
-        way = "ahead of" if skew > 0 else "behind"
-        text = f"the publisher's clock is {human_time(abs(skew))} {way} this machine's"
-        why = "what appears here has another time in its manifest; ages are measured by this machine's clock"
-        yield Finding(Code.CLOCK, text, why, "timedatectl status")
+    yield from _of_publishers(model)
     yield from _of_overlays(model)
     for found in model.quarantined:
         code, what = Code.QUARANTINED, f"every replica refuses delta {found.delta}"
@@ -306,6 +276,46 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
             "rollback here",
             command=f"export-model merge {quoted(model.store.url)}",
         )
+
+
+def _of_hold(model: ModelView) -> Iterator[Finding]:
+    """Yield the finding about a hold that a person or a rollback set, if there is one."""
+    waits = "nothing waits yet" if not model.waiting else _waits(model)
+    by = model.held_by
+    if model.rollback is not None:
+        yield Finding(
+            Code.ROLLED_BACK,
+            f"rolled back to the values of {model.rollback.back_to}: {waits}",
+            model.rollback.reason if by is None else by.text,
+            _past(model),
+        )
+    elif model.is_held and model.hold is not None and model.hold < 0:
+        yield Finding(
+            Code.HOLD_UNREADABLE,
+            "the hold cannot be read, so no replica is updated",
+            command=f"export-model doctor {quoted(model.path)}",
+        )
+    elif model.is_held:
+        code = Code.PUBLICATIONS_HELD if model.waiting else Code.HELD
+        yield Finding(
+            code,
+            f"held at {model.hold}: {waits}",
+            "" if by is None else by.text,
+            command(*_lifting(model)),
+        )
+
+
+def _of_publishers(model: ModelView) -> Iterator[Finding]:
+    """Yield findings about the machines that publish: their silence, their number and their clocks."""
+    if model.silence.is_too_long:
+        yield silent(_place(model), model.silence, is_learned=model.silence_is_learned)
+    if model.publishers:
+        yield two_publishers(_place(model), model.publishers)
+    if abs(skew := model.skew_s or 0.0) > SKEW_S:
+        way = "ahead of" if skew > 0 else "behind"
+        text = f"the publisher's clock is {human_time(abs(skew))} {way} this machine's"
+        why = "what appears here has another time in its manifest; ages are measured by this machine's clock"
+        yield Finding(Code.CLOCK, text, why, "timedatectl status")
 
 
 def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
