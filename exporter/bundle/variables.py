@@ -203,7 +203,7 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Return the sources whose shards are linked or copied, and those that tasks write: in a store, all."""
+    """Divide the sources: shards that are linked or copied, and shards that tasks write (in a store, all)."""
     is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
     moved: list[TensorSource] = []

@@ -408,7 +408,7 @@ def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys
 
 
 def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Array:
-    """Return the position of each bucket's first key among those of `ref`, and the end: int64 [1001].
+    """Return the position of each bucket's first key in `ref`, and the end of the last: int64 [1001].
 
     Raises:
         CorruptFile: they do not fit the keys, or their checksum is wrong.

@@ -91,7 +91,7 @@ def _require_listed(path: Path, place: str, entry: Entry) -> None:
 
 
 def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
-    """True if Keras finds an entry's class or function among those that the user or the program named."""
+    """True if the user or the program named the class or function that Keras finds for an entry."""
     kind = entry["class_name"]
     name = entry.get("config") if kind == "function" else entry.get("registered_name", kind)
     if not isinstance(name, str):

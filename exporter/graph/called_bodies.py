@@ -158,7 +158,7 @@ class CalledBody:
         return frozenset(found)
 
     def bodies(self) -> Iterable[CalledBody]:
-        """Return this body and those of all calls that run, each once."""
+        """Return this body and the bodies of all calls that run, each once."""
         return closure([self], lambda body: body._called if body.live else ())
 
     def computed_from(self, names: Iterable[str]) -> Collection[str]:
@@ -271,9 +271,9 @@ class CalledBody:
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """Return the inputs that a running node needs, for a call those that its function uses.
+        """Return the inputs that a running node needs; for a call, the inputs that its function uses.
 
-        Records the call.
+        The call is recorded.
         """
         inputs = input_names(node)
         if node.op in MERGES:

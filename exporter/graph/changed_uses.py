@@ -83,7 +83,7 @@ def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
 
 
 class _Library:
-    """The graph's functions, and the specialised copies made so far."""
+    """The graph's functions, and their specialised copies."""
 
     def __init__(self, proto: Proto) -> None:
         self._proto = proto
@@ -242,7 +242,7 @@ def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
 
 
 def become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
-    """Turn a VariableShape into a constant: the shape in the graph, not that of the stored variable."""
+    """Turn a VariableShape into a constant: the graph's shape, not the stored variable's."""
     handle = body.producer(node.input[0])
     out_type = attr_dtype(node, "out_type") or DType.INT32
     known = constant(node.name, np.array(shape, out_type.numpy), out_type)

@@ -309,7 +309,7 @@ def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpo
 
 
 def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
-    """Return the nodes that make the signatures' tensors, after these `moved`: those of outputs first."""
+    """Return the nodes of the signatures' tensors, replaced as in `moved`, first the nodes of outputs."""
     outputs = [tensor for ends in signatures for tensor in ends.outputs]
     inputs = [tensor for ends in signatures for tensor in ends.inputs]
     return [*dict.fromkeys(moved.get(tensor, tensor).node for tensor in [*outputs, *inputs])]
@@ -659,7 +659,7 @@ def _part_from_loading(
 
 
 def _replace_input(node: Proto, source: str, replacement: str) -> None:
-    """Let a node read the outputs of `replacement` instead of those of `source`, in place."""
+    """Let a node read the outputs of `replacement` instead of the same ones of `source`, in place."""
     for position, text in enumerate(node.input):
         tensor = endpoint(text)
         if tensor.node == source and tensor.output >= 0:

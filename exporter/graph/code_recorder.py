@@ -234,7 +234,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record what this thread executes and opens; a nested `recording` uses the outer recorder."""
+    """Record the code and the files that this thread uses; a nested `recording` uses the outer recorder."""
     if (outer := _RECORDER.get()) is not None:
         yield outer
         return
@@ -413,7 +413,7 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _modules_of(value: object, *, inside: bool = True) -> Iterator[ModuleType]:
-    """Yield a module that is given, or those that define a value's class or function, and its items'."""
+    """Yield a given module, or the modules that define a value's class or function, and its items'."""
     if isinstance(value, ModuleType):
         yield value
         return
@@ -470,7 +470,7 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:
-    """True if a module's functions and plain constants are those of its file."""
+    """True if a module's functions and plain constants equal its file's."""
     if file in _imported:
         return _imported[file] == digest_of(content)
     if not file.endswith(".py"):

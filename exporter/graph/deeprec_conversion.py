@@ -162,7 +162,7 @@ class _Conversion:
 
     @property
     def nodes(self) -> dict[str, Proto]:
-        """The graph's nodes by name, including those that rewriting added before others."""
+        """Return the graph's nodes by name, including nodes that were added before others."""
         added = (node for before in self._before.values() for node in before)
         return self._index.nodes | {node.name: node for node in added}
 

@@ -128,7 +128,7 @@ class GraphEditor(Struct):
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
     def place(self, name: str, traced: TracedFunction, *, inline: bool = True) -> PlacedFunction:
-        """Add a function that was traced, and those that it calls, under names of this editor."""
+        """Add a traced function and the functions that it calls, under names of this editor."""
         full = f"{self.scope}_{self._spell(name)}"
         own = traced.definitions
         renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}
@@ -261,7 +261,7 @@ def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
 
 
 def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
-    """Rename a function and those that it calls, in place; a borrowed one gets its own name back."""
+    """Rename a function and the functions that it calls, in place; a borrowed one gets its own name back."""
     function.signature.name = _renamed(function.signature.name, renames)
     for node in function.node_def:
         _rename_called(node, renames)

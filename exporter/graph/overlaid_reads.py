@@ -1,4 +1,4 @@
-"""Read a table whose changed rows are stored separately: replace its rows by those of its overlay.
+"""Read a table whose changed rows are stored separately: replace its rows by its overlay's.
 
 The table itself cannot be written (`exporter.bundle.mapped_tables`). Beside it are
 

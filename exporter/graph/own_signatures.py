@@ -123,7 +123,7 @@ class EffectsOf:
         return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the variables and tables that are read for results, and those that are changed."""
+        """Return the variables and tables that results read, and the ones that are changed."""
         reads, writes = set[str](), set[str]()
         for node in body.nodes.values():
             taken = body.handles_of(node)

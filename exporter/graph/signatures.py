@@ -369,7 +369,7 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 
 
 def _take_apart(infos: Any) -> str:
-    """Replace each composite TensorInfo by those of its components; returns why not, "" if done."""
+    """Replace each composite TensorInfo by its components' TensorInfos; returns why not, "" if done."""
     given = sorted(infos)
     for alias in given:
         parts = [*_parts(infos[alias])]

@@ -1,1 +1,1 @@
-"""Run other people's code in a process with limits of memory and time, so that it cannot hang ours."""
+"""Run other people's code in a limited process, so that it can neither hang nor crash ours."""
