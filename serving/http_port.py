@@ -4,8 +4,8 @@ The agent's port and the model server's REST interface use it. One thread runs a
 all clients, and h11 parses. A worker thread gets a request only when it is complete, so a slow client
 occupies a buffer and does not delay other clients.
 
-uvicorn and hypercorn also run h11 in an event loop. Neither limits the time in which headers arrive, nor
-reports whether a client presented a certificate.
+Each of seven server libraries that were measured loses a promise of this port: docs/architecture.md has the
+table.
 
 With `client_ca`, TLS requests a client certificate but does not require one, because an orchestrator's probes
 present none; the application decides by `HttpRequest.is_certified`. The handshake fails for a certificate of
@@ -18,6 +18,7 @@ import asyncio
 import json
 import logging
 import queue
+import re
 import resource
 import socket
 import ssl
@@ -49,7 +50,7 @@ _MOST_CONNECTIONS = 1000
 _QUICK_THREADS = 2  # for what `is_quick` names, while all other threads are busy
 _LARGEST_HEAD_BYTES = 64 << 10
 _STEP_BYTES = 256 << 10
-_PARTS_AT_ONCE = 64  # h11 takes 60 us for each chunk of a body, however short: others get a turn in between
+_TURN_S = 0.002  # h11 takes 60 us for each chunk of a body, however short: others get a turn in between
 _SLOWEST_BYTES_PER_S = 256 << 10
 """A body that moves at this rate or faster is not cut off, however long it is."""
 
@@ -172,6 +173,8 @@ class HttpPort:
         self.max_body_bytes, self.request_seconds = max_body_bytes, request_seconds
         self.held_bytes = 0
         self.is_ending = False
+        self.long_bodies = asyncio.Lock()
+        """Of bodies in several parts, one goes on at a time: others wait for one turn, not for all."""
         self._tls = None if tls is None else tls.context()
         self._is_quick = is_quick
         self._workers, self._quick = _Workers(application, threads), _Workers(application, _QUICK_THREADS)
@@ -375,13 +378,22 @@ class _Connection:
         self._received = self._http.trailing_data[0].lstrip(b"\r\n")
         return self._http.our_state is h11.DONE and not self._port.is_ending
 
+    async def _head(self) -> Any:
+        seen = bytearray(self._received)
+        while (head := self._http.next_event()) is h11.NEED_DATA:
+            data = await self._reader.read(_STEP_BYTES)
+            seen += data
+            self._http.receive_data(data)
+        _require_plain(head, seen)
+        return head
+
     async def _event(self) -> Any:
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(_STEP_BYTES))
         return event
 
     async def _request(self, deadline: Any) -> HttpRequest:
-        head = await self._event()
+        head = await self._head()
         request = HttpRequest(
             head.method.decode("ascii"),
             _path_and_query(head.target.decode("ascii")),
@@ -391,22 +403,23 @@ class _Connection:
         )
         self._has_body = request.method != "HEAD"
         self._require_name(request.headers.get("host"))
-        _require_one_end(request.headers, head.http_version)
         self._require_length(int(request.headers.get("content-length", 0)))
         if self._http.they_are_waiting_for_100_continue:
             go_on = h11.InformationalResponse(status_code=100, reason="Continue", headers=[])
             self._writer.write(self._http.send(go_on) or b"")
-        first, received, parts = deadline.when() or 0.0, 0, 0
+        first, received, clock = deadline.when() or 0.0, 0, asyncio.get_running_loop().time
+        turn_end = 0.0
         packing = _Gzip() if "gzip" in request.headers.get("content-encoding", "") else None
         while isinstance(event := await self._event(), h11.Data):
             received += len(event.data)
             for part in (event.data,) if packing is None else packing.unpack(event.data):
+                if body and clock() > turn_end:
+                    async with self._port.long_bodies:
+                        await asyncio.sleep(0)
+                    turn_end = clock() + _TURN_S
                 self._require_length(len(body) + len(part))
                 self._hold(len(part))
                 body += part
-                parts += 1
-                if parts % _PARTS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
             deadline.reschedule(first + received / _SLOWEST_BYTES_PER_S)
         if packing is not None:
             packing.require_end()
@@ -501,13 +514,20 @@ class _Gzip:
             raise _Refused(HTTPStatus.BAD_REQUEST, "the gzip body is truncated")
 
 
-def _require_one_end(headers: dict[str, str], version: bytes) -> None:
-    """Raise _Refused for requests whose end a proxy and this port could see in different places.
+def _require_plain(head: Any, seen: bytearray) -> None:
+    """Raise _Refused for a head that is long, or that a proxy could read otherwise than this port.
 
     A client could then smuggle a second request into the connection of another client behind the proxy
-    (RFC 9112, sections 6.3 and 11.2). h11 accepts the two cases below, as the RFC allows.
+    (RFC 9112, sections 5.2, 6.3 and 11.2). h11 accepts all of this, as the RFC allows.
     """
-    if "transfer-encoding" in headers and ("content-length" in headers or version < b"1.1"):
+    raw, names = re.split(rb"\n\r?\n", seen, maxsplit=1)[0], {name for name, _ in head.headers}
+    if len(raw) > _LARGEST_HEAD_BYTES:
+        raise _Refused(HTTPStatus(431), f"the head is longer than {_LARGEST_HEAD_BYTES} bytes")
+    if not head.http_version.startswith(b"1."):
+        raise _Refused(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "this port speaks HTTP/1.1")
+    if re.search(rb"\n[ \t]", raw):
+        raise _Refused(HTTPStatus.BAD_REQUEST, "a header goes on in the next line")
+    if b"transfer-encoding" in names and (b"content-length" in names or head.http_version < b"1.1"):
         why = "Transfer-Encoding together with Content-Length, or in HTTP/1.0"
         raise _Refused(HTTPStatus.BAD_REQUEST, why)
 

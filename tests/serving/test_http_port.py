@@ -167,9 +167,10 @@ def test_gzip_counts_as_what_it_unpacks_to() -> None:
         assert port.held_bytes == 0
 
 
-def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting() -> None:
+@pytest.mark.parametrize(("clients", "chunks", "others"), [(4, 50_000, 4), (30, 2_000, 20)])
+def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting(clients: int, chunks: int, others: int) -> None:
     head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    body = b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n"
+    body = b"1\r\nx\r\n" * chunks + b"0\r\n\r\n"
     answers: list[bytes] = []
 
     def send(link: socket.socket) -> None:
@@ -177,7 +178,7 @@ def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting() -> None:
         answers.append(link.recv(1000))
 
     with listening() as port, ExitStack() as stack:
-        links = [stack.enter_context(connected(port, head)) for _ in range(4)]
+        links = [stack.enter_context(connected(port, head)) for _ in range(clients)]
         senders = [threading.Thread(target=send, args=[link]) for link in links]
         for sender in senders:
             sender.start()
@@ -185,8 +186,8 @@ def test_a_body_of_chunks_of_one_byte_keeps_nobody_waiting() -> None:
         while any(sender.is_alive() for sender in senders):
             assert ask(port, "/healthz") == (200, b"ok")
             meanwhile += 1
-        assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * 4
-        assert meanwhile > 4  # without turns in between, each answer waits for a whole body
+        assert [answer[:13] for answer in answers] == [b"HTTP/1.1 200 "] * clients
+        assert meanwhile > others  # without turns in between, each answer waits for whole bodies
 
 
 def test_a_target_that_is_no_url_is_refused() -> None:

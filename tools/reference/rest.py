@@ -89,6 +89,11 @@ _DIFFERENCES = (
     ("a key that an object has twice", "the last counts; there the first"),
     ("bytes in requests that are not UTF-8", "400; there taken as they are"),
     ("paths that begin with `//v1/`", "404, as of any other path; there `v1` is taken for a host's name"),
+    (
+        "a header that goes on in the next line; `Transfer-Encoding` with `Content-Length`, or in HTTP/1.0; "
+        "HTTP of another version than 1",
+        "400, 400, and 505",
+    ),
     ("the body of a 404 for a path elsewhere", '`{"error": ...}`; there a page in HTML'),
     ("TLS", "of the gRPC port alone, as there"),
     (
