@@ -419,7 +419,7 @@ def _modules_of(value: object, *, inside: bool = True) -> Iterator[ModuleType]:
         return
     try:
         name = getattr(value, "__module__", None)
-    except Exception:  # noqa: BLE001 - a proxy of something that is not there
+    except Exception:  # noqa: BLE001 - a proxy of a missing object
         return
     module = sys.modules.get(name) if isinstance(name, str) else None
     if isinstance(module, ModuleType):

@@ -24,7 +24,8 @@ _SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sp
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`.
 
-    One number fills a known shape. UsageError if a name is not a placeholder's, or if its value does not fit.
+    A single value fills a known shape. UsageError if a name is not a placeholder's, or if its value does not
+    fit.
     """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 

@@ -414,7 +414,7 @@ def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
 
 def _make_handle(node: Proto, shared_name: str) -> None:
     """Replace a variable's node by a VarHandleOp with this shared name, in place."""
-    # `allowed_devices` and `debug_name` are dropped: a server needs neither, and older servers refuse them.
+    # `allowed_devices` and `debug_name` are dropped: a server needs neither, and older ones do not know them.
     kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
     dtype = attr_dtype(node, "dtype") or DType.FLOAT
     handle = new_node(node.name, "VarHandleOp", dtype=dtype, shared_name=shared_name.encode())

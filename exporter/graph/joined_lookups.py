@@ -2,7 +2,7 @@
 
 A lookup is a dozen operations and three gathers of its table's index. For a hundred tables these cost more
 than the memory that they read. So their indexes are kept in three variables, one table's after another's, and
-the lookups that every request makes become one, which gets the sizes of its table with each id:
+the lookups that a request makes anyway become one, which gets the sizes of its table with each id:
 
     ids of each table -> one vector -> one lookup in the joined index -> rows, split -> gathers of each table
 

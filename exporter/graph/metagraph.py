@@ -174,7 +174,7 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Refuse a graph if TFRA's operations are needed by all its signatures, or are in it and it has none."""
+    """Raise ForeignOperations if all signatures need TFRA's operations, or a graph without any has them."""
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
     own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}

@@ -177,7 +177,7 @@ def view_objects(
     items = list(view.descendants())
     edges = [dict(view.children(item)) for item in items]
     for item, children in [*zip(items, edges, strict=True)]:
-        if _is_keras_model(item) and _LIST not in children:  # a checkpoint's optimizer has that list
+        if _is_keras_model(item) and _LIST not in children:  # optimizers have such a list, too
             children[_LIST] = _as_list(item.trainable_variables, items, edges)
     numbers = {id(item): number for number, item in enumerate(items)}
     objects = ObjectGraph(
