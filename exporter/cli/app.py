@@ -70,18 +70,12 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
     again: Annotated[bool, _place("Publish a checkpoint again that is already published.")] = False
     any_role: Annotated[bool, _place("Export even if this node of a cluster is not the chief.")] = False
-    options: Annotated[
-        Path | None,
-        _place(
-            "Take options that are not typed from this JSON or TOML file, FILE#NAME from its [models.NAME].",
-            metavar="FILE",
-        ),
-    ] = None
     config: Annotated[
         Path | None,
         _place(
-            "Export each model of this TOML file (see --options); typed options count for all.",
-            metavar="FILE",
+            "Take options that are not typed from this JSON or TOML file; of one with [models.NAME] "
+            "tables export each model, or one by FILE#NAME.",
+            metavar="FILE[#NAME]",
         ),
     ] = None
 
@@ -244,10 +238,13 @@ def export(
         return
     with command(printing) as sink, ExitStack() as stack:
         if places.config is not None:
-            from exporter.cli.several import run_all  # late, as below
+            from exporter.terminal.options_file import models_in  # late, as below
 
-            run_all(places.config, ARGUMENTS.get(), sink, watch=flags.watch, out=places.out)
-            return
+            if models := models_in(places.config):
+                from exporter.cli.several import run_all
+
+                run_all(places.config, models, ARGUMENTS.get(), sink, watch=flags.watch, out=places.out)
+                return
         ckpt_dir, out = places.both()
         require_apart(ckpt_dir, out)
         servers = Servers(flags.notify, access)

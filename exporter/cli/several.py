@@ -23,7 +23,6 @@ from exporter.errors import Exit, ExportError, UsageError
 from exporter.newer_python import module_command
 from exporter.storage.local_paths import local_name, quoted
 from exporter.storage.url import Url
-from exporter.terminal.options_file import models_in
 from exporter.terminal.output import Output, OutputMode
 from exporter.terminal.progress import count
 
@@ -33,22 +32,26 @@ _LONGEST_LINE = 16 << 20  # a longer one is printed in pieces
 class SomeFailed(ExportError):
     """Some exports of a file of models failed; the exit code is that of the first one."""
 
-    default_hint = "run the command again for one: export-model --options FILE#NAME"
+    default_hint = "run the command again for one: export-model --config FILE#NAME"
 
 
 def run_all(
-    config: Path, arguments: Sequence[str], sink: Output, *, watch: bool, out: Path | None = None
+    config: Path,
+    models: Mapping[str, Mapping[str, Any]],
+    arguments: Sequence[str],
+    sink: Output,
+    *,
+    watch: bool,
+    out: Path | None = None,
 ) -> None:
     """Export each model of a file, with the other arguments of the command line, and print their output.
 
     Raises:
-        UsageError: the file cannot be read or has no models, or two models have the same place; `out` counts
-            for all of them.
+        UsageError: two models have the same place; `out` counts for all of them.
         SomeFailed: an export failed; all others were run.
     """
-    models = models_in(config)
     _require_apart(config, {name: out or options.get("out") for name, options in models.items()}, out)
-    words = {name: [*_left(arguments), "--options", f"{config}#{name}"] for name in models}
+    words = {name: [*_left(arguments), "--config", f"{config}#{name}"] for name in models}
     commands = {name: [*module_command("exporter"), *typed] for name, typed in words.items()}
     as_json = sink.mode is OutputMode.JSON
     runs = _watch(commands, as_json=as_json) if watch else [*_one_by_one(commands, sink, as_json=as_json)]
@@ -83,12 +86,7 @@ def _resolved(place: str) -> str:
 
 
 def _left(arguments: Sequence[str]) -> list[str]:
-    """Return the command-line arguments for the processes: without `export` and `--config`.
-
-    UsageError if `--options` is among them.
-    """
-    if any(word.split("=")[0] == "--options" for word in arguments):
-        raise UsageError("--config and --options both name a file of options", hint="leave one of them out")
+    """Return the command-line arguments for the processes: without `--config`."""
     left, words = [], iter(arguments[1:] if arguments[:1] == ("export",) else arguments)
     for word in words:
         if word == "--config":

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from typing import Any
 
 NEW_NAMES = {
+    "--options": "--config {}",
     "--stop-after": "--until {}",
     "--stop-count": "--until count={}",
     "--stop-step": "--until step={}",

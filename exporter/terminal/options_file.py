@@ -5,7 +5,8 @@
     ckpt-dir = "train/ranker"
     out = "models/ranker"
 
-`--options FILE` uses a table of options; `--options FILE#ranker` uses one model's, with the shared ones.
+`--config FILE` uses a table of options, or exports all models; `--config FILE#ranker` uses one model's
+options, with the shared ones.
 """
 
 from __future__ import annotations
@@ -30,19 +31,17 @@ _SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 def options_in(path: Path) -> Mapping[str, Any]:
     """The options in a JSON or TOML file; with `FILE#NAME`, those of a model and the shared ones.
 
+    Empty if the file has models and none is named: each is exported by itself, see `models_in`.
+
     Raises:
-        UsageError: it cannot be read or has no such model; or it has models, and none is named.
+        UsageError: it cannot be read, or has no such model.
     """
     file, name = _parted(str(path))
     found = _read(Path(file))
     models = _models(Path(file), found)
     if not name:
         if models:
-            one = quoted(f"{file}#{next(iter(models))}")
-            raise UsageError(
-                f"{file} has the options of several models: {', '.join(models)}",
-                hint=f"--config {quoted(file)} runs all, --options {one} one of them",
-            )
+            return {}
         if hint := _meant(found):
             raise UsageError(f"{file}: the option 'model' is a table, expected a name", hint=hint)
         return found
@@ -71,17 +70,16 @@ def _parted(text: str) -> tuple[str, str]:
 def models_in(path: Path) -> dict[str, dict[str, Any]]:
     """The options of each model in a file, with the shared ones; by name, in the file's order.
 
+    Empty if the file has no models, or if `path` names one of them: `FILE#NAME`.
+
     Raises:
-        UsageError: it cannot be read, or has no models.
+        UsageError: it cannot be read.
     """
-    if "#" in str(path) and not path.exists():
-        raise UsageError(
-            f"--config {path}: it runs all models", hint=f"one of them: --options {quoted(path)}"
-        )
-    found = _read(path)
-    if not (models := _models(path, found)):
-        raise UsageError(f"{path} has no models", hint=_meant(found) or _SEVERAL)
-    return {name: _with_shared(found, own) for name, own in models.items()}
+    file, name = _parted(str(path))
+    if name:
+        return {}
+    found = _read(Path(file))
+    return {name: _with_shared(found, own) for name, own in _models(path, found).items()}
 
 
 def _meant(found: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ Typer reads the signature that `with_structs` gives a function: the struct's opt
 
 Values that are not typed come from environment variables, and from a file of options. An option's variable is
 the program's name and the option's, `EXPORT_MODEL_CKPT_DIR`; for a subcommand with the subcommand between
-them, `EXPORT_MODEL_MERGE_KEEP`. `--options` names the file (`exporter.terminal.options_file`). Typed values
+them, `EXPORT_MODEL_MERGE_KEEP`. `--config` names the file (`exporter.terminal.options_file`). Typed values
 come first, then variables, then the file. Values from variables and files count like typed ones, with one
 exception: where a value would have no effect, it is ignored instead of refused.
 """
@@ -40,7 +40,7 @@ from exporter.options.given import changed
 from exporter.options.old_names import renew_named
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
-OPTIONS_FILE = "--options"
+OPTIONS_FILE = "--config"
 _NEARLY = 0.7
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_\w+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)?")
 """Variables that Kubernetes sets after EXPORT_MODEL_ if there is a service `export-model`: not mistakes."""

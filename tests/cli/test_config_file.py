@@ -14,11 +14,13 @@ import pytest
 
 from exporter.cli import several
 from exporter.errors import ExportError
+from exporter.terminal.options_file import models_in
 from exporter.terminal.output import Output, OutputMode
 from tests.support.commands import export_model
 from tests.support.printed_documents import checked
 from tests.support.step_models import MODEL, save
 
+CONFIG = Path("export.toml")
 TYPED = ["--config", "export.toml"]
 FILE = """
 model = "model.py:build"
@@ -58,7 +60,7 @@ def typed(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 
 
 def test_one_model_of_a_file(place: Path) -> None:
-    document = export_model("--options", "export.toml#second", "--dry-run", "--json").document
+    document = export_model("--config", "export.toml#second", "--dry-run", "--json").document
     taken = {one["option"]: one["value"] for one in document["taken"]}
     assert taken == {
         "--model": "model.py:build",
@@ -72,15 +74,12 @@ def test_one_model_of_a_file(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "arguments", "says"),
     [
-        (FILE, ["--options", "export.toml"], "has the options of several models: first, second"),
-        (FILE, ["--options", "export.toml#third"], "has no model 'third'"),
-        ("keep = 3", ["--config", "export.toml"], "has no models"),
+        (FILE, ["--config", "export.toml#third"], "has no model 'third'"),
+        ("keep = 3", ["--config", "export.toml"], "--ckpt-dir is missing"),
         ("models = 3", ["--config", "export.toml"], "'models' is not a table of tables"),
         ("keep = ", ["--config", "export.toml"], "cannot be read as options"),
         (FILE, ["--config", "none.toml"], "none.toml cannot be read as options"),
         (FILE, ["--config", "exprt.toml"], "did you mean export.toml?"),
-        (FILE, ["--config", "export.toml#first"], "--options 'export.toml#first'"),
-        (FILE, ["--config", "export.toml", "--options=x.json"], "leave one of them out"),
         (FILE, ["--config", "export.toml", "--out", "models/one"], "published to one place, models/one"),
         (FILE.replace("models/b", "models/a"), ["--config", "export.toml"], "to one place, models/a"),
         (FILE.replace("models/b", "./models/../models/a/"), ["--config", "export.toml"], "to one place"),
@@ -102,7 +101,7 @@ def test_a_file_of_another_editor_in_a_directory_of_any_name(place: Path) -> Non
     """A byte order mark and carriage returns are Windows'; a `#` may stand in a path, too."""
     (place / "a#1").mkdir()
     (place / "a#1" / "export.toml").write_bytes(b"\xef\xbb\xbf" + FILE.replace("\n", "\r\n").encode())
-    document = export_model("--options", "a#1/export.toml#second", "--dry-run", "--json").document
+    document = export_model("--config", "a#1/export.toml#second", "--dry-run", "--json").document
     assert {"option": "--out", "value": "models/b", "source": "a#1/export.toml#second"} in document["taken"]
 
 
@@ -113,7 +112,7 @@ def run_programs(
     monkeypatch.setattr(several, "module_command", lambda module: [sys.executable, "-c", program])
     sink = Output(OutputMode.JSON)
     try:
-        several.run_all(Path("export.toml"), arguments, sink, watch=watch)
+        several.run_all(CONFIG, models_in(CONFIG), arguments, sink, watch=watch)
     except ExportError as error:
         return error
     return None
@@ -149,7 +148,7 @@ def test_a_watch_passes_on_whatever_its_processes_print(
 def test_a_process_that_is_killed_has_failed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = run_programs(monkeypatch, "import os; os.kill(os.getpid(), 9)", "--model", "export")
     assert error is not None and (error.exit_code, "2 models of 2 failed" in error.message) == (1, True)
-    assert error.hint == "export-model --model export --options 'export.toml#first'", "it can be typed"
+    assert error.hint == "export-model --model export --config 'export.toml#first'", "it can be typed"
 
 
 def test_processes_do_not_share_what_is_typed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +181,13 @@ import sys
 from pathlib import Path
 from exporter.cli import several
 from exporter.terminal import interrupt_by_exception
+from exporter.terminal.options_file import models_in
 from exporter.terminal.output import Output, OutputMode
 if "stopped" in sys.argv:
     interrupt_by_exception()
 several.module_command = lambda module: [sys.executable, "-c", {_CHILD!r}]
-several.run_all(Path("export.toml"), (), Output(OutputMode.JSON), watch=True)
+file = Path("export.toml")
+several.run_all(file, models_in(file), (), Output(OutputMode.JSON), watch=True)
 """
 
 
@@ -252,7 +253,7 @@ def test_each_model_is_exported_and_one_failure_ends_no_other(place: Path) -> No
     done = typed("--config", "export.toml")
     assert done.returncode == 3
     assert "1 model of 2 failed: first" in done.stderr
-    assert "export-model --options 'export.toml#first'" in done.stderr
+    assert "export-model --config 'export.toml#first'" in done.stderr
     assert {path.name for path in Path("models/b").glob("[0-9]*")} == {"20", "30"}
 
 

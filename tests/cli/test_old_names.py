@@ -89,13 +89,13 @@ def test_an_old_name_is_a_note_and_the_hint_has_the_new_one(tmp_path: Path) -> N
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"allow_dropout": True}))
     done = subprocess.run(
-        [sys.executable, "-m", "exporter", "--allow-code", "--options", file, "--dry-run", "--ouf=m"],
+        [sys.executable, "-m", "exporter", "--allow-code", "--config", file, "--dry-run", "--ouf=m"],
         capture_output=True,
         text=True,
         env={**os.environ, "EXPORT_MODEL_ALLOW_FILE_OPS": "1"},
     )
     assert "hint:  export-model --allow=code" in done.stderr
-    ran = export_model("--allow-code", "--options", file, "--ckpt-dir", tmp_path, "--out", tmp_path / "m")
+    ran = export_model("--allow-code", "--config", file, "--ckpt-dir", tmp_path, "--out", tmp_path / "m")
     assert "warning: --allow-code has a new name: --allow=code\n" in ran.err
     assert "options.json: allow_dropout has a new name: allow=dropout" in " ".join(ran.err.split())
 

@@ -42,12 +42,12 @@ def test_a_file_says_what_neither_is_typed_nor_a_variable(
     file = tmp_path / "options.json"
     said = {"verify": "bytes", "keep": 3, "no_such": 1, "data": "copy", "cast": ["a.*=bfloat16"]}
     file.write_text(json.dumps(said))
-    ran = export_model(*places, "--options", file)
+    ran = export_model(*places, "--config", file)
     assert (ran.code, "has an option 'no_such', which there is not" in ran.err) == (2, True)
     del said["no_such"], said["cast"]
     file.write_text(json.dumps(said))
     monkeypatch.setenv("EXPORT_MODEL_DATA", "compact")
-    document = export_model(*places, "--options", file, "--verify", "none", "--json").document
+    document = export_model(*places, "--config", file, "--verify", "none", "--json").document
     assert document["verified"] == "none"
     assert document["bytes_linked"] == 0
     sources = {one["option"]: one["source"] for one in document["taken"]}
@@ -74,7 +74,7 @@ def test_a_file_says_what_neither_is_typed_nor_a_variable(
 def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "options.json"
     file.write_text(text)
-    ran = export_model("--ckpt-dir", tmp_path, "--out", tmp_path / "m", "--options", file)
+    ran = export_model("--ckpt-dir", tmp_path, "--out", tmp_path / "m", "--config", file)
     assert (ran.code, says in ran.err) == (2, True), ran.err
 
 
@@ -84,7 +84,7 @@ def test_a_url_is_shown_without_its_password(
     monkeypatch.setenv("EXPORT_MODEL_MODEL_ARG", "source=https://me:s3cret@host/x")
     file = tmp_path / "options.json"
     file.write_text(json.dumps({"feed": {"y": "https://me:s3cret@host/y"}}))
-    said = export_model(*places, "--options", file, "--dry-run").err
+    said = export_model(*places, "--config", file, "--dry-run").err
     assert "--model-arg source=https://...@host/x (EXPORT_MODEL_MODEL_ARG)" in said
     assert f"--feed y=https://...@host/y ({file})" in said
     assert "s3cret" not in said
@@ -96,7 +96,7 @@ def test_the_same_values_are_the_same_plan(
     assert export_model(*places, "--data", "copy", "--verify", "bytes").code == 0
     monkeypatch.setenv("EXPORT_MODEL_DATA", "copy")
     (tmp_path / "o.json").write_text('{"verify": "bytes"}')
-    ran = export_model("export", *places, "--options", tmp_path / "o.json", "--json")
+    ran = export_model("export", *places, "--config", tmp_path / "o.json", "--json")
     assert ran.document["status"] == "nothing_to_do"
     monkeypatch.setenv("EXPORT_MODEL_DATA", "compact")
     ran = export_model(*places, "--verify", "bytes", "--json")
@@ -126,7 +126,7 @@ def test_a_wrong_value_is_told_with_the_place_that_it_comes_from(
     places = ("--ckpt-dir", tmp_path, "--out", tmp_path / "m")
     file = tmp_path / "options.json"
     file.write_text('{"keep": "three"}')
-    said = export_model(*places, "--options", file).err
+    said = export_model(*places, "--config", file).err
     assert (f"error: {file}: " in said, f"correct it in {file}" in said) == (True, True), said
     monkeypatch.setenv("EXPORT_MODEL_KEEP", "three")
     said = export_model(*places).err

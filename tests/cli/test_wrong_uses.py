@@ -162,7 +162,7 @@ WRONG = [
         "export-model merge models/ranker --dry-run",
     ),
     ("export-model --config once.toml", 2, "write [models.once]: with an s"),
-    ("export-model --options once.toml#once", 2, "write [models.once]: with an s"),
+    ("export-model --config once.toml#once", 2, "write [models.once]: with an s"),
     (f"{EXPORT} --model m.py:serving --for-server 3.9", 2, "as in --for-server 2.19"),
     (f"{EXPORT} --model m.py:serving --sign-key env:NOPE", 2, "--sign-key nope.key"),
     ("serve-model status nohost.invalid", 7, "getent hosts nohost.invalid"),
