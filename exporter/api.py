@@ -154,13 +154,13 @@ def export_incremental(
     out: StrPath | None = None,
     model: Served = None,
     *,
-    full_on_mismatch: bool = False,
+    new_base: str | Sequence[str] = (),
     progress: ProgressFactory = no_progress,
     **options: Unpack[ExportKeywords],
 ) -> Incremental:
     """Publish the changes as a delta; a base if there is none; nothing if there is nothing new.
 
-    The arguments are those of `export`. With `full_on_mismatch` a new base is published if no delta fits.
+    The arguments are those of `export`. With `new_base="if-needed"` a base is published if no delta fits.
 
     Raises:
         ExportError: any of exporter.errors; nothing was published.
@@ -168,10 +168,12 @@ def export_incremental(
     from exporter.pipeline import incremental
 
     request = _request("export_incremental", ckpt_dir, out, model, options, progress)
-    given.flag("full_on_mismatch", full_on_mismatch)
+    words = given.several("new_base", str, new_base)
+    if not {*words} <= {"if-needed"}:
+        raise given.wrong("new_base", new_base, '"if-needed"', "updates=Updates() publishes a base always")
     return _publish(
         request,
-        lambda local: incremental.export_incremental(local, progress, full_on_mismatch=full_on_mismatch),
+        lambda local: incremental.export_incremental(local, progress, full_on_mismatch=bool(words)),
     )
 
 

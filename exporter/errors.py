@@ -350,7 +350,7 @@ class PositionError(ExportError):
     """A delta or a base does not continue the published model."""
 
     exit_code = Exit.POSITION
-    default_hint = "publish a new base that takes deltas: the same export with --updatable"
+    default_hint = "publish a new base that takes deltas: the same export with --new-base always"
 
 
 class NotUpdatable(PositionError):
@@ -380,14 +380,14 @@ class ForeignLineage(PositionError):
 class SchemaChanged(PositionError):
     """The variables, their dtypes, shapes or rules are not those that the log began with."""
 
-    default_hint = "begin a new log with a base of the new schema: --full-on-mismatch"
+    default_hint = "begin a new log with a base of the new schema: --new-base if-needed"
 
 
 class TableFull(PositionError):
     """A dynamic table has no free row, or no place in its index, for a new key."""
 
     default_hint = (
-        "publish a new base, which gets more room: --updatable in place of --incr, or --full-on-mismatch"
+        "publish a new base, which gets more room: --new-base always, or --incr --new-base if-needed"
     )
 
 
@@ -395,7 +395,7 @@ class OverlayFull(PositionError):
     """More rows of a mapped table have changed than its overlay in servers has room for."""
 
     default_hint = (
-        "publish a new base, whose overlay is empty: --updatable in place of --incr, or --full-on-mismatch; "
+        "publish a new base, whose overlay is empty: --new-base always, or --incr --new-base if-needed; "
         "--overlay-rows N makes it larger"
     )
 
@@ -439,7 +439,7 @@ class VerificationError(ExportError):
 class ManifestError(VerificationError):
     """A manifest.json is missing, damaged or of another format version."""
 
-    default_hint = "remove that directory, then publish again; with --updatable, if deltas are to go on"
+    default_hint = "remove that directory, then publish again; with --new-base always, if deltas are to go on"
 
 
 class NotTrusted(ManifestError):
@@ -456,7 +456,7 @@ class NotFinite(VerificationError):
     default_hint = (
         "correct the training, or restart it from a checkpoint without such values: the next --incr "
         "continues from what is published; to serve such values: publish a base without --require-finite "
-        "(--updatable)"
+        "(--new-base always)"
     )
 
 
@@ -472,7 +472,7 @@ class WildValues(VerificationError):
 class PublicationDamaged(VerificationError):
     """A publication in a store differs from its manifest: an object is truncated, changed or exchanged."""
 
-    default_hint = "publish a new base: the same export with --updatable --again"
+    default_hint = "publish a new base: the same export with --new-base always --again"
 
 
 class PublishError(ExportError):

@@ -225,7 +225,7 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
         raise UsageError(
             f"version {metadata.version} of {client.model} takes no deltas",
             cause=f"it has no signature {UPDATE_SIGNATURE!r}",
-            hint="publish a newer version that does: the same export-model command with --updatable",
+            hint="publish a newer version that does: the same export-model command with --new-base always",
         )
     done = call_until_there(client, up_to, metadata.version)
     if done.found_another:

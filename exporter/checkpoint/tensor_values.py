@@ -397,6 +397,6 @@ def cast_values(values: Array, dtype: DType, name: str) -> Array:
         raise MappingError(
             f"variable {name!r} holds {values[lost][0]:g}, which is too large for {dtype.label}",
             hint="cast it to bfloat16, or leave that variable out of --cast; a model that takes deltas then "
-            "begins a new log: --full-on-mismatch",
+            "begins a new log: --new-base if-needed",
         )
     return converted

@@ -89,16 +89,22 @@ class PlaceFlags(Struct, frozen=True):
         return self.ckpt_dir, self.out
 
 
+_NEW_BASES = {
+    "always": "in place of a delta",
+    "if-needed": "with --incr, where no delta fits",
+    "merged": "with --incr, after the delta: the base and all deltas in one",
+}
+
+
 class RunFlags(Struct, frozen=True):
     """The options that say whether to plan, to publish deltas, to watch, and which servers to notify."""
 
     dry_run: Annotated[bool, Option("Print the plan and write nothing.", CHECKS)] = False
     incr: Annotated[bool, _delta("Publish changes as a delta; first a base.")] = False
-    updatable: Annotated[bool, _delta("Publish a new base that takes deltas.")] = False
-    full_on_mismatch: Annotated[bool, _of_incr("With --incr: publish a new base if no delta fits.")] = False
-    rebase: Annotated[bool, _of_incr("With --incr: also publish a new base that includes all deltas.")] = (
-        False
-    )
+    new_base: Annotated[
+        tuple[str, ...],
+        _delta("Publish a base that takes deltas; repeatable:", metavar="WHEN", words=_NEW_BASES),
+    ] = ()
     notify: Annotated[
         tuple[str, ...],
         _of_incr(
@@ -138,23 +144,27 @@ class RunFlags(Struct, frozen=True):
     @property
     def takes_deltas(self) -> bool:
         """True if the publication is a base or a delta."""
-        return self.incr or self.updatable
+        return self.incr or bool(self.new_base)
 
     @property
     def publishes_deltas(self) -> bool:
         """True if the publication is a delta, once there is a base."""
-        return self.incr and not self.updatable
+        return self.incr and "always" not in self.new_base
 
 
 def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
     """Refuse options about one version that cannot be combined with deltas or a watch."""
+    if alone := [when for when in run.new_base if when != "always" and not run.publishes_deltas]:
+        raise UsageError(
+            f"--new-base {alone[0]} goes with --incr", hint=f"add --incr, or leave out --new-base {alone[0]}"
+        )
     if places.again and (run.watch or run.publishes_deltas):
         raise UsageError(
             "--again publishes one version: it does not go with --watch and --incr", hint="leave out --again"
         )
     if plain and run.takes_deltas:
         raise UsageError(
-            "--plain publishes a version that takes no deltas: it does not go with --incr and --updatable",
+            "--plain publishes a version that takes no deltas: it does not go with --incr and --new-base",
             hint="leave out --plain",
         )
 
@@ -272,7 +282,7 @@ def export(
             seen = stack.enter_context(watched(request.out, sink, flags.metrics_port, flags.heartbeat))
         if flags.publishes_deltas:
             how = export_commands.RunOptions(
-                target, flags.full_on_mismatch, flags.rebase, watch, servers, seen
+                target, "if-needed" in flags.new_base, "merged" in flags.new_base, watch, servers, seen
             )
             export_commands.run_incremental(request, sink, how, dry_run=flags.dry_run)
             return

@@ -143,12 +143,12 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
     """Publish the next delta, or the base; with `dry_run` only print the plan. A watch runs until it ends.
 
     Raises:
-        UsageError: `--check-graph` is combined with `--watch` or `--full-on-mismatch`.
-        ModelHeld: the model is held, and `--rebase` would publish a base.
+        UsageError: `--check-graph` is combined with `--watch` or `--new-base if-needed`.
+        ModelHeld: the model is held, and `--new-base merged` would publish a base.
     """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
-            "--check-graph goes neither with --watch nor with --full-on-mismatch",
+            "--check-graph goes neither with --watch nor with --new-base if-needed",
             cause="a builder is run once in a process: of a second run, layers have other names",
         )
     if dry_run:

@@ -292,7 +292,7 @@ class MappingSpec(
         except MappingError as error:
             hint = SchemaChanged.default_hint
             if isinstance(error, ObjectMismatch):  # a served object is more than it was
-                hint = f"{error.hint}; a model that has more begins a new log: --full-on-mismatch"
+                hint = f"{error.hint}; a model that has more begins a new log: --new-base if-needed"
             raise SchemaChanged(
                 f"{catalog.prefix.name} does not fit what is published: {error.message}",
                 cause=error.cause,

@@ -64,7 +64,7 @@ class Option(Struct, frozen=True):
     text: Callable[[Any], str] = str
     """What is typed for a value: the other way round."""
     goes_with: str = ""
-    """Options without one of which it has no effect, and is refused: `--incr or --updatable`; or an option
+    """Options without one of which it has no effect, and is refused: `--incr or --new-base`; or an option
     with its value: `--verify outputs`.
     """
     digest: Literal["", "always", "if given"] = ""
@@ -404,7 +404,7 @@ _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work,
 )
 # `always`: these options were in the first release. A new option of a base overrides it by "if given", or the
 # digest of every base that is published would change.
-_base = partial(_deltas, goes_with="--incr or --updatable", digest="always")
+_base = partial(_deltas, goes_with="--incr or --new-base", digest="always")
 
 
 class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
@@ -760,7 +760,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         bool,
         _storage(
             "Generate no warm-up requests of the model's signatures.",
-            goes_with="--incr or --updatable or --map-tables",
+            goes_with="--incr or --new-base or --map-tables",
             digest="always",
         ),
     ] = False

@@ -12,6 +12,9 @@ from typing import Any
 
 NEW_NAMES = {
     "--options": "--config {}",
+    "--updatable": "--new-base always",
+    "--full-on-mismatch": "--new-base if-needed",
+    "--rebase": "--new-base merged",
     "--stop-after": "--until {}",
     "--stop-count": "--until count={}",
     "--stop-step": "--until step={}",

@@ -229,8 +229,8 @@ def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Fin
 
 
 def _deltas(model: Path) -> list[str]:
-    """The options for a new version of this model: `--updatable` if it has deltas."""
-    return ["--updatable"] if (model / DELTAS_DIRECTORY).is_dir() else []
+    """The options for a new version of this model: `--new-base always` if it has deltas."""
+    return ["--new-base", "always"] if (model / DELTAS_DIRECTORY).is_dir() else []
 
 
 def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
@@ -574,7 +574,7 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
                 Code.TABLE_FULL,
                 f"table {table.name!r} holds {table.keys} keys and has room for {table.free_rows} more",
                 "when it is full, --incr fails and --watch publishes a new base by itself",
-                _new_base(model, ckpt_dir, ["--updatable"]),
+                _new_base(model, ckpt_dir, ["--new-base", "always"]),
             )
 
 
@@ -652,7 +652,7 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
     record = manifest.mapped
     if record is None or not record.tables:
         return
-    deltas = ["--updatable"] if isinstance(manifest.incremental, BaseEntry) else []
+    deltas = ["--new-base", "always"] if isinstance(manifest.incremental, BaseEntry) else []
     words = ["--ckpt-dir", ckpt_dir or "CKPT_DIR", "--out", model, *deltas, "--map-tables", "--again"]
     again = command("export-model", *words)
     if why := why_restored(record):
@@ -708,14 +708,14 @@ def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path |
         newest = newest_version(model)
         if path.parent == model and (newest is None or path != newest.path):
             return command("rm", "-r", path)
-    options = ["--updatable"] if log is not None else _deltas(model)
+    options = ["--new-base", "always"] if log is not None else _deltas(model)
     found = _new_base(model, ckpt_dir, options)
     return f"{found} --data compact" if problem.error.hint == OVERWRITTEN_HINT else found
 
 
 def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
     found = new_base(model, ckpt_dir)
-    return found if options else found.replace(" --updatable", "")
+    return found if options else found.replace(" --new-base always", "")
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:

@@ -249,7 +249,7 @@ def _require_consistent(request: ExportRequest) -> None:
     """Raise UsageError for options that contradict each other."""
     if request.plain and request.updates:
         raise UsageError(
-            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --updatable"
+            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --new-base"
         )
     if request.updates and request.version:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
@@ -273,7 +273,7 @@ def _require_mappable(request: ExportRequest) -> None:
     if request.overlay_rows is not None and not request.updates:
         raise UsageError(
             "--overlay-rows: this version takes no deltas, and has no overlay",
-            hint="leave it out, or add --incr or --updatable",
+            hint="leave it out, or add --incr or --new-base",
         )
     if request.format is not ExportFormat.SAVED_MODEL:
         raise UsageError(
@@ -324,10 +324,10 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
             cause=f"it needs {by_library(graph.foreign)}"
             if graph.foreign
             else "only its own restore fills it",
-            hint="publish full versions: leave --incr and --updatable out",
+            hint="publish full versions: leave --incr and --new-base out",
         )
     asked = "--verify outputs" if request.verify is Verify.OUTPUTS else "--golden" if request.golden else ""
-    if imported := asked or ("--updatable" if request.updates else ""):
+    if imported := asked or ("--new-base always" if request.updates else ""):
         require_harmless(graph.outside, imported, is_allowed=request.allows("code"))
     if asked and graph.foreign:
         raise UsageError(
@@ -355,7 +355,8 @@ def _target_notes(model: Path) -> tuple[str, ...]:
     with suppress(NotUpdatable, ManifestError):
         LogBase.read(newest.path)
         return (
-            f"{newest.path} takes deltas, what replaces it does not: --updatable publishes one that does",
+            f"{newest.path} takes deltas, what replaces it does not: --new-base always publishes one that "
+            "does",
         )
     return ()
 
@@ -383,7 +384,7 @@ def _refuse_large_tables(mapping: VariableMapping) -> None:
             raise NotServable(
                 f"lookup table {table.node!r} holds {size} bytes; deltas carry up to {_LARGEST_TABLE_BYTES}",
                 cause="each delta after a checkpoint in which it changed would hold all of them",
-                hint="publish full versions: leave --incr or --updatable out; or keep vectors in a variable "
+                hint="publish full versions: leave --incr or --new-base out; or keep vectors in a variable "
                 "and only row numbers in the table",
             )
 

@@ -161,7 +161,7 @@ class IncrementalPlan(Struct, frozen=True):
             "--hot-rows": self.request.hot_rows and not has_hot,
         }
         return tuple(
-            f"{option} is for the next base (--updatable --again): the one that is there was made without"
+            f"{option} is for the next base (--new-base always --again): the present one was made without"
             for option, is_asked in asked.items()
             if is_asked
         )

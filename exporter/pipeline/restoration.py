@@ -380,7 +380,7 @@ class _ByDelta(_Way):
             overlaid.require_room()
         except OverlayFull as error:
             error.hint = (
-                "publish a base of that checkpoint (--ckpt-dir CHECKPOINT --updatable --again), or go "
+                "publish a base of that checkpoint (--ckpt-dir CHECKPOINT --new-base always --again), or go "
                 f"back less far: export-model history {quoted(self.log.model)}"
             )
             raise

@@ -118,7 +118,7 @@ def check_same_graph(
     if origin is None and request.check_graph:
         raise UsageError(
             f"--check-graph: what base {log.base.at.position} was made from is not known",
-            hint="publish a base that remembers it: the same export with --updatable, once",
+            hint="publish a base that remembers it: the same export with --new-base always, once",
         )
     if origin is None:
         return SameGraph(f"{base}; what it was made from is not known")
@@ -174,7 +174,7 @@ def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
     return SchemaChanged(
         f"the graph or its files are not those {base}",
         cause="; ".join(dict.fromkeys(differences)),
-        hint="publish a new base: the same export with --full-on-mismatch",
+        hint="publish a new base: the same export with --new-base if-needed",
     )
 
 

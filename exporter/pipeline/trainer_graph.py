@@ -84,7 +84,7 @@ def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | 
     if request.updates or request.format is ExportFormat.METAGRAPH:
         raise UsageError(
             "--train-tag keeps a graph in a SavedModel that does not change",
-            hint="leave out --incr, --updatable and --format metagraph",
+            hint="leave out --incr, --new-base and --format metagraph",
         )
     named = Path(request.model) if isinstance(request.model, str) else None
     path = named if named is not None and is_saved_model(named) else saved_model_around(catalog.prefix)

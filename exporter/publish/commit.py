@@ -291,7 +291,7 @@ def _next_of_log(step: int | None, last: int | None) -> int:
         raise PositionError(
             f"the next position is {position}, and deltas count to {POSITION_LIMIT - 1}",
             cause=f"step {step}" if position == step else f"version {position - 1} is there",
-            hint="remove what has that number, or publish plain versions: without --incr and --updatable",
+            hint="remove what has that number, or publish plain versions: without --incr and --new-base",
         )
     return position
 

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
     from exporter.delta.layered_state import LayeredState
     from exporter.delta.row_reader import RowReader
 
-BROKEN_LOG_HINT = "publish a new base, which leaves this log behind: the same export with --updatable --again"
+BROKEN_LOG_HINT = (
+    "publish a new base, which leaves this log behind: the same export with --new-base always --again"
+)
 
 
 class LogBase(Struct, frozen=True):
@@ -67,8 +69,8 @@ class LogBase(Struct, frozen=True):
         if not isinstance(manifest.incremental, BaseEntry):
             raise NotUpdatable(
                 f"{path} was not exported to take deltas",
-                hint="begin with deltas: the same export with --updatable publishes a newer base that takes "
-                "them; or go on with plain versions: leave out --incr",
+                hint="begin with deltas: the same export with --new-base always publishes a newer base that "
+                "takes them; or go on with plain versions: leave out --incr",
             )
         return cls(path, manifest, manifest.incremental)
 

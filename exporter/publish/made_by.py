@@ -111,7 +111,7 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
             words += arguments(entry.updates) if entry.updates != Updates() else ()
         if manifest is not None and manifest.signature is not None:
             words += ["--sign-key", "KEY"]
-    return " ".join([*map(quoted, words), "--updatable", "--again"])
+    return " ".join([*map(quoted, words), "--new-base always", "--again"])
 
 
 def export_kept_of(model: str | Path) -> str:
@@ -120,7 +120,7 @@ def export_kept_of(model: str | Path) -> str:
     if kept is None:
         return ""
     typed = " ".join(map(quoted, kept.arguments))
-    return f"cd {quoted(kept.directory)} && export-model {typed} --updatable --again"
+    return f"cd {quoted(kept.directory)} && export-model {typed} --new-base always --again"
 
 
 def look_at_trainer(model: str | Path) -> str:

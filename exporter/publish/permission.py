@@ -57,7 +57,8 @@ class Permission(Struct, frozen=True):
         if log is not None and newest is not None and not takes_deltas and not self.plain:
             raise ChainEnds(
                 f"{newest.path} takes deltas, and this version would not: servers that load it stop updating",
-                hint="publish what changed: --incr; a new base: --updatable; or, if this is meant: --plain",
+                hint="publish what changed: --incr; a new base: --new-base always; or, if this is meant: "
+                "--plain",
             )
 
 

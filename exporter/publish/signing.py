@@ -184,7 +184,8 @@ class Trust(Struct, frozen=True):
             raise NotTrusted(
                 f"the signature of {where} does not fit",
                 cause="the manifest was altered, or it was signed for another place",
-                hint="publish a new base (--updatable --again --sign-key); and find out who writes there",
+                hint="publish a new base (--new-base always --again --sign-key); and find out who writes "
+                "there",
             ) from None
         self._check_identity(content, path, where)
 

@@ -196,7 +196,7 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
         raise NotServable(
             "the model has no variables that an update could change",
             cause="its answers depend only on requests, constants and assets",
-            hint="publish a plain version: leave --incr or --updatable out",
+            hint="publish a plain version: leave --incr or --new-base out",
         )
     return served
 

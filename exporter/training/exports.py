@@ -523,7 +523,7 @@ def _options(request: ExportRequest) -> Iterator[str]:
     if request.again:
         yield "--again"
     if request.updates is not None:
-        yield "--updatable"
+        yield "--new-base=always"
     yield from arguments(request)
 
 

@@ -87,7 +87,7 @@ class UpdateStatus(StrEnum):
     FORMAT = (
         "format",
         "A delta has a format or flags that this base does not know.",
-        "Publish a new base with this release: the same export with `--updatable --again`.",
+        "Publish a new base with this release: the same export with `--new-base always --again`.",
     )
     LINEAGE = (
         "lineage",
@@ -116,7 +116,7 @@ class UpdateStatus(StrEnum):
         "overlay",
         "A delta changes more rows of a mapped table than its overlay has room for.",
         "Let the server load the newest base, whose overlay is empty. If it serves that one: publish "
-        "another, by the same export with `--updatable --again`, or with a larger `--overlay-rows`.",
+        "another, by the same export with `--new-base always --again`, or with a larger `--overlay-rows`.",
     )
 
 

@@ -98,7 +98,7 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.BASE_WANTED: Meaning(
         "Replicas refuse a delta, and no other leads past it.",
-        "Publish a new base: the same export with `--updatable --again`.",
+        "Publish a new base: the same export with `--new-base always --again`.",
     ),
     Code.QUARANTINED: Meaning(
         "Every replica that needs a delta refuses it: it is damaged, or does not fit.",

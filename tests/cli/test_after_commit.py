@@ -101,7 +101,7 @@ def test_a_new_base_that_fails_is_told_beside_the_delta_that_is_published(
     before = names(setting)
     how = ["--watch", "--until", "count=1"] if watch else []
     command = ["--ckpt-dir", setting.directory / "train", "--out", setting.model, "--incr", "--json", *how]
-    ran = export_model(*command, "--rebase")
+    ran = export_model(*command, "--new-base=merged")
     document = json.loads(ran.out)
     assert Path(document["path"]).name in names(setting) - before
     assert ran.error["message"].startswith(f"{document['path']} is published, but no new base: ")

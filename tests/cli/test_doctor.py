@@ -197,7 +197,9 @@ def test_a_delta_that_servers_need_asks_for_a_new_base(place: Place) -> None:
     damage(place.deltas[0] / "delta.data-00000-of-00001")
     (found,) = place.doctor("--ckpt-dir", place.train).document["findings"]
     assert (found["check"], found["level"]) == ("files", "wrong")
-    expected = f"export-model --ckpt-dir {place.train} --model WHAT --out {place.model} --updatable --again"
+    expected = (
+        f"export-model --ckpt-dir {place.train} --model WHAT --out {place.model} --new-base always --again"
+    )
     assert found["command"] == expected
 
 
@@ -206,7 +208,7 @@ def test_a_base_without_a_way_to_the_newest_position(place: Place) -> None:
     (found,) = place.doctor().document["findings"]
     assert (found["check"], found["level"]) == ("ways", "wrong")
     assert str(place.model / "10") in found["message"]
-    assert found["command"].endswith("--updatable --again")
+    assert found["command"].endswith("--new-base always --again")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "variables/variables.index"])

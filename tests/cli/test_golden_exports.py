@@ -53,7 +53,7 @@ def test_a_base_with_wrong_answers_is_not_published(
     train(world, USERS, number)
     world.trainer.save()
     before = sorted(world.model.iterdir())
-    base = [*world.arguments()[:-1], "--updatable", "--again"]
+    base = [*world.arguments()[:-1], "--new-base=always", "--again"]
     done = export_model(*base, "--golden", golden(tmp_path, **expect))
     assert done.code == 6
     assert "the version does not pass the golden requests" in done.err
@@ -70,7 +70,7 @@ def test_a_base_that_passes_is_published_with_its_increments(world: Published, t
     near = np.full((len(USERS), 3), 0.5)
     near[3] = 0.75  # which only the increment says
     before = newest_version(world.model)
-    other = [*world.arguments(), "--full-on-mismatch", "--stamp"]
+    other = [*world.arguments(), "--new-base=if-needed", "--stamp"]
     wrong = export_model(*other, "--golden", golden(tmp_path, near=0.5, tolerance=0.01))
     assert (wrong.code, newest_version(world.model)) == (6, before), wrong.err
     done = export_model(*other, "--golden", golden(tmp_path, near=near.tolist(), tolerance=0.01))
@@ -90,7 +90,7 @@ def test_a_file_that_holds_no_requests_is_a_usage_error(
     file = tmp_path / "golden.json"
     if text is not None:
         file.write_text(text)
-    done = export_model(*world.arguments()[:-1], "--updatable", "--again", "--golden", file)
+    done = export_model(*world.arguments()[:-1], "--new-base=always", "--again", "--golden", file)
     assert (done.code, message in done.err) == (2, True), done.err
 
 
@@ -104,7 +104,7 @@ def test_requests_that_do_not_fit_the_signature_do_not_pass(world: Published, tm
         {"name": "no such row", "inputs": {"user": [10**9], "item": [0]}},
     ]
     file.write_text(json.dumps({"requests": requests}))
-    done = export_model(*world.arguments()[:-1], "--updatable", "--again", "--golden", file)
+    done = export_model(*world.arguments()[:-1], "--new-base=always", "--again", "--golden", file)
     assert done.code == 6
     for request in requests:
         assert str(request["name"]) in done.err

@@ -226,7 +226,7 @@ def test_bad_input_is_named_and_nothing_is_published(setting: Log, case: Bad) ->
 
 def test_after_a_version_without_deltas_the_same_options_would_not_help(setting: Log) -> None:
     plain_version_on_top(setting)
-    assert "--updatable" in setting.export().error["hint"]
+    assert "--new-base always" in setting.export().error["hint"]
 
 
 def test_what_differs_in_a_changed_schema_is_said(setting: Log) -> None:
@@ -246,7 +246,7 @@ def test_other_rules_than_the_base_has_are_refused(setting: Log) -> None:
 def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: Log) -> None:
     ran = setting.export("--stamp", "--isolation", "row")
     assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
-    assert "--full-on-mismatch" in ran.error["hint"]
+    assert "--new-base if-needed" in ran.error["hint"]
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--stamp")
     assert "--stamp was not given, is given" in ran.err
     assert "hint:  give --stamp as it was, or begin a new log" in ran.err
@@ -264,23 +264,23 @@ def test_caches_that_cannot_be_written_are_no_failure(setting: Log) -> None:
 
 
 def test_options_of_incremental_exports_go_with_incr(setting: Log) -> None:
-    for option in ("--rebase", "--full-on-mismatch"):
+    for option in ("--new-base=merged", "--new-base=if-needed"):
         ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, option)
         assert ran.code == 2
         assert "goes with --incr" in ran.err
 
 
 def test_a_rebase_is_reported_also_beside_nothing_to_do(setting: Log) -> None:
-    done = setting.export("--rebase").document
+    done = setting.export("--new-base=merged").document
     assert done["status"] == "published"
     assert Path(done["new_base"]).name == str(done["position"])
-    again = setting.export("--rebase").document
+    again = setting.export("--new-base=merged").document
     assert (again["status"], again["new_base"]) == ("nothing_to_do", None)
 
 
 def test_a_rebase_alone_is_told_to_people(setting: Log) -> None:
     assert setting.export().code == 0
-    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--rebase")
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--new-base=merged")
     assert "nothing to do" in ran.out
     assert f"new base      {setting.model}/40: the base and 3 deltas" in ran.out
 
@@ -347,7 +347,7 @@ def test_verify_names_what_is_wrong(setting: Log, damage: str) -> None:
     assert len(ran.document["problems"]) >= 1
     assert ran.document["problems"][0]["error"] == ran.error["error"]
     if damage in ("shard", "gap"):
-        assert "--updatable" in ran.error["hint"], "a new base is what mends it"
+        assert "--new-base always" in ran.error["hint"], "a new base is what mends it"
 
 
 def test_a_delta_that_servers_do_not_take_yet_names_the_hold(setting: Log) -> None:
@@ -421,12 +421,12 @@ def test_a_forgotten_incr_does_not_end_the_log(setting: Log, ranker: Path, ranke
         refused = export_model(*options, *way)
         assert refused.code == 5
         assert f"{setting.model / '10'} takes deltas" in refused.err
-        assert all(option in refused.err for option in ("--incr", "--updatable", "--plain"))
+        assert all(option in refused.err for option in ("--incr", "--new-base always", "--plain"))
     assert sorted(path for path in map(str, setting.model.rglob("*")) if "/.watch" not in path) == before
     note = f"note: {setting.model / '10'} takes deltas"
     assert note in export_model(*options, "--dry-run", "--plain").err
-    assert export_model(*options, "--dry-run", "--updatable").code == 0
-    assert export_model(*options, "--updatable", "--plain").code == 2
+    assert export_model(*options, "--dry-run", "--new-base=always").code == 0
+    assert export_model(*options, "--new-base=always", "--plain").code == 2
     assert note in export_model(*options, "--plain").err
     assert "note" not in export_model(*options).err, "what is replaced now takes none either"
 
@@ -447,7 +447,7 @@ def test_a_model_that_goes_back_is_told(tmp_path: Path) -> None:
 )
 def test_how_deltas_are_taken_is_no_matter_of_a_plain_version(setting: Log, options: tuple[str, ...]) -> None:
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, *options)
-    assert (ran.code, "with --incr or --updatable" in ran.err) == (2, True), ran.err
+    assert (ran.code, "with --incr or --new-base" in ran.err) == (2, True), ran.err
 
 
 @pytest.mark.parametrize("options", [("--keep", "1"), ("--despite-hold",), ("--rebase", "--to", "20")])

@@ -160,7 +160,7 @@ def test_a_directory_whose_name_is_not_utf_8(ranker: Path, ranker_graph: Path, t
     train = tmp_path / os.fsdecode(b"mod\xe8le")
     shutil.copytree(ranker, train)
     out = tmp_path / os.fsdecode(b"sorti\xe8")
-    for options in ((), ("--updatable", "--again")):
+    for options in ((), ("--new-base=always", "--again")):
         ran = run('"$@"', "--ckpt-dir", train, "--model", ranker_graph, "--out", out, "-q", *options)
         assert ran.returncode == 0, ran.stderr
     manifest = json.loads((out / "20" / "manifest.json").read_text())

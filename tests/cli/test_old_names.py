@@ -43,13 +43,15 @@ def test_the_new_name_of_each_is_an_option_without_the_old_one_beside_it() -> No
         ("merge m --allow-code", "merge m --allow-code"),
         ("export --allow-dropout", "export --allow=dropout"),
         ("--allow-files", "--allow"),
+        ("--updatable --incr --rebase", "--new-base=always --incr --new-base=merged"),
+        ("merge m --rebase", "merge m --rebase"),
         ("--stop-after 2h --stop-step=7", "--until=2h --until=step=7"),
     ],
 )
 def test_words_of_a_command_line(typed: str, renewed: str) -> None:
     found, notes = renew_words(PROGRAMS[0], typed.split(" "))
     assert found == renewed.split(" ")
-    assert len(notes) == (0 if typed == renewed else len(re.findall("--(allow|stop)-", typed)))
+    assert len(notes) == (0 if typed == renewed else len(re.findall("--(allow-|stop-|upd|reb)", typed)))
 
 
 @pytest.mark.parametrize(

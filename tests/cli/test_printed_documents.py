@@ -37,8 +37,8 @@ EXPORT = "--ckpt-dir ranker --model graph --out models/new"
 RUNS = {
     "export-model": [f"{EXPORT} --dry-run", EXPORT, EXPORT],
     "export-model --incr": [
-        f"{EXPORT} --updatable --plain",
-        f"{EXPORT} --updatable --again",
+        f"{EXPORT} --new-base always --plain",
+        f"{EXPORT} --new-base always --again",
         f"{EXPORT} --incr --dry-run",
         f"{EXPORT} --incr",
     ],

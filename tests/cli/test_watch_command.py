@@ -99,7 +99,7 @@ def test_usage_errors(options: list[str], message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", [[], ["--incr"], ["--watch"], ["--incr", "--watch"], ["--dry-run"], ["--updatable"]]
+    "mode", [[], ["--incr"], ["--watch"], ["--incr", "--watch"], ["--dry-run"], ["--new-base=always"]]
 )
 def test_a_node_that_is_not_the_chief_writes_nothing(
     ranker: Path, ranker_graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: list[str]

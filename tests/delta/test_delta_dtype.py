@@ -287,7 +287,7 @@ def test_the_command_says_how_far_off_rounded_rows_are(trainer: Trainer, tmp_pat
     [
         ["--incr", "--delta-dtype", "int4"],
         ["--delta-dtype", "int8"],
-        ["--updatable", "--delta-dtype", "int8"],
+        ["--new-base=always", "--delta-dtype", "int8"],
     ],
 )
 def test_a_dtype_that_is_none_or_goes_with_nothing_is_a_usage_error(

@@ -154,6 +154,6 @@ def test_the_real_command_refuses_such_calls(tmp_path: Path) -> None:
     meta_graph.graph_def.node.add(name="y", op="f0", input=["product", "product"])
     path.write_bytes(meta_graph.SerializeToString())
     typed = ["--ckpt-dir", directory, "--out", tmp_path / "model", "--input", "x=x", "--output", "y=y"]
-    command = [sys.executable, "-m", "exporter", *map(str, typed), "--updatable", "--allow", "dropout"]
+    command = [sys.executable, "-m", "exporter", *map(str, typed), "--new-base=always", "--allow", "dropout"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 1 and "would become more than" in ran.stderr, ran.stderr

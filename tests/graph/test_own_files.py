@@ -25,7 +25,7 @@ from tests.support.trained import answers_in_session
 v1 = tf.compat.v1
 ENDS: Any = {"inputs": {"x": "x"}, "outputs": {"y": "y"}}
 TYPED = ("--input", "x=x", "--output", "y=y")
-WAYS = [(), ("--verify", "outputs"), ("--updatable",), ("--incr",)]
+WAYS = [(), ("--verify", "outputs"), ("--new-base=always",), ("--incr",)]
 NAMES = ["plain", "outputs", "updatable", "increments"]
 Build = Callable[[Any], None]
 

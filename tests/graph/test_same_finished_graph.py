@@ -94,7 +94,7 @@ def test_another_graph(source: Finished) -> None:
     other = source.copy("other")
     edit(other, "Sigmoid")
     refused(source.export(other), "holds another inference graph")
-    assert source.export(other, "--full-on-mismatch").document["position"] == 20
+    assert source.export(other, "--new-base=if-needed").document["position"] == 20
     source.job.save(30)
     assert source.export(other).document["position"] == 30
     refused(source.export(source.saved_model), "holds another inference graph")
@@ -112,7 +112,7 @@ def test_signatures_need_not_be_given_again(source: Finished) -> None:
     other = source.copy("other")
     edit(other, "")
     given = ("--signatures", signatures)
-    begun = source.export(other, *given, "--full-on-mismatch")
+    begun = source.export(other, *given, "--new-base=if-needed")
     assert begun.code == 0, begun.err
     source.job.save(30)
     refused(
@@ -132,7 +132,7 @@ def test_a_meta_file_beside_the_checkpoint(source: Finished) -> None:
     (graph,) = read_saved_model(source.saved_model).meta_graphs
     shutil.copy(source.job.vocabulary, train)
     (train / "model.ckpt-20.meta").write_bytes(graph.SerializeToString())
-    begun = source.export(None, "--full-on-mismatch", "--out", source.job.directory / "fresh")
+    begun = source.export(None, "--new-base=if-needed", "--out", source.job.directory / "fresh")
     assert begun.code == 0, begun.err
     source.job.save(30)  # its .meta is not written yet
     export = ("--out", source.job.directory / "fresh")

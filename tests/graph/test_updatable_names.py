@@ -68,8 +68,8 @@ def no_variables() -> tuple[dict[str, Any], dict[str, Any]]:
 def test_without_variables_there_is_nothing_to_update(ranker: Path, tmp_path: Path) -> None:
     with pytest.raises(NotServable, match="no variables that an update could change") as error:
         schema_of(inference_graph(no_variables))
-    assert "leave --incr or --updatable out" in error.value.hint
-    for more in ("--updatable", "--incr"):
+    assert "leave --incr or --new-base out" in error.value.hint
+    for more in ("--new-base=always", "--incr"):
         for dry_run in ([], ["--dry-run"]):
             ran = export_model(
                 *("--ckpt-dir", ranker, "--model", f"{__file__}:no_variables"),

@@ -147,7 +147,7 @@ def test_deltas_mergers_rollbacks_and_resumptions_keep_their_own(published: Publ
     assert read_log(model).trained.newest_event == hours[0]
     assert export_model("resume", model).code == 0
     assert read_log(model).trained.newest_event == hours[4]
-    published.publish("--rebase")
+    published.publish("--new-base=merged")
     assert read_log(model).base.entry.trained.newest_event == hours[4], "a base made of deltas has it, too"
     document = export_model("history", model, "--json").document
     assert datetime.fromisoformat(document["events"][-1]["event_time"]) == hours[4]
@@ -174,7 +174,7 @@ def test_a_base_has_the_time_of_its_checkpoint(tmp_path: Path) -> None:
     published.trainer.train()
     published.trainer.save()
     done = export_model(
-        *[part for part in published.arguments() if part != "--incr"], "--updatable", "--again"
+        *[part for part in published.arguments() if part != "--incr"], "--new-base=always", "--again"
     )
     assert done.code == 0, done.err
     found = read_log(published.model).base.entry.trained.newest_event

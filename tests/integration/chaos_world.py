@@ -387,7 +387,7 @@ class World:
         if is_full := "the overlay of table" in ran.err:
             assert ran.code == 5, ran.err
             assert not self.kind.has_room, ran.err
-            ran = self.command(*self._export(), *options, "--full-on-mismatch")
+            ran = self.command(*self._export(), *options, "--new-base=if-needed")
             self.bases_for_room += ran.code == 0
         if ran.code:
             is_other = is_full or self.kind.is_built  # an older base, taken back, is of an older module
@@ -683,7 +683,7 @@ class World:
         assert "part has changed" in ran.err or self.is_held(ran), ran.err
         assert newest_of(self.model) == before, "a delta over another graph"
         if self.dice.random() < 0.5:
-            ran = self.command(*self._export(), "--full-on-mismatch")
+            ran = self.command(*self._export(), "--new-base=if-needed")
             assert ran.code == 0 or self.log.hold.binds, ran.err
         if ran.code:
             self.module.write_text(text)
@@ -728,7 +728,7 @@ class World:
 
     def new_log(self) -> None:
         """A base that no delta leads to, with any options; golden requests refuse what is no number."""
-        options = ["--updatable", "--again", *self.dice.choice(BASES)]
+        options = ["--new-base=always", "--again", *self.dice.choice(BASES)]
         is_golden = self.dice.random() < 0.5
         if is_golden:
             options += ["--golden", self.golden]
@@ -1009,7 +1009,7 @@ class World:
     def _any_command(self) -> list[object]:
         candidates: list[list[object]] = [
             self._export(),
-            [*self._export(), "--rebase"],
+            [*self._export(), "--new-base=merged"],
             ["merge", self.model],
             ["merge", self.model, "--rebase"],
             ["resume", self.model],
@@ -1017,7 +1017,7 @@ class World:
             self._tagging(),
         ]
         if self.kind.maps:  # what follows overlays that are full, and options that are said once
-            candidates.append([*self._export(), "--full-on-mismatch"])
+            candidates.append([*self._export(), "--new-base=if-needed"])
             candidates.append([word for word in self._export() if word not in self.maps])
         older = self._older()
         if older:

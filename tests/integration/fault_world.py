@@ -265,7 +265,7 @@ class World:
     def _set_commands(self) -> None:
         """What everybody runs from the next start on: where the model is now, with the options of now."""
         exporter, agent = (("tests.support.clocks", clock.file) for _, clock in self.clocks)
-        watching = ("--incr", "--full-on-mismatch", "--watch", "--interval", "0.1")
+        watching = ("--incr", "--new-base=if-needed", "--watch", "--interval", "0.1")
         self.exporter.command = [*exporter, EXPORTER, *self._publishing(), *watching]
         for server, port in zip(self.servers, self._ports, strict=True):
             server.command = [
@@ -502,7 +502,7 @@ class World:
             self._wait("a ready agent beside the damage", self._is_ready)
             self._stay(log, good)
             self.exporter.signal(signal.SIGCONT)
-            for attempt in ((), ("merge", self.model), (*self._publishing(), "--updatable", "--again")):
+            for attempt in ((), ("merge", self.model), (*self._publishing(), "--new-base=always", "--again")):
                 if attempt:
                     self._command(*attempt, limit_s=SETTLED_WITHIN_S)
                     self._wait("the end of every command", self._is_idle)
@@ -641,7 +641,7 @@ class World:
             choices: list[tuple[object, ...]] = [("merge", self.model), ("merge", self.model, "--rebase")]
             choices += [("push", self.model, f"s3://{BUCKET}/ranker", "--prune")] * 2
             choices += [("tag", self.model, TAG)]
-            base = (*self._publishing(), "--updatable", "--again")
+            base = (*self._publishing(), "--new-base=always", "--again")
             choices += [base, (*base, "--golden", self.golden)] if "--golden" not in base else [base]
             named = [tag.name for tag in tags_of(self.model) if not tag.gone]
             if positions:

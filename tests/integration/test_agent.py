@@ -136,7 +136,7 @@ def test_a_hold_is_kept_and_a_new_base_is_followed(published: Published, servers
         assert f'released_position{{model="{published.model.name}"}} {back}.0' in metrics
         assert export_model("resume", published.model).code == 0
         wait(lambda: server.position(version) == published.position)
-        newest = published.publish("--rebase")
+        newest = published.publish("--new-base=merged")
         wait(lambda: server.position(base_of(published)) == newest)
         newest = published.publish()
         wait(lambda: server.position(base_of(published)) == newest)
@@ -172,7 +172,7 @@ def test_a_damaged_delta_is_quarantined_and_a_base_asked_for(
         (event,) = wait(lambda: running.of("damaged"))
         assert event["command"] == f"export-model doctor {published.model}"
         assert model["base_wanted"]
-        assert "--updatable" in running.get("/")[1]
+        assert "--new-base always" in running.get("/")[1]
         data.write_bytes(good)
 
 

@@ -368,7 +368,7 @@ def test_a_new_base_that_answers_wrong_is_told_and_could_have_been_refused(
     published: Published, servers: list[Server], golden: Path
 ) -> None:
     """Servers load a new version by themselves: the canary tells at once, `--golden` keeps it from them."""
-    base = [*published.arguments()[:-1], "--updatable", "--again"]
+    base = [*published.arguments()[:-1], "--new-base=always", "--again"]
     with canary(published, servers, golden) as running:
         good = publish(published, normal)
         wait(lambda: positions(servers, published) == {good})

@@ -205,7 +205,7 @@ def test_archives_may_go_once_they_are_published(runs: Runs) -> None:
     runs.assert_holds(3)
     assert export_model("merge", runs.model).code == 0
     assert export_model("diff", runs.model, runs.train, "--exit-code").code == 0
-    ran = export_model("--ckpt-dir", runs.train, "--out", runs.model, "--incr", "--rebase")
+    ran = export_model("--ckpt-dir", runs.train, "--out", runs.model, "--incr", "--new-base=merged")
     assert ran.code == 0, ran.err
     runs.assert_holds(3)
     assert export_model("doctor", runs.model, "--ckpt-dir", runs.train).code == 0
@@ -225,7 +225,7 @@ def test_other_layers_are_refused_by_name(trained: Path, tmp_path: Path, way: st
         runs.follow()
     why = f"{caught.value.message} {caught.value.cause}"
     assert "in the checkpoint alone: layers/dense_4" in why or "layers differ" in why, why
-    assert "--full-on-mismatch" in caught.value.hint
+    assert "--new-base if-needed" in caught.value.hint
     runs.assert_holds(1)
 
 

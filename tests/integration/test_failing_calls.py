@@ -28,7 +28,7 @@ from tests.support.setting import Setting, followed
 
 COMMANDS = {
     "delta": (("--ckpt-dir", "train", "--out", "model", "--incr"), ()),
-    "delta and base": (("--ckpt-dir", "train", "--out", "model", "--incr", "--rebase"), ()),
+    "delta and base": (("--ckpt-dir", "train", "--out", "model", "--incr", "--new-base=merged"), ()),
     "merge": (("merge", "model"), ()),
     "base": (("merge", "model", "--rebase"), ()),
     "rollback": (("rollback", "model", "--to", "20"), ()),

@@ -138,8 +138,8 @@ def test_a_new_base_is_published_where_no_delta_fits_and_only_if_asked(
     ]
     refused = export_model(*common)
     assert (refused.code, refused.error["error"]) == (5, "SchemaChanged")
-    assert "--full-on-mismatch" in refused.error["hint"]
-    done = export_model(*common, "--full-on-mismatch")
+    assert "--new-base if-needed" in refused.error["hint"]
+    done = export_model(*common, "--new-base=if-needed")
     assert (done.code, done.document["position"]) == (0, 41)
     assert export_model(*common).document["from_position"] == 41
     with loaded_quickly(model / "41") as server:

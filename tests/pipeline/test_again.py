@@ -90,7 +90,7 @@ def build():
         ["--format", "both"],
         ["--data", "compact"],
         ["--verify", "bytes"],
-        ["--updatable"],
+        ["--new-base=always"],
         ["--version", "30"],
     ],
 )
@@ -161,14 +161,14 @@ def test_versions_of_earlier_releases_are_known_by_their_checkpoint(directory: P
     del document["plan_digest"]
     manifest.write_text(json.dumps(document))
     assert ran()["status"] == "nothing_to_do"
-    assert ran("--updatable")["status"] == "published"
+    assert ran("--new-base=always")["status"] == "published"
 
 
 def test_a_retry_of_the_first_increment_goes_on_with_the_log(directory: Path) -> None:
     assert ran("--incr")["status"] == "published"
     assert ran("--incr")["status"] == "nothing_to_do"
-    assert ran("--updatable")["status"] == "nothing_to_do", "a second base would end the log"
-    assert ran("--incr", "--full-on-mismatch", "--stamp")["status"] == "published"
+    assert ran("--new-base=always")["status"] == "nothing_to_do", "a second base would end the log"
+    assert ran("--incr", "--new-base=if-needed", "--stamp")["status"] == "published"
 
 
 def test_two_at_once_publish_one_version(directory: Path) -> None:

@@ -95,7 +95,7 @@ class Elsewhere(Job):
         (directory / "compiled.py").unlink()
         (directory / "train").mkdir()
         job.save(10)
-        ran = job.program("--updatable")
+        ran = job.program("--new-base=always")
         assert ran.returncode == 0, ran.stderr
         job.save(20)
         return job

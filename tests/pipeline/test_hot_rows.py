@@ -434,7 +434,7 @@ def test_increments_in_a_new_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         trainer.train()
         trainer.increment()
-        done = export_model(*published.arguments(), "--full-on-mismatch")
+        done = export_model(*published.arguments(), "--new-base=if-needed")
         assert done.code == 0, done.err
     assert trainer.session is not None
     base, values = read_log(published.model).base.path, trainer.session.variables.values

@@ -106,7 +106,7 @@ def test_changes_without_room_are_no_delta(model: MappedModel) -> None:
     assert OverlaidRows.of(read_log(model.out)).tables == (OverlaidTable("emb", 90, 100),)
     with pytest.raises(OverlayFull, match="room for 100") as caught:
         delta(model, 10, np.arange(20, 110))
-    assert "--full-on-mismatch" in caught.value.hint
+    assert "--new-base if-needed" in caught.value.hint
     assert read_log(model.out).at.position == 9
     arguments = ["--ckpt-dir", model.train, "--out", model.out, "--model", model.model, "--incr"]
     assert export_model(*arguments).code == 5
@@ -339,7 +339,7 @@ def test_a_new_base_holds_the_increments_that_had_no_room(
     for _ in range(3):
         trainer.train()
         trainer.increment()
-        done = export_model(*published.arguments(), "--full-on-mismatch")
+        done = export_model(*published.arguments(), "--new-base=if-needed")
         assert done.code == 0, done.err
         log = read_log(published.model)
         assert log.at.step == int(trainer.session.variables.values["global_step"])

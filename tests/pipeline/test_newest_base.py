@@ -87,7 +87,7 @@ def test_a_new_log_begins_at_the_increments_in_a_store_as_at_a_path(tmp_path: Pa
     for _ in range(2):
         assert export_model(*stored).code == 0
         local.publish()
-    other = ("--cast", "s/users=bfloat16", "--full-on-mismatch")
+    other = ("--cast", "s/users=bfloat16", "--new-base=if-needed")
     for arguments in (stored, local.arguments()):
         done = export_model(*arguments, *other, "--json")
         assert done.code == 0, done.err
@@ -106,7 +106,7 @@ def test_a_new_log_of_a_prefix_begins_at_the_checkpoint_that_is_named(tmp_path: 
     named = local.trainer.directory / "model.ckpt-10"
     directory = str(local.trainer.directory)
     arguments = [str(named) if word == directory else word for word in local.arguments()]
-    done = export_model(*arguments, "--cast", "s/users=bfloat16", "--full-on-mismatch", "--json")
+    done = export_model(*arguments, "--cast", "s/users=bfloat16", "--new-base=if-needed", "--json")
     assert done.code == 0, done.err
     log = read_log(local.model)
     assert (log.at.step, log.at.position) == (10, served.position + 1)

@@ -96,7 +96,7 @@ def test_the_bytes_of_a_delta_are_verified_before_it_is_published(
 def test_a_dry_run_shows_the_base_that_is_due(job: Job) -> None:
     """In a process of its own, since the builder is run."""
     job.vocabulary.write_text("c\nb\na\n")
-    ran = job.program("--incr", "--full-on-mismatch", "--dry-run")
+    ran = job.program("--incr", "--new-base=if-needed", "--dry-run")
     assert ran.returncode == 0, ran.stderr
     assert "a new base is due" in ran.stderr
     assert "words.txt has changed" in ran.stderr
@@ -114,7 +114,7 @@ def test_what_no_file_tells_is_found_by_building_the_graph_again(
     )
     job.code.write_text(hidden)
     monkeypatch.setenv("ACTIVATION", "sigmoid")
-    assert job.program("--incr", "--full-on-mismatch").returncode == 0
+    assert job.program("--incr", "--new-base=if-needed").returncode == 0
     job.save(30)
     same = job.program("--incr", "--check-graph", "--json")
     assert same.returncode == 0, same.stderr
@@ -171,7 +171,7 @@ def test_a_file_that_looks_as_it_did_is_not_read_again(tmp_path: Path) -> None:
 def test_a_watch_makes_a_new_base_of_the_new_code(begun: Job, tmp_path: Path) -> None:
     """One process imports the builder's neighbour twice, as it was and as it is."""
     job = begun.copy(tmp_path)
-    options = "--out fresh --model model.py:serving --incr --full-on-mismatch --watch --until count=2"
+    options = "--out fresh --model model.py:serving --incr --new-base if-needed --watch --until count=2"
     command = ["--ckpt-dir", "train", *options.split(), "--until", "250"]
     program = [sys.executable, "-m", "exporter", *command]
     with subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:

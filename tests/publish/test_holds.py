@@ -95,18 +95,18 @@ def test_a_base_that_takes_deltas_meanwhile_is_not_followed_by_a_plain_version(
 def test_deltas_go_on_behind_a_hold_and_a_base_is_refused_by_name(request_: ExportRequest) -> None:
     options = ("--ckpt-dir", request_.ckpt_dir, "--out", request_.out, "--incr")
     save(request_.ckpt_dir, 40)
-    refused = export_model(*options, "--rebase", "--json")
+    refused = export_model(*options, "--new-base=merged", "--json")
     assert (refused.code, refused.error["error"]) == (5, "ModelHeld")
     assert read_log(request_.out).at.position == 31, "nothing was published"
     merged = export_model("merge", request_.out, "--rebase")
     assert merged.code == 5
     assert f"hint:  lift the hold: export-model resume {request_.out}" in merged.err
-    watched = export_model(*options, "--rebase", "--watch", "--json", "--until", "count=1")
+    watched = export_model(*options, "--new-base=merged", "--watch", "--json", "--until", "count=1")
     assert watched.code == 0
     assert json.loads(watched.out)["position"] == 40
     assert "no new base" in watched.err
     assert versions(request_.out) == [10]
-    assert export_model(*options, "--rebase", "--despite-hold").code == 0
+    assert export_model(*options, "--new-base=merged", "--despite-hold").code == 0
     assert versions(request_.out) == [40, 10]
 
 

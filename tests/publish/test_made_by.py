@@ -40,7 +40,7 @@ def test_what_was_exported_is_exported_again_by_the_command(
 ) -> None:
     model = tmp_path / "it's here" / "ranker"
     done = export_model(
-        *("--ckpt-dir", ranker, "--model", ranker_graph, "--out", model, "--updatable"),
+        *("--ckpt-dir", ranker, "--model", ranker_graph, "--out", model, "--new-base=always"),
         *("--cast", ".*user_embedding=float16", "--keep", "3"),
     )
     assert done.code == 0, done.err
@@ -63,7 +63,7 @@ def test_of_a_model_in_a_store_it_is_whole_too(
     ranker: Path, ranker_graph: Path, bucket: Bucket, tmp_path: Path
 ) -> None:
     url = bucket.url("models/ranker")
-    done = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--updatable")
+    done = export_model("--ckpt-dir", ranker, "--model", ranker_graph, "--out", url, "--new-base=always")
     assert done.code == 0, done.err
     line = new_base(url)
     assert f"--out={url}" in line

@@ -179,7 +179,7 @@ def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(se
     done = call("update", server.address, "--model", "ranker")
     assert done.exit_code == 2
     assert "version 7 of ranker takes no deltas" in done.stderr
-    assert "--updatable" in done.stderr, "--incr would be refused as long as this version is the newest"
+    assert "--new-base always" in done.stderr, "--incr would be refused as long as this version is the newest"
 
 
 def test_a_taken_port_is_one_message(server: ModelServer, tmp_path: Path) -> None:

@@ -88,4 +88,4 @@ def refused(ran: Ran, what: str) -> None:
     assert ran.code == 5, ran.err
     assert ran.error["error"] == "SchemaChanged"
     assert what in ran.error["cause"]
-    assert "--full-on-mismatch" in ran.error["hint"]
+    assert "--new-base if-needed" in ran.error["hint"]

@@ -38,7 +38,7 @@ def right() -> None:
     print(delta.rows)
     request = ExportRequest("train", Path("models/m"), model=serving, verify="outputs", again=True)
     whole: Exported = export(request)
-    either: Exported | ExportedDelta = export_incremental(request, full_on_mismatch=True)
+    either: Exported | ExportedDelta = export_incremental(request, new_base="if-needed")
     watched: Iterator[Exported] = exporter.watch(
         "train", "models/m", watching=Watching(1.0, StopWhen(count=3)), casts=["bfloat16"]
     )

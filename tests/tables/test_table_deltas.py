@@ -439,7 +439,7 @@ def test_the_doctor_sees_a_table_that_is_nearly_full(trainer: DeepRecTrainer, mo
     exported(trainer, model)
     (found,) = (finding for finding in findings(model) if finding["check"] == "tables")
     assert found["message"] == "table 'item' holds 1010 keys and has room for 40 more"
-    assert found["command"].endswith(f"--out {model} --updatable --again")
+    assert found["command"].endswith(f"--out {model} --new-base always --again")
 
 
 def findings(model: Path) -> list[dict[str, Any]]:

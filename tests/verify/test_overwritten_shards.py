@@ -70,7 +70,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(best.other, 2.0)
     os.utime(best.other / best.shard.name, ns=(10**18, 10**18 + 7))
     best.builder.write_text(BUILDER)
-    ran = best.export("--updatable")
+    ran = best.export("--new-base=always")
     assert ran.code == 0, ran.err
     return best.model.parent
 
@@ -229,7 +229,7 @@ def test_a_trainer_that_overwrites_is_told_and_gets_copies(best: Best) -> None:
             there.write(file.read_bytes())
     ran = export_model("doctor", best.model, "--ckpt-dir", best.live)
     assert "writes new checkpoints into the files of earlier ones" in ran.out + ran.err
-    ran = best.export("--updatable")
+    ran = best.export("--new-base=always")
     assert ran.code == 0, ran.err
     assert "was written to after it was published" in ran.err
     assert "1 shard compacted" in ran.out
@@ -247,9 +247,9 @@ def test_a_delta_over_it_says_so(best: Best) -> None:
 
 
 def test_an_export_says_that_it_links(best: Best) -> None:
-    ran = best.export("--again", "--updatable", "--dry-run")
+    ran = best.export("--again", "--new-base=always", "--dry-run")
     assert "the trainer may remove these files, and must not write into them" in ran.out
-    ran = best.export("--again", "--updatable", "--dry-run", "--data", "compact")
+    ran = best.export("--again", "--new-base=always", "--dry-run", "--data", "compact")
     assert "the trainer may remove" not in ran.out
 
 

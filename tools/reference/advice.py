@@ -187,11 +187,11 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.PositionError: Advice(
         "What is to be published does not continue the log of deltas: another graph, vocabulary or option "
         "than the base was made with.",
-        "Publish a new base (`--updatable`, or `--full-on-mismatch` with `--incr`).",
+        "Publish a new base (`--new-base always`, or `--new-base if-needed` with `--incr`).",
     ),
     errors.NotUpdatable: Advice(
         "Nothing is published under the model base path, or its newest version takes no deltas.",
-        "Publish a base with `--incr` or `--updatable`.",
+        "Publish a base with `--incr` or `--new-base`.",
     ),
     errors.DeltaGap: Advice(
         "Between two positions a delta is missing: it was removed by hand, is damaged, or was merged away "
@@ -211,7 +211,7 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.SchemaChanged: Advice(
         "The served variables, their types, shapes or export options are not those that the log began "
         "with, so no delta can express the change.",
-        "Begin a new log: `--full-on-mismatch` with `--incr`, or `--updatable`.",
+        "Begin a new log: `--new-base if-needed` with `--incr`, or `--new-base always`.",
     ),
     errors.TableFull: Advice(
         "More keys came into a dynamic table than its base left room for, or many keys fall in one place of "
@@ -222,8 +222,8 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.OverlayFull: Advice(
         "The base maps its tables, and keeps the rows that deltas change in an overlay of bounded size; more "
         "rows have changed since the base was published.",
-        "Publish a new base, whose overlay is empty: the same export with `--updatable --again`, or with a "
-        "larger `--overlay-rows`. With `--watch` or `--full-on-mismatch` that happens by itself.",
+        "Publish a new base, whose overlay is empty: the same export with `--new-base always --again`, or "
+        "with a larger `--overlay-rows`. With `--watch` or `--new-base if-needed` that happens by itself.",
     ),
     errors.PositionUnknown: Advice(
         "The position that was named is between two deltas, before the first base, or its deltas were "
@@ -233,7 +233,7 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.ChainEnds: Advice(
         "The newest version takes deltas, and the new one would not. Servers would load it and get no more "
         "deltas.",
-        "Export with `--incr` or `--updatable`; say `--plain` if deltas are to end.",
+        "Export with `--incr` or `--new-base`; say `--plain` if deltas are to end.",
     ),
     errors.ModelHeld: Advice(
         "The model was rolled back, by a person or by the agent's canary, or somebody set a hold; what is to "
@@ -343,8 +343,8 @@ ADVICE: dict[type[ExportError], Advice] = {
         "(`--engine local`).",
     ),
     errors.NoNewBase: Advice(
-        "`--incr --rebase` published the delta, and could not make a base of it: the old base or a delta is "
-        "damaged, the disk is full, or the model was held meanwhile.",
+        "`--incr --new-base merged` published the delta, and could not make a base of it: the old base or a "
+        "delta is damaged, the disk is full, or the model was held meanwhile.",
         "Servers take the delta. What stood in the way of the base is in the message, after `no new base`: "
         "mend that, then `export-model merge MODEL --rebase`.",
     ),

@@ -77,4 +77,4 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     notified: Sequence[Notified] = ()
     """The servers that were asked to apply it (`--notify`)."""
     new_base: str | None = None
-    """The base that `--rebase` published."""
+    """The base that `--new-base merged` published."""
