@@ -193,8 +193,6 @@ HelpAllFlag = Annotated[
     bool, typer.Option("--help-all", callback=_all_help, is_eager=True, help="Show all options.")
 ]
 
-VARIABLES = "EXPORT_MODEL"
-"""The prefix of the options' environment variables, for `export` and for the command without a name."""
 NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
@@ -241,7 +239,7 @@ def export(
     help_: HelpFlag = False,
     help_all: HelpAllFlag = False,
 ) -> None:
-    """Export the newest checkpoint: the same as export-model without a command."""
+    """Export the newest checkpoint."""
     if context.invoked_subcommand is not None:
         with command(printing):
             refuse_root_options(context)
@@ -291,9 +289,6 @@ def export(
 
 _IN_LOG = ("history", "merge", "rollback", "resume", "tag", "diff", "verify")
 COMMANDS = {
-    "export": LateCommand(
-        __name__, "export", {"add_help_option": False, "context_settings": {"auto_envvar_prefix": VARIABLES}}
-    ),
     "init": LateCommand("exporter.cli.init_command", "init"),
     "inspect": LateCommand("exporter.cli.inspect_command", "inspect"),
     **{name: LateCommand("exporter.cli.log_commands", name) for name in _IN_LOG},

@@ -87,7 +87,7 @@ def _resolved(place: str) -> str:
 
 def _left(arguments: Sequence[str]) -> list[str]:
     """Return the command-line arguments for the processes: without `--config`."""
-    left, words = [], iter(arguments[1:] if arguments[:1] == ("export",) else arguments)
+    left, words = [], iter(arguments)
     for word in words:
         if word == "--config":
             next(words, None)

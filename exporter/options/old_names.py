@@ -30,6 +30,8 @@ NEW_NAMES = {
 
 A name counts where a command, or a function, has the new option and does not have the old one itself.
 """
+OLD_COMMAND = "export"
+"""The command that `export-model` is without a command."""
 OLD_ARGUMENTS = frozenset(old.lstrip("-").replace("-", "_") for old in NEW_NAMES)
 """The old names as arguments in Python."""
 _FALSE = ("", "0", "false", "no", "off", "f", "n")
@@ -62,6 +64,10 @@ def _is_old(name: str, known: Collection[str]) -> bool:
 def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a Click program's command line without old names, and a note on each old name."""
     notes, found, left, command = list[str](), list[str](), iter(words), program
+    if words[:1] == [OLD_COMMAND] and OLD_COMMAND not in program.commands and program.invoke_without_command:
+        notes.append(f"the command {OLD_COMMAND} is written without a word now")
+        words = words[1:]
+        left = iter(words)
     if not any(word.partition("=")[0] in NEW_NAMES for word in words):
         return [*words], notes
     for word in left:

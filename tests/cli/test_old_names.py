@@ -41,7 +41,8 @@ def test_the_new_name_of_each_is_an_option_without_the_old_one_beside_it() -> No
         ("--out --allow-code", "--out --allow-code"),
         ("--out m -- --allow-code", "--out m -- --allow-code"),
         ("merge m --allow-code", "merge m --allow-code"),
-        ("export --allow-dropout", "export --allow=dropout"),
+        ("export --allow-dropout", "--allow=dropout"),
+        ("export --keep 3", "--keep 3"),
         ("--allow-files", "--allow"),
         ("--updatable --incr --rebase", "--new-base=always --incr --new-base=merged"),
         ("merge m --rebase", "merge m --rebase"),
@@ -51,7 +52,9 @@ def test_the_new_name_of_each_is_an_option_without_the_old_one_beside_it() -> No
 def test_words_of_a_command_line(typed: str, renewed: str) -> None:
     found, notes = renew_words(PROGRAMS[0], typed.split(" "))
     assert found == renewed.split(" ")
-    assert len(notes) == (0 if typed == renewed else len(re.findall("--(allow-|stop-|upd|reb)", typed)))
+    assert len(notes) == (
+        0 if typed == renewed else len(re.findall("--(?:allow-|stop-|upd|reb)|^export", typed))
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,6 @@ def test_words_of_a_command_line(typed: str, renewed: str) -> None:
         ({"ALLOW_CODE": "1"}, {"ALLOW": "code"}),
         ({"ALLOW_CODE": "false"}, {}),
         ({"ALLOW_FILES": "/a /b", "ALLOW": "code"}, {"ALLOW": "code files=/a files=/b"}),
-        ({"EXPORT_ALLOW_CODE": "1"}, {"EXPORT_ALLOW": "code"}),
         ({"MERGE_ALLOW_CODE": "1"}, {"MERGE_ALLOW_CODE": "1"}),
         ({"NO_SUCH_ALLOW_CODE": "1"}, {"NO_SUCH_ALLOW_CODE": "1"}),
     ],

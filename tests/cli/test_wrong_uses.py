@@ -153,7 +153,7 @@ WRONG = [
     (
         "export-model export train --out models/new",
         2,
-        "export-model export --ckpt-dir train --out models/new",
+        "export-model --ckpt-dir train --out models/new",
     ),
     ("export-model --config x.toml inspect train", 2, "leave out --config: export-model inspect train"),
     (

@@ -51,9 +51,6 @@ def page(app: typer.Typer, name: str) -> str:
     for sub in names:
         command = root.get_command(context, sub)
         inner = _context(command, f"{name} {sub}")
-        if command.callback.__name__ == getattr(root.callback, "__name__", ""):
-            parts += [f"## {name} {sub}\n", f"{command.help} It has the same options.\n"]
-            continue
         parts += [f"## {name} {sub}\n", *_command(command, inner, "[OPTIONS]", 3)]
         shared |= {option.long_name: option for option in _options(command, inner)}
     rows = (shared[option].row() for option in _COMMON)
