@@ -198,7 +198,7 @@ def _require_few(shards: int, task_bytes: int) -> None:
     if shards > MAX_SHARDS:
         raise UsageError(
             f"the values would lie in {shards:,} shards, and a bundle has at most {MAX_SHARDS:,}",
-            hint=f"name a larger --task-size than {human_bytes(task_bytes)}",
+            hint=f"name a larger --engine task-size than {human_bytes(task_bytes)}",
         )
 
 

@@ -82,7 +82,7 @@ def merge(
       export-model merge models/ranker --from 900 --to 1200
       export-model merge models/ranker --rebase --keep 2
       export-model merge models/ranker --dry-run
-      export-model merge s3://bucket/models/ranker --engine ray --engine-address ray://head:10001
+      export-model merge s3://bucket/models/ranker --engine ray://head:10001
     """
     with command(printing) as sink:
         from exporter import api
@@ -301,7 +301,7 @@ def verify(
     Examples:
       export-model verify models/ranker
       export-model verify models/ranker --bytes --json
-      export-model verify models/ranker --bytes --engine ray --engine-address ray://head:10001
+      export-model verify models/ranker --bytes --engine ray://head:10001
     """
     with command(printing) as sink:
         from exporter import api

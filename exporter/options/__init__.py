@@ -61,8 +61,10 @@ class Option(Struct, frozen=True):
     """The type of what is typed, if it is not the field's."""
     parse: Callable[[str, Any], Any] | None = None
     """Makes the field's value of the option's name and what is typed: a text, or all of a repeated option."""
-    text: Callable[[Any], str] = str
-    """What is typed for a value: the other way round."""
+    text: Callable[[Any], Any] = str
+    """What is typed for a value: the other way round; of an option with `fields` several texts."""
+    fields: tuple[str, ...] = ()
+    """The fields of its struct that it sets, if they are not its own alone: `parse` returns `Fields`."""
     goes_with: str = ""
     """Options without one of which it has no effect, and is refused: `--incr or --new-base`; or an option
     with its value: `--verify outputs`.
@@ -97,6 +99,10 @@ class Option(Struct, frozen=True):
         raise UsageError(f"{name} {text!r} is not one of its words", hint=hint)
 
 
+class Fields(dict[str, Any]):
+    """The values of several fields of a struct, by name, that one option sets."""
+
+
 class DeclaredOption(Struct, frozen=True):
     """An option where it is declared: at the end of `path`, from field to field."""
 
@@ -109,9 +115,14 @@ class DeclaredOption(Struct, frozen=True):
 
     def value(self, values: Any) -> Any:
         """The option's value in a struct; the default where a part of the path is absent."""
-        for name in self.path:
-            values = getattr(values, name, self.default)
-        return values
+        *path, last = self.path
+        for name in path:
+            values = getattr(values, name, None)
+        if not self.option.fields:
+            return getattr(values, last, self.default)
+        plain = type(values)()
+        found = ((name, getattr(values, name)) for name in self.option.fields)
+        return Fields({name: value for name, value in found if value != getattr(plain, name)})
 
     def is_given(self, values: Any) -> bool:
         """True if the option's value in a struct is not the default."""
@@ -132,6 +143,7 @@ def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
         default = each.default_factory() if each.default_factory is not NODEFAULT else each.default
         if option is not None:
             name = option.name or f"--{each.name.replace('_', '-')}"
+            default = Fields() if option.fields else default
             yield DeclaredOption(name, (each.name,), option, get_args(hint)[0], default)
         elif (inner := struct_in(hint)) is not None:
             yield from (replace(one, path=(each.name, *one.path)) for one in declared(inner))
@@ -159,6 +171,8 @@ def arguments(values: Struct) -> Iterator[str]:
         match one.value(values):
             case bool():
                 yield one.name
+            case Fields() as found:
+                yield from (f"{one.name}={text}" for text in one.option.text(found))
             case Mapping() as pairs:
                 yield from (f"{one.name}={name}={text}" for name, text in pairs.items())
             case tuple() as several:
@@ -341,7 +355,7 @@ _SIZE = re.compile(r"([1-9][0-9]{0,9})(B|KB|MB|GB|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-def _size(option: str, text: str, example: str = "--task-size 256MiB") -> int:
+def _size(option: str, text: str, example: str) -> int:
     size = _SIZE.fullmatch(text)
     if size is None:
         raise UsageError(f"{option} {text!r} is not a size", hint=f"as in {example}")
@@ -407,6 +421,59 @@ _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work,
 _base = partial(_deltas, goes_with="--incr or --new-base", digest="always")
 
 
+_ENGINE_WORDS = {
+    "local": "threads here",
+    "ray": "Ray",
+    "beam": "Apache Beam",
+    "dask": "Dask",
+    "address=ADDRESS": "its cluster; ray://HOST:10001 or tcp://HOST:8786 alone names it and its engine",
+    "task-size=SIZE": "bytes that one task reads, by default 64MiB",
+    "NAME=VALUE": "an option of the engine's own",
+}
+_ENGINE_OF = {"ray": EngineName.RAY, "tcp": EngineName.DASK, "tls": EngineName.DASK}
+"""The engine of an address, by its scheme."""
+
+
+def _engine(option: str, texts: Sequence[str]) -> Fields:
+    """The fields of `Jobs` that `--engine` sets; UsageError for a name that there is not, or for two."""
+    found, settings = Fields(), dict[str, str]()
+    for text in texts:
+        name, equals, value = text.partition("=")
+        scheme, is_address, _ = text.partition("://")
+        if is_address and scheme in _ENGINE_OF:
+            told: dict[str, Any] = {"engine": _ENGINE_OF[scheme], "address": text}
+        elif not equals and text in list(EngineName):
+            told = {"engine": EngineName(text)}
+        elif not equals or not value:
+            close = given.nearest_name(text, list(EngineName))
+            hint = f"{option} {close}" if close else f"one of {', '.join(_ENGINE_WORDS)}"
+            raise UsageError(f"{option} {text!r} is not an engine, an address or NAME=VALUE", hint=hint)
+        elif name == "address":
+            told = {"address": value}
+        elif name == "task-size":
+            told = {"task_bytes": _size(f"{option} task-size", value, f"{option} task-size=256MiB")}
+        else:
+            settings[name], told = value, {}
+        for field_, value_ in told.items():
+            if found.setdefault(field_, value_) != value_:
+                raise UsageError(f"{option} names two of {field_}: {found[field_]} and {value_}")
+    if settings:
+        found["settings"] = settings
+    if "engine" not in found and {*found} - {"task_bytes"}:
+        raise UsageError(
+            f"{option} {texts[0]} goes with the name of an engine",
+            hint=f"as in {option} dask {option} {texts[0]}",
+        )
+    return found
+
+
+def _engine_texts(found: Fields) -> Iterator[str]:
+    """What is typed for fields that `--engine` sets."""
+    names = {"engine": "{}", "address": "address={}", "task_bytes": "task-size={}B"}
+    yield from (names[name].format(value) for name, value in found.items() if name in names)
+    yield from (f"{name}={value}" for name, value in found.get("settings", {}).items())
+
+
 class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
     """How work on many bytes is executed.
 
@@ -417,41 +484,24 @@ class Jobs(_Limited, frozen=True, repr_omit_defaults=True):
 
     engine: Annotated[
         EngineName | None,
-        _work("Move, cast, compare and check as tasks of this engine; resumes a job that ended half-way."),
+        _work(
+            "Move, cast, compare and check as tasks of an engine, which resumes a job that ended half-way; "
+            "repeatable:",
+            metavar="ENGINE|NAME=VALUE",
+            words=_ENGINE_WORDS,
+            typed=tuple[str, ...],
+            parse=_engine,
+            fields=("engine", "address", "settings", "task_bytes"),
+            text=_engine_texts,
+        ),
     ] = None
     workers: Annotated[
         int,
         _work("Tasks that run at once; 0: as many as there are processors.", metavar="N", least=0),
     ] = 0
-    address: Annotated[
-        str,
-        _work(
-            "The cluster of the engine: ray://HOST:10001, tcp://HOST:8786.",
-            name="--engine-address",
-            metavar="ADDRESS",
-            goes_with="--engine",
-        ),
-    ] = ""
-    settings: Annotated[
-        Mapping[str, str],
-        _work(
-            "An option of the engine's own. Repeatable.",
-            name="--engine-option",
-            metavar="NAME=VALUE",
-            goes_with="--engine",
-        ),
-    ] = field(default_factory=dict)
-    task_bytes: Annotated[
-        int,
-        _work(
-            "Bytes that one task reads, as in 64MiB.",
-            name="--task-size",
-            metavar="SIZE",
-            default="64MiB",
-            parse=_size,
-            text="{}B".format,
-        ),
-    ] = DEFAULT_TASK_BYTES
+    address: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    task_bytes: int = DEFAULT_TASK_BYTES
     directory: Annotated[
         str,
         _work(
@@ -963,6 +1013,9 @@ _IN_PYTHON = {  # what the command line has in another form
     "updates": "How the version takes deltas; None: it takes none.",
     "jobs": "Where values are cast, moved and compared.",
     "signing": "Who signs what is published.",
+    "engine": "Move, cast, compare and check as tasks of this engine; resumes a job that ended half-way.",
+    "address": "The cluster of the engine: ray://HOST:10001, tcp://HOST:8786.",
+    "settings": "The engine's own options.",
     "task_bytes": "How many bytes one task reads.",
 }
 _OPTION_IN_TEXT = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: (bytes|outputs))?")

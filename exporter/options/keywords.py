@@ -48,7 +48,7 @@ class JobsKeywords(TypedDict, total=False):
     address: str
     """The cluster of the engine: ray://HOST:10001, tcp://HOST:8786."""
     settings: Mapping[str, str | float]
-    """An option of the engine's own."""
+    """The engine's own options."""
     task_bytes: int
     """How many bytes one task reads."""
     directory: str

@@ -35,7 +35,7 @@ from msgspec import Struct
 
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
-from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
+from exporter.options import HEADINGS, DeclaredOption, Fields, declared, lacking_company, require_company
 from exporter.options.given import changed
 from exporter.options.old_names import renew_named
 from exporter.storage.local_paths import local_path, quoted, without_secrets
@@ -77,7 +77,8 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
         if (variable := variable_of(context, one)) is not None:
             found[one.name] = Taken(name, without_secrets(os.environ[variable]), variable)
     file = by_name.get(OPTIONS_FILE)
-    if file is not None and (path := given.get(file.name)) is not None:
+    is_alone = context.invoked_subcommand is None  # else it refuses what stands before it
+    if file is not None and is_alone and (path := given.get(file.name)) is not None:
         from exporter.terminal.options_file import options_in  # late: few commands have one
 
         options, notes = renew_named(options_in(path), by_name)
@@ -85,7 +86,7 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
         for name, value in options.items():
             one = by_name.get(option := f"--{name.lstrip('-').replace('_', '-')}")
             if one is None or one is file:
-                close = nearest(option, by_name)
+                close = nearest(option, by_name.keys() - {OPTIONS_FILE})
                 hint = (
                     f"did you mean {close.lstrip('-')!r}?" if close else "export-model --help-all lists all"
                 )
@@ -358,6 +359,8 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
     for (name, *inner), value in typed.items():
         if inner:
             parts.setdefault(name, {})[tuple(inner)] = value
+        elif isinstance(value, Fields):
+            changes.update(value)
         elif value is not None:
             changes[name] = value
     changes |= {name: _filled(getattr(values, name), part) for name, part in parts.items()}

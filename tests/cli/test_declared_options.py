@@ -117,7 +117,7 @@ def test_options_say_what_a_request_says() -> None:
     request = replace(PLAIN, renames=("-a=b", "c=d"), inputs={"x": "X:0"}, data=DataMode.COPY, by_order=True)
     said = ["--input=x=X:0", "--rename=-a=b", "--rename=c=d", "--by-order", "--data=copy"]
     assert [*arguments(request)] == said
-    assert [*arguments(Jobs(task_bytes=1 << 20))] == ["--task-size=1048576B"]
+    assert [*arguments(Jobs(task_bytes=1 << 20))] == ["--engine=task-size=1048576B"]
     assert option_of(Updates, "finite") == "--require-finite"
 
 
@@ -125,8 +125,8 @@ def test_options_say_what_a_request_says() -> None:
     ("typed", "size"), [("100B", 100), ("64KiB", 1 << 16), ("3mib", 3 << 20), ("2GiB", 2 << 30)]
 )
 def test_a_size_is_read_in_its_unit(typed: str, size: int) -> None:
-    (declaration,) = [one for one in declared(Jobs) if one.name == "--task-size"]
-    assert declaration.option.parse("--task-size", typed) == size
+    (declaration,) = [one for one in declared(Jobs) if one.name == "--engine"]
+    assert declaration.option.parse("--engine", [f"task-size={typed}"]) == {"task_bytes": size}
 
 
 class Twin(Struct, frozen=True):

@@ -46,6 +46,10 @@ def test_the_new_name_of_each_is_an_option_without_the_old_one_beside_it() -> No
         ("--allow-files", "--allow"),
         ("--updatable --incr --rebase", "--new-base=always --incr --new-base=merged"),
         ("merge m --rebase", "merge m --rebase"),
+        (
+            "merge m --engine dask --engine-address tcp://h:1",
+            "merge m --engine dask --engine=address=tcp://h:1",
+        ),
         ("--stop-after 2h --stop-step=7", "--until=2h --until=step=7"),
     ],
 )
@@ -53,7 +57,7 @@ def test_words_of_a_command_line(typed: str, renewed: str) -> None:
     found, notes = renew_words(PROGRAMS[0], typed.split(" "))
     assert found == renewed.split(" ")
     assert len(notes) == (
-        0 if typed == renewed else len(re.findall("--(?:allow-|stop-|upd|reb)|^export", typed))
+        0 if typed == renewed else len(re.findall("--(?:allow-|stop-|upd|reb|engine-)|^export", typed))
     )
 
 

@@ -61,7 +61,7 @@ def test_a_file_says_what_neither_is_typed_nor_a_variable(
         ("[]", "expected a JSON object"),
         ('{"kep": 3}', "did you mean 'keep'?"),
         ('{"keep": "three"}', "'three' is not a whole number"),
-        ('{"options": "x"}', "has an option 'options'"),
+        ('{"options": "x"}', "has an option 'config'"),
         ('{"keep": []}', "'keep' is []: expected one value"),
         ('{"keep": [1, 2]}', "'keep' is [1, 2]: expected one value"),
         ('{"keep": {"a": 1}}', "expected one value"),

@@ -38,7 +38,7 @@ from tests.support.setting import Setting
 ROWS, WIDTH, PARTS = 16_384, 32, 8
 BLOCK = 64 << 10
 TABLE_BYTES = ROWS * WIDTH * 4
-ENGINE = ("--engine", "local", "--task-size", "256KiB")
+ENGINE = ("--engine", "local", "--engine", "task-size=256KiB")
 
 
 @pytest.fixture(autouse=True)

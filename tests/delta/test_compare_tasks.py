@@ -133,7 +133,7 @@ def test_the_command_compares_objects_of_a_store(tmp_path: Path, bucket: Bucket,
     write(tmp_path / "train/new-2", layout, changed)
     bucket.upload(tmp_path / "train", "train")
     sides = bucket.url("train/old-1"), bucket.url("train/new-2")
-    ran = export_model("diff", *sides, "--engine", "local", "--task-size", "1KiB", "--json")
+    ran = export_model("diff", *sides, "--engine", "local", "--engine", "task-size=1KiB", "--json")
     assert ran.code == 0, ran.err
     rows = [(v["name"], v["changed_rows"], v["largest"]) for v in ran.document["variables"]]
     assert sorted(rows) == [("emb", 1, 3.0), ("emb/Adagrad", 1, 3.0)]

@@ -250,10 +250,10 @@ def test_in_a_store_the_tasks_write(bucket: Bucket, tmp_path: Path, monkeypatch:
         assert incr(trainer, url).code == 0
     assert export_model("pull", url, tmp_path / "before").code == 0
     before = values_at(read_log(tmp_path / "before"))
-    ran = export_model("merge", url, "--task-size", "1B", "--engine", "local", "--json")
+    ran = export_model("merge", url, "--engine", "task-size=1B", "--engine", "local", "--json")
     assert ran.code == 0, ran.err
     assert ran.document["tasks"] > 10
-    based = export_model("merge", url, "--rebase", "--task-size", "1B", "--json")
+    based = export_model("merge", url, "--rebase", "--engine", "task-size=1B", "--json")
     assert based.code == 0, based.err
     assert based.document["tasks"] > 10
     assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]

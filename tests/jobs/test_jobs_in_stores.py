@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(trained: Path, bucket: Bucket) -> list[str]:
     """An export of 24 tasks that reads 64 KiB a task."""
     places = ["--ckpt-dir", trained / "model.ckpt-7", "--model", f"{trained / 'model.py'}:serving"]
-    return [*map(str, places), "--out", bucket.url(BASE), "--task-size", "64KiB", "--json"]
+    return [*map(str, places), "--out", bucket.url(BASE), "--engine", "task-size=64KiB", "--json"]
 
 
 @pytest.mark.landing
@@ -73,7 +73,7 @@ def command(trained: Path, bucket: Bucket) -> list[str]:
 def test_shards_are_written_by_tasks_and_copied_by_the_store(
     command: list[str], bucket: Bucket, tmp_path: Path, cast: str | None, size: str, tasks: int
 ) -> None:
-    options = [*(("--cast", cast) if cast else ()), "--verify", "bytes", "--task-size", size]
+    options = [*(("--cast", cast) if cast else ()), "--verify", "bytes", "--engine", f"task-size={size}"]
     ran = export_model(*command, *options)
     assert ran.code == 0, ran.err
     found = bucket.keys()
@@ -81,7 +81,9 @@ def test_shards_are_written_by_tasks_and_copied_by_the_store(
     assert not [key for key in found if JOBS_DIRECTORY in key]
     pull(bucket.url(BASE), tmp_path / "here")
     assert_right(tmp_path / "here", np.float32 if cast is None else ml_dtypes.bfloat16)
-    verified = export_model("verify", bucket.url(BASE), "--bytes", "--engine", "local", "--task-size", "8KiB")
+    verified = export_model(
+        "verify", bucket.url(BASE), "--bytes", "--engine", "local", "--engine", "task-size=8KiB"
+    )
     assert verified.code == 0, verified.err
 
 
@@ -201,7 +203,7 @@ def test_what_the_command_itself_made_for_its_tasks(
 
         broken.setattr("exporter.pipeline.full.publish_version", full)
         command = ["--ckpt-dir", str(tmp_path / "m.npz"), "--model", f"{trained / 'model.py'}:serving"]
-        command += ["--out", bucket.url(BASE), "--version", "7", "--task-size", "64KiB"]
+        command += ["--out", bucket.url(BASE), "--version", "7", "--engine", "task-size=64KiB"]
         assert export_model(*command).code == 1
     copies = [key for key in bucket.names() if INPUTS_DIRECTORY in key]
     assert len(copies) == (0 if sees_our_files else 1)
@@ -226,7 +228,7 @@ def test_an_index_of_keys_is_built_in_the_store(
     bucket.upload(tmp_path / "train", "train")
     (tmp_path / "model.py").write_text(BY_KEYS)
     command = ["--ckpt-dir", bucket.url("train"), "--model", f"{tmp_path / 'model.py'}:serving"]
-    command += ["--task-size", "256KiB", "--out"]
+    command += ["--engine", "task-size=256KiB", "--out"]
     python = python_of(engine, tmp_path_factory)
     begun = [python, "-m", "exporter", *command, bucket.url(BASE), "--engine", engine, "--workers", "2"]
     with subprocess.Popen(begun, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
@@ -262,7 +264,7 @@ def test_an_index_of_keys_leaves_nothing_behind_once_it_is_stored(
     place = bucket.url("train") if is_remote else tmp_path / "train"
     model = f"{tmp_path / 'model.py'}:serving"
     ran = export_model(
-        "--ckpt-dir", place, "--model", model, "--out", bucket.url(BASE), "--task-size", "1KiB"
+        "--ckpt-dir", place, "--model", model, "--out", bucket.url(BASE), "--engine", "task-size=1KiB"
     )
     assert ran.code == 0, ran.err
     assert not [key for key in bucket.names() if JOBS_DIRECTORY in key]

@@ -77,7 +77,7 @@ def export(trained: Path, place: str, environment: dict[str, str], stop_after: i
 
     runner.Job.receipts = stopping  # type: ignore[method-assign, assignment]
     places = ["--ckpt-dir", trained / "model.ckpt-7", "--model", f"{trained / 'model.py'}:serving"]
-    how = ["--cast", "bfloat16", "--engine", "local", "--workers", "1", "--task-size", "64KiB"]
+    how = ["--cast", "bfloat16", "--engine", "local", "--workers", "1", "--engine", "task-size=64KiB"]
     ran = export_model(*places, *how, "--out", place)
     print(ran.out, ran.err)
     raise SystemExit(ran.code)

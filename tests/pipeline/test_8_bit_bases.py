@@ -131,7 +131,7 @@ def test_increments_of_a_trainer(tmp_path: Path, jobs: Jobs | None) -> None:
     published = Published(tmp_path, options=("--cast", "s/users=int8"))
     trainer = published.trainer
     base = max(read_log(published.model).bases, key=lambda one: one.at.position)
-    more = [] if jobs is None else ["--engine", "local", "--task-size", "64KiB"]
+    more = [] if jobs is None else ["--engine", "local", "--engine", "task-size=64KiB"]
     with loaded(base.path) as server:
         for saves in (False, True, False):
             trainer.train()

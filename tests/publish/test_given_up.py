@@ -52,7 +52,7 @@ def test_a_merger_that_was_killed_is_made_again_with_other_bytes(
         return True
 
     with counted_writes(monkeypatch, before, "duplicate"), pytest.raises(Killed):
-        export_model(*command, "--task-size", "64B")
+        export_model(*command, "--engine", "task-size=64B")
     ran = export_model(*command)
     assert ran.code == 0, ran.err
     assert ran.document["position"] == 31

@@ -84,7 +84,7 @@ def test_a_version_is_written_in_the_store_by_tasks(
     (trained := tmp_path / "trained").mkdir()
     bucket.upload(train(trained), "train")
     url = bucket.url("models/tables")
-    model = ("--model", f"{trained / 'model.py'}:serving", "--task-size", "64KiB", "--verify", "bytes")
+    model = ("--model", f"{trained / 'model.py'}:serving", "--engine", "task-size=64KiB", "--verify", "bytes")
     ran = export_model("--ckpt-dir", bucket.url("train/model.ckpt-7"), "--out", url, *model, "--json")
     assert (ran.code, ran.document["tasks"], SECRET in ran.out + ran.err) == (0, 6, False), ran.err
     pull(url, tmp_path / "here")

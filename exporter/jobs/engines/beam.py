@@ -45,7 +45,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     if not results and (asked.address or options.get("runner") in _ELSEWHERE):
         raise UsageError(
             "workers elsewhere have to be told where to put what they did",
-            hint="name a directory that they and this command see: --engine-option results=DIR|URL",
+            hint="name a directory that they and this command see: --engine results=DIR|URL",
         )
     directory = open_directory(f"{results or asked.files}/{urandom(8).hex()}")
     pipeline = Pipeline(directory.place, asked, options)
@@ -116,7 +116,7 @@ class Pipeline:
                 f"no task of the pipeline of Beam was done for {stall_s:g} s: "
                 "it hangs, or a task takes longer",
                 hint="run the same command again: tasks that are done are not done again; "
-                "for longer tasks add --engine-option stall=SECONDS",
+                "for longer tasks add --engine stall=SECONDS",
             )
         if results:
             found.hint += f"; remove what its workers may yet write below {results}"

@@ -37,7 +37,7 @@ _ADDRESSES = {
     "dask": (("", "tcp", "tls", "ucx", "ws", "wss"), "tcp://scheduler:8786"),
     "beam": (("",), "job-server:8099"),
 }
-_NO_CLUSTER = "name a cluster that runs, as it is reached from here: --engine-address ADDRESS"
+_NO_CLUSTER = "name a cluster that runs, as it is reached from here: --engine address=ADDRESS"
 _LONGEST_OF_SOCKETS = 107  # Linux' sun_path has 108 bytes, one of them the end
 _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store")
 
@@ -46,7 +46,7 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
     """Raise UsageError for an option that an engine does not know."""
     if unknown := set(options) - set(known):
         raise UsageError(
-            f"{engine} does not take --engine-option {', '.join(sorted(unknown))}",
+            f"{engine} does not take --engine {', '.join(sorted(unknown))}",
             hint=f"its options are {', '.join(sorted(known))}",
         )
 
@@ -58,7 +58,7 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
         if amount and amount > there.get(name, 0):
             raise UsageError(
                 f"a task asks for {amount:g} of Ray's {name}, and this machine has {there.get(name, 0):g}",
-                hint="ask for less in --engine-option, or name a cluster that has it: --engine-address",
+                hint="ask for less, or name a cluster that has it: --engine address=ADDRESS",
             )
 
 
@@ -71,8 +71,8 @@ def workers_with_room(workers: int, there: int) -> int:
         raise UsageError(
             f"{workers} workers of an engine take about {human_bytes(workers * _WORKER_BYTES)} of memory, "
             f"and this machine has {human_bytes(there)}",
-            hint="name a cluster for them (--engine-address), or leave --workers out; threads take little: "
-            "--engine local",
+            hint="name a cluster for them (--engine address=ADDRESS), or leave --workers out; threads take "
+            "little: --engine local",
         )
     return max(1, there // _WORKER_BYTES)
 
@@ -88,7 +88,7 @@ def require_reachable(engine: str, address: str) -> None:
         return
     schemes, example = _ADDRESSES[engine]
     if scheme not in schemes or not host or not port.isdecimal() or int(port) > _MOST_PORTS:
-        raise UsageError(f"{address} is not an address of {engine}", hint=f"as in --engine-address {example}")
+        raise UsageError(f"{address} is not an address of {engine}", hint=f"as in --engine address={example}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
@@ -109,7 +109,7 @@ def seconds(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"--engine-option {name}={text} is not a number of seconds") from error
+        raise UsageError(f"--engine {name}={text} is not a number of seconds") from error
 
 
 def place(name: str, text: str) -> str:
@@ -117,4 +117,4 @@ def place(name: str, text: str) -> str:
 
     UsageError for others.
     """
-    return text if Url.parse(text) is not None else local_name(f"--engine-option {name}", text)
+    return text if Url.parse(text) is not None else local_name(f"--engine {name}", text)

@@ -36,7 +36,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     try:
         call = ray.remote(**options)(execute)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"Ray does not take these --engine-option: {error}") from error
+        raise UsageError(f"Ray does not take these options of --engine: {error}") from error
     ray.init(asked.address or "local", log_to_driver=False, logging_level="ERROR", **own)
     if own:
         require_room(options, ray.cluster_resources())
