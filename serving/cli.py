@@ -113,7 +113,7 @@ def predict(
             metavar="DIR",
             parser=path_parser("--model-base-path"),
             help="With --example: the directory that holds the versions of the model. The example is the "
-            "first request of the version's --warmup file; without one it has entries of vocabularies, and "
+            "first request of the version's --requests file; without one it has entries of vocabularies, and "
             "keys of tables by keys.",
         ),
     ] = None,

@@ -63,7 +63,7 @@ def test_every_path_of_a_command_line_refuses_stores(app: typer.Typer) -> None:
     ("option", "url"),
     [
         (option, url)
-        for option in ("--ckpt-dir", "--out", "--signatures", "--rename-file", "--warmup", "--verify-inputs")
+        for option in ("--ckpt-dir", "--out", "--signatures", "--rename-file", "--requests")
         for url in ("gs://bucket/m", "s3://bucket/m", "hdfs://name:8020/m", "azfs://a/b")
         if option not in ("--ckpt-dir", "--out") or url[:2] not in ("gs", "s3")
     ],

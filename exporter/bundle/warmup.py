@@ -147,6 +147,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         text = read_regular(path, _MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as exc:
         raise UsageError(
-            f"cannot read warm-up requests from {path}", cause=str(exc), hint="name a text file with --warmup"
+            f"cannot read warm-up requests from {path}",
+            cause=str(exc),
+            hint="name a text file with --requests",
         ) from exc
     return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())

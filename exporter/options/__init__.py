@@ -25,7 +25,7 @@ from typing import (
 )
 
 from msgspec import NODEFAULT, Struct, field
-from msgspec.structs import fields, force_setattr, replace
+from msgspec.structs import FieldInfo, fields, force_setattr, replace
 
 from exporter.errors import UsageError
 from exporter.newer_python import StrEnum
@@ -115,14 +115,19 @@ class DeclaredOption(Struct, frozen=True):
 
     def value(self, values: Any) -> Any:
         """The option's value in a struct; the default where a part of the path is absent."""
-        *path, last = self.path
-        for name in path:
-            values = getattr(values, name, None)
         if not self.option.fields:
-            return getattr(values, last, self.default)
-        plain = type(values)()
+            return self.own(values)
+        for name in self.path[:-1]:
+            values = getattr(values, name)
+        plain = {each.name: each for each in fields(type(values))}
         found = ((name, getattr(values, name)) for name in self.option.fields)
-        return Fields({name: value for name, value in found if value != getattr(plain, name)})
+        return Fields({name: value for name, value in found if value != default_of(plain[name])})
+
+    def own(self, values: Any) -> Any:
+        """The value of the field that declares the option; the default where a part of the path is absent."""
+        for name in self.path:
+            values = getattr(values, name, self.default)
+        return values
 
     def is_given(self, values: Any) -> bool:
         """True if the option's value in a struct is not the default."""
@@ -135,12 +140,17 @@ def declared(kind: type[Struct]) -> tuple[DeclaredOption, ...]:
     return tuple(_declared(kind))
 
 
+def default_of(each: FieldInfo) -> Any:
+    """The default of a struct's field."""
+    return each.default_factory() if each.default_factory is not NODEFAULT else each.default
+
+
 def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
     hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         hint = hints[each.name]
         option = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Option)), None)
-        default = each.default_factory() if each.default_factory is not NODEFAULT else each.default
+        default = default_of(each)
         if option is not None:
             name = option.name or f"--{each.name.replace('_', '-')}"
             default = Fields() if option.fields else default
@@ -195,7 +205,7 @@ def digest_fields(values: Struct) -> dict[str, Any]:
             part = part.setdefault(name, {})
         else:
             if one.option.digest == "always" or one.is_given(values):
-                part[one.path[-1]] = one.value(values)
+                part[one.path[-1]] = one.own(values)
     return told
 
 
@@ -687,6 +697,31 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
         return tuple(local_path("--allow files", path) for word, _, path in texts if word == "files")
 
 
+_REQUESTS = {
+    "FILE": "warm-up requests of the version; --verify outputs tries them, too",
+    "verify=FILE": "for --verify outputs alone",
+    "none": "no warm-up requests, nor generated ones",
+}
+
+
+def _requests(option: str, texts: Sequence[str]) -> Fields:
+    """The fields of a request that `--requests` sets; UsageError for two files of one use."""
+    found = Fields()
+    for text in texts:
+        path = text.removeprefix("verify=")
+        field_ = "no_warmup" if text == "none" else "verify_inputs" if path != text else "warmup"
+        value = True if text == "none" else local_path(option, path)
+        if found.setdefault(field_, value) != value:
+            raise UsageError(f"{option} names two files, {found[field_]} and {value}", hint="name one")
+    return found
+
+
+def _requests_texts(found: Fields) -> Iterator[str]:
+    """What is typed for fields that `--requests` sets."""
+    names = {"warmup": "{}", "verify_inputs": "verify={}", "no_warmup": "none"}
+    yield from (names[name].format(value) for name, value in found.items())
+
+
 class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     """All options of an export."""
 
@@ -801,16 +836,19 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         ),
     ] = field(default_factory=dict)
     """A file has row numbers, or a table's keys, the most read first."""
-    warmup: Annotated[
-        Path | None,
-        _storage("Warm-up requests: one request in REST's JSON on each line.", metavar="FILE"),
-    ] = None
+    warmup: Path | None = None
     """Without them a base that takes deltas, and a version that maps its tables, brings generated ones."""
     no_warmup: Annotated[
         bool,
         _storage(
-            "Generate no warm-up requests of the model's signatures.",
-            goes_with="--incr or --new-base or --map-tables",
+            "Requests of the model, one in REST's JSON on each line; repeatable:",
+            name="--requests",
+            metavar="FILE|none",
+            words=_REQUESTS,
+            typed=tuple[str, ...],
+            parse=_requests,
+            fields=("warmup", "no_warmup", "verify_inputs"),
+            text=_requests_texts,
             digest="always",
         ),
     ] = False
@@ -841,14 +879,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         int | None, _keyed("Serve keys that were updated in the last N steps.", metavar="N", least=0)
     ] = None
     verify: Annotated[Verify, _checks("What to check before publishing.", digest="always")] = Verify.FILES
-    verify_inputs: Annotated[
-        Path | None,
-        _checks(
-            "Requests for --verify outputs, in the form of --warmup.",
-            metavar="FILE",
-            goes_with="--verify outputs",
-        ),
-    ] = None
+    verify_inputs: Path | None = None
     tolerance: Annotated[
         float,
         _checks(
@@ -952,6 +983,11 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
             raise given.wrong("version", self.version, 'a number, "time" or None')
         _take_within_limits(self, own=("ckpt_dir", "out", "model", "version"))
         require_company([self])
+        if self.verify_inputs is not None and self.verify is not Verify.OUTPUTS:
+            raise UsageError(
+                "--requests verify=FILE goes with --verify outputs",
+                hint="add --verify outputs, or leave out --requests verify=FILE",
+            )
         if not math.isfinite(self.min_change):
             raise UsageError(
                 f"--min-change {self.min_change} is not a distance", hint="as in --min-change 0.001"
@@ -1013,6 +1049,9 @@ _IN_PYTHON = {  # what the command line has in another form
     "updates": "How the version takes deltas; None: it takes none.",
     "jobs": "Where values are cast, moved and compared.",
     "signing": "Who signs what is published.",
+    "warmup": "Warm-up requests: one request in REST's JSON on each line.",
+    "no_warmup": "Generate no warm-up requests of the model's signatures.",
+    "verify_inputs": 'Requests for verify="outputs", in the form of warmup.',
     "engine": "Move, cast, compare and check as tasks of this engine; resumes a job that ended half-way.",
     "address": "The cluster of the engine: ray://HOST:10001, tcp://HOST:8786.",
     "settings": "The engine's own options.",

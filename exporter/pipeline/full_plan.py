@@ -258,7 +258,7 @@ def _require_consistent(request: ExportRequest) -> None:
     if request.golden and request.format is ExportFormat.METAGRAPH:
         raise UsageError("--golden asks a SavedModel", hint="leave out --golden, or --format metagraph")
     if request.warmup and request.no_warmup:
-        raise UsageError("--warmup and --no-warmup: requests, or none", hint="leave one out")
+        raise UsageError("--requests FILE and --requests none: requests, or none", hint="leave one out")
     if request.map_tables:
         _require_mappable(request)
 

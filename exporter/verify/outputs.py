@@ -221,7 +221,7 @@ def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
         if info.HasField("coo_sparse") or info.HasField("composite_tensor") or info.tensor_shape.unknown_rank:
             raise VerificationError(
                 f"no values can be made up for input {alias!r} of {name!r}",
-                hint="give some requests with --verify-inputs FILE",
+                hint="give some requests with --requests FILE",
             )
         shape = [dim.size if dim.size >= 0 else rows for dim in info.tensor_shape.dim]
         dtype = base_dtype(info.dtype)
@@ -449,7 +449,7 @@ def _answer(session: GraphSession, signatures: Any, request: Probe, fixed: Feeds
             f"signature {request.signature!r} does not answer {request.rows} rows, though its inputs say [?]",
             cause=str(error),
             hint="the batch size of its input_fn is probably baked in: write the .meta of a graph of any "
-            "batch, use a builder, or give requests of the one size with --verify-inputs FILE",
+            "batch, use a builder, or give requests of the one size with --requests FILE",
         ) from error
     return dict(zip(names, found, strict=True))
 
@@ -470,7 +470,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
         raise VerificationError(
             f"{where} is not a number for some inputs",
             cause="a graph with dropout gives this if its keep_prob is fed nothing",
-            hint="freeze such placeholders: --feed keep_prob=1.0; or give real inputs: --verify-inputs FILE",
+            hint="freeze such placeholders: --feed keep_prob=1.0; or give real inputs: --requests FILE",
         )
     return float(np.max(np.abs(left - right) / np.maximum(1.0, np.abs(left))))
 
@@ -484,5 +484,5 @@ def _reported(what: str) -> Iterator[None]:
         raise VerificationError(
             f"{what} could not be run for --verify outputs",
             cause=str(error),
-            hint="give inputs that it accepts with --verify-inputs FILE, or use --verify bytes",
+            hint="give inputs that it accepts with --requests FILE, or use --verify bytes",
         ) from error

@@ -1,6 +1,6 @@
 """Probes: predictions at a steady rate that measure the cost of applying deltas for a replica's clients.
 
-A probe is the first prediction in the version's own warm-up file: the exporter got it with `--warmup` or
+A probe is the first prediction in the version's own warm-up file: the exporter got it with `--requests` or
 generated it from the signature, and each server has already computed it once. It changes nothing. A version
 without one is not probed, and deltas are applied to it without pauses.
 

@@ -106,7 +106,7 @@ def test_every_option_stands_in_its_group() -> None:
     assert set().union(*found.values()) == names - {"V"}
     own = {"json", "quiet", "debug", "help", "help-all", "install-completion", "show-completion"}
     assert found["Options"] == own, "a new option needs a group"
-    assert found["Checks"] == {"verify", "verify-inputs", "tolerance", "golden", "dry-run"}
+    assert found["Checks"] == {"verify", "tolerance", "golden", "dry-run"}
 
 
 @pytest.mark.parametrize("application", [app, serving_cli.app], ids=["export-model", "serve-model"])

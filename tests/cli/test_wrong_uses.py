@@ -53,8 +53,7 @@ WRONG = [
     # an option that has no effect without another
     (f"{EXPORT} --interval 2", 2, "add --watch, or leave out --interval"),
     (f"{EXPORT} --tolerance 0.1 --verify bytes", 2, "add --verify outputs, or leave out --tolerance"),
-    (f"{EXPORT} --verify-inputs requests", 2, "add --verify outputs, or leave out --verify-inputs"),
-    (f"{EXPORT} --no-warmup", 2, "add --incr or --new-base"),
+    (f"{EXPORT} --requests verify=requests", 2, "add --verify outputs, or leave out --requests verify"),
     (f"{EXPORT} --incr --grpc-ca system", 2, "add --notify HOST"),
     (
         f"{EXPORT} --notify localhost --min-change 0.1",

@@ -58,7 +58,7 @@ def test_outputs_are_compared_on_the_inputs_that_are_given(
         '{"instances": [{"user": 4999, "item": 7}, {"user": 3, "item": 1999}]}\n'
     )
     options = ("--ckpt-dir", train, "--model", ranker_graph, "--verify", "outputs", "--json")
-    ran = export_model(*options, "--out", tmp_path / "out", "--verify-inputs", tmp_path / "requests")
+    ran = export_model(*options, "--out", tmp_path / "out", "--requests", tmp_path / "requests")
     assert ran.code == 0, ran.err
     assert ran.document["max_errors"] == {"serving_default/click": 0.0}
 
@@ -111,7 +111,7 @@ def test_inputs_that_the_graph_refuses_are_reported(train: Path, ranker_graph: P
         compare_outputs(
             planned.source, planned.mapping, bundle, requests=[outside], tolerance=1e-6, running=Running()
         )
-    assert "--verify-inputs" in caught.value.hint
+    assert "--requests" in caught.value.hint
 
 
 def test_what_fails_verification_is_not_published(train: Path, tmp_path: Path) -> None:

@@ -107,10 +107,10 @@ def test_another_graph_or_vocabulary_makes_another_version(directory: Path) -> N
     assert ran()["status"] == "published"
     assert ran()["status"] == "nothing_to_do"
     (directory / "requests").write_text('{"inputs": {"ids": [1]}}')
-    assert ran("--warmup", "requests")["status"] == "published"
+    assert ran("--requests", "requests")["status"] == "published"
     (directory / "requests").write_text('{"inputs": {"ids": [2]}}')
-    assert ran("--warmup", "requests")["status"] == "published"
-    assert ran("--warmup", "requests")["status"] == "nothing_to_do"
+    assert ran("--requests", "requests")["status"] == "published"
+    assert ran("--requests", "requests")["status"] == "nothing_to_do"
 
 
 def test_options_that_come_back_make_a_version_of_their_own(directory: Path) -> None:

@@ -128,7 +128,7 @@ def test_arguments_say_what_a_request_says(request_: ExportRequest, monkeypatch:
 def test_every_option_of_a_request_is_covered() -> None:
     plain = ExportRequest(Path("train"), Path("out"))
     same = [field.name for field in fields(FULL) if getattr(FULL, field.name) == getattr(plain, field.name)]
-    # The first ones go with --incr, which arguments alone can say; --no-warmup does not go with --warmup.
+    # The first ones go with --incr, which arguments alone can say; --requests none does not go with a file.
     # MAPPED has those that do not go with deltas.
     assert {*same} <= {
         "min_change",
