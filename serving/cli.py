@@ -323,11 +323,38 @@ def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedMo
         yield model.carry(lambda: Model.read(model.path))
 
 
+_RUN = (
+    "--model-name",
+    "--model-config-file",
+    "--port",
+    "--rest-api-port",
+    "--host",
+    "--poll-seconds",
+    "--wait",
+    "--monitoring-config-file",
+    "--json",
+    "--quiet",
+)
+_AGENT = (
+    "--model-base-path",
+    "--target",
+    "--pull",
+    "--port",
+    "--host",
+    "--canary",
+    "--label",
+    "--on-event",
+    "--trust",
+    "--poll-seconds",
+    "--json",
+    "--quiet",
+)
+"""The options that most runs need."""
 COMMANDS = {
-    "run": LateCommand("serving.run_command", "run_server"),
+    "run": LateCommand("serving.run_command", "run_server", short=_RUN),
     "status": LateCommand(__name__, "status"),
     "reload": LateCommand("serving.reload_command", "reload"),
-    "agent": LateCommand("serving.agent_command", "agent"),
+    "agent": LateCommand("serving.agent_command", "agent", short=_AGENT),
     "predict": LateCommand(__name__, "predict"),
     "update": LateCommand(__name__, "update"),
 }

@@ -23,6 +23,8 @@ class LateCommand(Struct, frozen=True):
     function: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `typer.Typer.command`."""
+    short: tuple[str, ...] = ()
+    """The options that `--help` shows, if it is not all."""
 
     def load(self) -> Callable[..., None]:
         """Import the module and return the function that runs the command."""
@@ -42,7 +44,10 @@ class Commands(Mapping[str, Any]):
         if name not in self._made:
             app = typer.Typer(add_completion=False)
             app.command(name, cls=PlainCommand, **late.settings)(with_structs(late.load()))
-            self._made[name] = without_variables(typer.main.get_command(app))
+            made: Any = typer.main.get_command(app)
+            if late.short:
+                made.shorten(late.short)
+            self._made[name] = without_variables(made)
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 from msgspec import Struct
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from exporter.errors import Exit, UsageError, nearest
 
@@ -73,9 +73,33 @@ class Help(Struct, frozen=True):
 class PlainCommand(TyperCommand):
     """A command whose help is plain lines, by heading; names of options are whole at any width."""
 
+    short: Sequence[str] = ()
+    """The options that most runs need, if `--help` shows them alone, and `--help-all` the others."""
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
-        formatter.write("".join(f"{line}\n" for line in _all_of(self, ctx)))
+        lines = _short_of(self, ctx) if self.short else _all_of(self, ctx)
+        formatter.write("".join(f"{line}\n" for line in lines))
+
+    def shorten(self, short: Sequence[str]) -> None:
+        """Let `--help` show these options alone; `--help-all`, which is added, shows all."""
+
+        def show_all(context: typer.Context, parameter: object, is_asked: bool) -> None:
+            if is_asked:
+                typer.echo("\n".join(_all_of(self, context)))
+                raise typer.Exit
+
+        self.short = short
+        self.params.append(
+            TyperOption(
+                param_decls=["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=show_all,
+                help="Show all options.",
+            )
+        )
 
 
 class PlainGroup(TyperGroup):
@@ -84,6 +108,21 @@ class PlainGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
         formatter.write("".join(f"{line}\n" for line in _all_of(self, ctx)))
+
+
+def _short_of(command: PlainCommand, context: Any) -> Iterator[str]:
+    """Yield the lines of a short page: the first sentence and examples, arguments, and a few options."""
+    text = (command.help or "").partition("\n\n")
+    examples = text[2].partition("Examples:\n")[2].splitlines()
+    yield from (command.get_usage(context), "", *textwrap.wrap(text[0], _WIDTH), "", "Examples:", *examples)
+    places = {name: place for place, name in enumerate(command.short)}
+    shown = [one for one in command.get_params(context) if places.keys() & {*one.opts}]
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    if arguments:
+        yield from ("", "Arguments:", *_options(arguments, context))
+    shown.sort(key=lambda one: min(places.get(name, len(places)) for name in one.opts))
+    yield from ("", "Options:", *_options(shown, context))
+    yield from ("", f"More: {context.command_path} --help-all")
 
 
 def _all_of(command: Any, context: Any) -> Iterator[str]:

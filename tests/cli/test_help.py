@@ -63,7 +63,8 @@ def test_every_help_has_one_form(application: typer.Typer) -> None:
     for command in program.list_commands(None):
         if command == "help":  # which prints the short page
             continue
-        shown = run_app(application, command, "--help").out
+        whole = "--help-all" if program.commands[command].short else "--help"
+        shown = run_app(application, command, whole).out
         names = [max(one.opts, key=len) for one in program.commands[command].params if one.opts[0][0] == "-"]
         assert [name for name in names if not re.search(rf"^  .*{name}\b", shown, re.MULTILINE)] == []
         assert not re.search(r"[…╭│]|\{[A-Z:]+\}|^  [A-Z:]+ +<", shown, re.MULTILINE)
@@ -72,6 +73,17 @@ def test_every_help_has_one_form(application: typer.Typer) -> None:
         )
         wide = [line for line in shown.splitlines() if len(line) > 80 and line not in examples]
         assert wide == []
+
+
+@pytest.mark.parametrize("command", ["run", "agent"])
+def test_a_command_of_many_options_shows_a_handful(command: str) -> None:
+    ran = run_app(serving_cli.app, command, "--help")
+    lines = ran.out.splitlines()
+    assert (ran.code, lines[-1]) == (0, f"More: serve-model {command} --help-all")
+    assert len(lines) < 47
+    short = typer.main.get_command(serving_cli.app).commands[command].short  # type: ignore[attr-defined]  # of ours
+    assert [*re.findall(r"^  (?:-\w, )?(--[a-z-]+)", ran.out, re.MULTILINE)] == [*short]
+    assert "Examples:\n  serve-model" in ran.out
 
 
 def test_a_program_without_a_command_says_which_there_are() -> None:

@@ -132,3 +132,17 @@ def test_nothing_proposes_an_old_name() -> None:
         for name in old.findall(path.read_text(errors="replace"))
     ]
     assert found == []
+
+
+_OF_EVERY_PROGRAM = {"--help", "--help-all", "--install-completion", "--show-completion", "-V"}
+MAIN, DISTINCT = 83, 164
+"""How many options there are; fewer are written down in the same commit, and more are not taken."""
+
+
+def test_how_many_options_there_are() -> None:
+    options = [
+        {max(one.opts, key=len) for one in command.params if one.param_type_name == "option"}
+        for command in COMMANDS
+    ]
+    found = (len(options[0] - _OF_EVERY_PROGRAM), len(set().union(*options) - _OF_EVERY_PROGRAM))
+    assert found == (MAIN, DISTINCT)

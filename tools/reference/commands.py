@@ -11,7 +11,7 @@ import typer
 
 from tools.reference.markdown import code, code_block, table, text
 
-_COMMON = ("--json", "--quiet", "--debug", "--help", "-V")
+_COMMON = ("--json", "--quiet", "--debug", "--help", "--help-all", "-V")
 """Options that are told once on a page, not for each of its commands."""
 _NOTE = re.compile(r"\s*\[((?:default: |required|x[<>]=|\S+<=x)(?:(?!\]  \[).)*)\]$")
 _OTHER = "Output"
