@@ -166,7 +166,7 @@ def test_the_start_script_of_a_stock_server(base: Path, tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0
-    assert "--enable_batching has no effect: " in talk
+    assert "--enable_batching has no effect in serve-model run" in talk
 
 
 @pytest.mark.landing

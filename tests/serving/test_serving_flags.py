@@ -12,7 +12,7 @@ import typer
 
 from exporter.errors import UsageError
 from serving.cli import app
-from serving.stock_flags import STOCK_FLAGS, Treatment, translate
+from serving.stock_flags import STOCK_FLAGS, translate
 from tests.support.commands import run_app
 
 ROOT = Path(__file__).parents[2]
@@ -25,17 +25,9 @@ def options_of_run() -> dict[str, Any]:
 
 @pytest.mark.parametrize("flag", STOCK_FLAGS, ids=lambda flag: flag.name)
 def test_what_means_the_same_is_an_option(flag: Any) -> None:
-    if flag.treatment is not Treatment.SAME:
-        assert flag.why, "a reader wants to know why"
-        return
     option = flag.option_if_false or flag.own
     assert option in options_of_run()
     assert getattr(options_of_run()[option], "is_flag", False) is flag.is_boolean
-
-
-def test_flags_are_listed_once() -> None:
-    names = [flag.name for flag in STOCK_FLAGS]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -69,87 +61,26 @@ def test_translation(typed: list[str], parsed: list[str]) -> None:
 def test_what_has_no_effect_is_said() -> None:
     parsed, notes = translate(["--enable_batching=true", "--num_load_threads=4", "m"])
     assert parsed == ["m"]
-    assert [note.partition(":")[0] for note in notes] == [
-        "--enable_batching has no effect",
-        "--num_load_threads has no effect",
+    assert notes == [
+        "--enable_batching has no effect in serve-model run",
+        "--num_load_threads has no effect in serve-model run",
     ]
 
 
 @pytest.mark.parametrize(
     ("argument", "text"),
     [
-        ("--use_alts_credentials", "--use_alts_credentials is not supported"),
-        ("--use_alts_credentials=true", "--use_alts_credentials is not supported"),
-        ("--platform_config_file=x", "--platform_config_file is not supported"),
-        ("--platform_config_file", "--platform_config_file needs a value"),
+        ("--use_alts_credentials", "--use_alts_credentials is not supported by serve-model run"),
+        ("--use_alts_credentials=true", "--use_alts_credentials is not supported by serve-model run"),
+        ("--platform_config_file=x", "--platform_config_file is not supported by serve-model run"),
         ("--num_load_threads", "--num_load_threads needs a value"),
         ("--enable_model_warmup=perhaps", "--enable_model_warmup=perhaps: expected true or false"),
-        ("--enable_batching=perhaps", "--enable_batching=perhaps: expected true or false"),
-        ("--batching_parameters_file=x", "--batching_parameters_file without --enable_batching"),
     ],
 )
 def test_refused_by_name(argument: str, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         translate([argument])
     assert caught.value.message == text
-
-
-BATCHING = """
-max_batch_size { value: 128 }
-batch_timeout_micros { value: 0 }
-max_enqueued_batches { value: 1000000 }
-num_batch_threads { value: 8 }
-thread_pool_name { value: "batches" }
-allowed_batch_sizes: 32
-allowed_batch_sizes: 128
-pad_variable_length_inputs: true
-"""
-
-
-def test_batching_parameters_are_read(tmp_path: Path) -> None:
-    """Nothing is batched, so that answers are the same; what the stock server refuses is told."""
-    file = tmp_path / "batching.config"
-    file.write_text(BATCHING)
-    parsed, notes = translate([f"--batching_parameters_file={file}", "--enable_batching", "m"])
-    assert parsed == ["m"]
-    assert [note.partition(" has no effect")[0] for note in notes] == [
-        "--batching_parameters_file",
-        "--enable_batching",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("max_batch_size: 32", "line 1"),
-        ("batch_size { value: 3 }", 'has no field named "batch_size"'),
-        ("max_batch_size { value: 0 }", "max_batch_size is 0, expected at least 1"),
-        ("num_batch_threads { value: -1 }", "num_batch_threads is -1, expected at least 1"),
-        ("allowed_batch_sizes: [8, 16]", "is 16, max_batch_size 1000: they must be equal"),
-        ("allowed_batch_sizes: [16, 8, 1000]", "expected them to grow"),
-        (
-            "allowed_batch_sizes: [8, 2000] enable_large_batch_splitting { value: true }",
-            "is 2000, max_batch_size 1000: it must not be greater",
-        ),
-        (
-            "allowed_batch_sizes: [8, 16] enable_large_batch_splitting { value: true } "
-            "max_execution_batch_size { value: 32 }",
-            "is 16, max_execution_batch_size 32: they must be equal",
-        ),
-    ],
-)
-def test_mistakes_in_batching_parameters(tmp_path: Path, text: str, cause: str) -> None:
-    file = tmp_path / "batching.config"
-    file.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        translate(["--enable_batching=true", f"--batching_parameters_file={file}"])
-    assert str(file) in caught.value.message
-    assert cause in caught.value.cause
-
-
-def test_batching_parameters_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="none cannot be read"):
-        translate(["--enable_batching", f"--batching_parameters_file={tmp_path / 'none'}"])
 
 
 def test_refused_by_the_command() -> None:

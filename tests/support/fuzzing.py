@@ -46,7 +46,6 @@ from serving.model_config import read_servers_config
 from serving.models import ConfigFile
 from serving.rest import metrics_path
 from serving.server_options import ServerOptions
-from serving.stock_flags import check_batching_parameters
 from tests.support import deeprec_logs
 from tests.support.archives import keras_archive, legacy_file, npy, weights_file, zip_of
 from tests.support.bundles import compressed, compressed_table, write
@@ -470,7 +469,6 @@ def _read_configurations(directory: Path) -> None:
     for read in (
         lambda: ConfigFile(directory / "models.config").read(),
         lambda: read_servers_config("--rebuild-config", directory / "models.config", ["ranker"]),
-        lambda: check_batching_parameters(directory / "batching.config"),
         lambda: metrics_path(directory / "monitoring.config"),
         lambda: server_credentials(directory / "ssl.config"),
         lambda: ServerOptions(tensorflow_session_config_file=directory / "session.config").loading(),

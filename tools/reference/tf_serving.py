@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from msgspec import Struct
 
 from serving.status import Code
-from serving.stock_flags import STOCK_FLAGS, StockFlag, Treatment
+from serving.stock_flags import (
+    REFUSED,
+    STOCK_FLAGS,
+    SWITCHES_WITHOUT_EFFECT,
+    VALUES_WITHOUT_EFFECT,
+    StockFlag,
+)
 from tools.reference import rest
 from tools.reference.markdown import code, table, text
 
@@ -163,10 +170,12 @@ Serving {version}: *same*, *different on purpose*, or *absent*. Tests make each 
 {calls}
 ## Flags
 
-Names may be written with dashes or underscores. These are the flags in its `main.cc`; any other is an
-error.
+Names may be written with dashes or underscores. These flags of its `main.cc` have the same effect here.
 
 {flags}
+{ignored} have no effect in an embedded server, and are taken with a note. {refused} are refused, unless they
+are empty or false. Any other flag is an error.
+
 ## Statuses
 
 What gRPC clients get. Messages say the same, mostly in the same words, and are cut after 1,024 characters
@@ -214,20 +223,27 @@ def page() -> str:
             ("call", "here", "note"),
             ((code(call.name), call.match.value, text(call.note)) for call in (*GRPC_CALLS, *OTHER_CALLS)),
         ),
-        flags=table(("flag", "here", "note"), map(_flag_row, STOCK_FLAGS)),
+        flags=table(("flag", "note"), map(_flag_row, STOCK_FLAGS)),
+        ignored=_listed((*SWITCHES_WITHOUT_EFFECT, *VALUES_WITHOUT_EFFECT)),
+        refused=_listed(REFUSED),
         outcomes=table(("call", "when", "there", "here", "why"), map(_outcome_row, OUTCOMES)),
         rest=rest.section(),
         behaviour=table(("what", "here", "note"), ((text(a), b.value, text(c)) for a, b, c in BEHAVIOUR)),
     )
 
 
-def _flag_row(flag: StockFlag) -> tuple[str, str, str]:
+def _listed(names: Sequence[str]) -> str:
+    *others, last = (code(f"--{name}") for name in names)
+    return f"{', '.join(others)} and {last}"
+
+
+def _flag_row(flag: StockFlag) -> tuple[str, str]:
     own = flag.option_if_false or flag.own
     is_named_alike = own == f"--{flag.name.replace('_', '-')}"
     note = flag.why
-    if flag.treatment is Treatment.SAME and not is_named_alike:
+    if not is_named_alike:
         note = f"`{own}`" + (" for false" if flag.option_if_false else "") + (f"; {note}" if note else "")
-    return code(f"--{flag.name}"), flag.treatment.value, text(note)
+    return code(f"--{flag.name}"), text(note)
 
 
 def _outcome_row(outcome: Outcome) -> tuple[str, str, str, str, str]:
