@@ -19,7 +19,7 @@ help:
 	@echo "make pictures  pictures of the status page for the guide, and of each incident in build/pictures, by Chromium"
 	@echo "make engines  jobs on two nodes of Ray, and over all engines in any order; some minutes"
 	@echo "make soak    hundreds of increments of a cluster whose processes die at random; some minutes"
-	@echo "make fuzz    thousands of damaged files, documents and answers of every kind; some minutes"
+	@echo "make fuzz    thousands of damaged files, documents, answers and requests of every kind; some minutes"
 	@echo "make chaos   all that trainers, exporters, operators and accidents do, in random order; half an hour"
 	@echo "make rehearsal  twelve incidents of a model in a bucket, what everybody says of them, and the commands that end them"
 	@echo "make isolation  a million responses beside updates of mapped tables, none of which mixes positions"
@@ -125,7 +125,7 @@ soak: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/soak_increments.py tests/integration/soak_old_trainers.py
 
 fuzz: $(STAMP)
-	$(BIN)/python -m pytest -s tests/fuzz_files.py tests/serving/test_lying_servers.py
+	$(BIN)/python -m pytest -s tests/fuzz_files.py tests/serving/test_lying_servers.py tests/serving/test_bad_http.py
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -s tests/integration/chaos.py
