@@ -171,9 +171,8 @@ def resume(
 ) -> None:
     """Lift the hold; after a rollback, restore the values from before it, unless newer ones are published.
 
-    Where a canary of `serve-model agent` approved what is published, it has its hold again: it is to approve
-    what comes back, too, and repeating the command changes nothing. To do without a canary, stop the agent
-    and say --lift-canary.
+    If the model has a canary, its hold returns, and it must approve the resumed values, too; repeating the
+    command changes nothing. To do without a canary, stop the agent and say --lift-canary.
 
     \b
     Examples:
@@ -213,7 +212,7 @@ def tag(
     dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
-    """Name a position, to be said in its place by all commands; list the names, or delete one.
+    """Give a position a name that all commands accept; list the names, or delete one.
 
     Retention keeps what leads to a tagged position. A tag that exists moves.
 

@@ -41,7 +41,8 @@ _METRICS = (
         "lag_seconds",
         "gauge",
         _MODEL,
-        "For how long, at most, something has waited that the trainer finished; seconds if nothing waits.",
+        "Upper bound of how long finished training output has waited to be published; "
+        "a few seconds when idle.",
     ),
     Described("failing", "gauge", _KIND, "1 if the last look failed, by the name of the error."),
     Described("publications_total", "counter", _KIND, "Publications: `version`, `base` or `delta`."),
@@ -58,8 +59,8 @@ _METRICS = (
     Described("wild_rows", "gauge", _MODEL, "Rows of the newest delta that are beyond --max-norm."),
     Described("change_bytes", "gauge", _MODEL, "With a budget: what all changes would have taken."),
     Described("change_sent_ratio", "gauge", _MODEL, "With a budget: the part of the change that was sent."),
-    Described("budget_bytes", "gauge", _MODEL, "What the newest delta might hold."),
-    Described("budget_excess_bytes", "gauge", _MODEL, "By how much what had to go exceeded that."),
+    Described("budget_bytes", "gauge", _MODEL, "Size limit of the newest delta."),
+    Described("budget_excess_bytes", "gauge", _MODEL, "Bytes by which the newest delta exceeded its budget."),
 )
 
 

@@ -43,7 +43,7 @@ class Trust(Struct, frozen=True):
             return
         raise AccessRefused(
             f"the graph beside the checkpoint asks for a file in another directory: {str(path)!r}",
-            cause=f"the request does not name the graph, so it may only read files below {directory}",
+            cause=f"this graph was found, not named by --model, so it may read only files below {directory}",
             hint=f"if it may have them: --allow {quoted(f'files={path.parent}')}; or name the graph: --model",
         )
 

@@ -113,8 +113,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"{path} cannot be read as options", cause=str(error), hint=form) from error
     if not isinstance(found, dict):
         raise UsageError(f"{path}: expected a JSON object", hint=form)
-    if "config" in found:  # each of its models would start all of them again
-        raise UsageError(f"{path} has an option 'config'", hint="leave it out: it is typed")
+    for name in found.keys() & {"config", "options"}:  # new and old name; each model would start all again
+        raise UsageError(f"{name!r} is only valid on the command line", hint=f"remove it from {path}")
     return found
 
 

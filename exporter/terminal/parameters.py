@@ -90,7 +90,7 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
                 hint = (
                     f"did you mean {close.lstrip('-')!r}?" if close else "export-model --help-all lists all"
                 )
-                raise UsageError(f"{path} has an option {name!r}, which there is not", hint=hint)
+                raise UsageError(f"unknown option {name!r} in {path}", hint=hint)
             if _source(context, one) == "DEFAULT":
                 _require_fit(path, name, value, one)
                 texts = list(_arguments_of(value))

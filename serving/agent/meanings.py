@@ -67,7 +67,8 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.SILENT: Meaning(
         "None of several replicas answers the agent.",
-        "Look at the network between them, and whether the servers run. It is hardly all servers at once.",
+        "Look at the network between them, and whether the servers run. It is unlikely that all "
+        "servers failed at once.",
     ),
     Code.GOLDEN: Meaning(
         "The answers at the position that the canary has approved fail golden requests. No delta is the "
@@ -205,8 +206,8 @@ MEANINGS: Mapping[Code, Meaning] = {
         "Keep it if it is meant; else move it away, as the command does.",
     ),
     Code.ROOM: Meaning(
-        "The next base, as large as the newest, does not fit on the model's disk; what is linked to the "
-        "trainer's files counts as nothing.",
+        "The next base, as large as the newest, does not fit on the model's disk; hard-linked data is "
+        "not counted.",
         "Make room: fewer versions (`--keep`), or another disk. Deltas go on meanwhile.",
     ),
     Code.ORPHANS: Meaning(
