@@ -1,4 +1,4 @@
-"""How a watch is monitored: metrics on a port of its own, and a heartbeat file, written while it works.
+"""Monitoring of a watch: metrics on a port of its own, and a heartbeat file, written while it works.
 
 A watch that hangs neither looks nor reports progress, so its file becomes old: this is for a liveness probe.
 A watch that looks and fails is alive; its metrics say what fails, and since when nothing was published.

@@ -410,7 +410,7 @@ class NormRule(Struct, frozen=True):
             raise UsageError(f"{option} {text!r} names no bound", cause=str(error), hint=hint) from error
 
     def is_for(self, variable: str) -> bool:
-        """True if a variable is of such a table: it may be a part of one."""
+        """Return True if a variable, or the variable that it is a part of, matches the pattern."""
         return self.pattern.fullmatch(variable.partition("[")[0]) is not None
 
     @property

@@ -499,7 +499,7 @@ class Carrier:
         check()
 
     def _reveal(self, item: Item) -> None:
-        """Make visible what the head names as published.
+        """Make the publication in the head visible.
 
         PositionMoved if another manifest is in its place, PublishError if the store refuses a request. The
         store itself copies the pending manifest. If a suspended process resumes too late, another one has

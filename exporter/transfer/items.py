@@ -480,10 +480,11 @@ class Passage:
         self._compared.add(file)
 
     def content(self, file: FileEntry) -> object:
-        """A value that files of the same bytes share, by what the manifest says; None if it cannot tell.
+        """Return a value that only files with the same bytes share, from the manifest; None if it says too
+        little.
 
-        It is the SHA-256 of what is signed; else size and checksum, or of a data shard those of all its
-        values. Bytes of a shard that hold no value have no checksum: then the whole index has to be the same.
+        It is the signed SHA-256; else size and checksum or, of a data shard, the checksums of all its values.
+        Bytes of a shard outside of any value have no checksum: then the whole index has to be the same, too.
         """
         if file.sha256 is not None:
             return file.sha256

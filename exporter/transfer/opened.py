@@ -31,7 +31,7 @@ class OpenModel(Protocol):
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """What a person's command would find in progress at the model, as sentences; empty if nothing, or if
+        """Sentences on what a person's command would find in progress at the model; empty if nothing, or if
         local.
         """
 

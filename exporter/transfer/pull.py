@@ -136,7 +136,7 @@ if TYPE_CHECKING:
 def superseded(
     model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
 ) -> list[Item]:
-    """Return the items that are `here`, are no longer `stored`, and can be removed, by position.
+    """Return the items `here` that are no longer `stored` and can be removed, by position.
 
     `is_current`: everything that is stored is here.
     """
@@ -442,7 +442,7 @@ class _Pull:
             self._leave_untrusted()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch what is missing, and set the holds; with `prune`, first remove what is superseded.
+        """Fetch the missing publications, and set the holds; with `prune`, first remove superseded ones.
 
         `head` is that of the store. PositionMoved if something was published here, and something else there.
         """
@@ -666,7 +666,7 @@ class _Pull:
         remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
     def _sweep(self, wanted: set[str]) -> None:
-        """Remove what killed pulls left of publications that are no longer wanted."""
+        """Remove the remains of killed pulls, except of publications that are still wanted."""
         for left in self._model.glob(f"{PULL_PREFIX}*"):
             if left.name.removeprefix(PULL_PREFIX) not in wanted:
                 remove_tree(left)

@@ -135,7 +135,7 @@ class PushPlan(Struct, frozen=True):
 
 
 def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None = None) -> PushPlan:
-    """Compare a local model with the one in a store, and return what a push would do.
+    """Compare a local model with the one in a store, and return the plan of a push.
 
     Raises:
         UsageError: the URL is that of no model in a store.
@@ -249,7 +249,7 @@ def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
 
 
 def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
-    """Execute a plan, and return what was done, which is less if another push had done a part of it.
+    """Execute a plan, and return the part of it that was done: another push may have done the rest.
 
     Raises:
         ForeignLineage, PositionMoved, NotTrusted: as `plan_push`, now of the newest state.

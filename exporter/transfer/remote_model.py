@@ -368,7 +368,7 @@ class RemoteModel:
             self._remove_given_up()
 
     def _stored_versions(self, here: Mapping[str, Path]) -> Iterator[Item]:
-        """Yield the versions that are in the store, but for those that no trusted key has signed."""
+        """Yield the local versions that are also in the store, except unreadable and untrusted ones."""
         for name, path in here.items():
             if name in self._stored.manifests and name.isdecimal():
                 with suppress(ManifestError):

@@ -1,8 +1,8 @@
-"""Files that a place has already, by what they hold: of the versions in a copy, or of those in a store.
+"""Find files with the same content in the versions of a copy, or of a model in a store, to avoid transfers.
 
-A version is often made of an earlier one: a rollback and its resumption have all files of another version,
-and of ten tables one has changed. Such a file is linked in a copy, and copied inside a store: none of its
-bytes crosses the network.
+A version is often made from an earlier one: a rollback and its resumption have all files of another version,
+and a new version may change one of ten tables. An unchanged file is linked in a copy, and copied inside a
+store: none of its bytes crosses the network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class SameFiles(Generic[T]):
-    """The places of files by what they hold (`Passage.content`). Threads may share it."""
+    """The places of files by content (`Passage.content`). Threads may share it."""
 
     def __init__(self) -> None:
         self._new: list[tuple[Item, Path, Callable[[FileEntry], T | None]]] = []
@@ -35,20 +35,20 @@ class SameFiles(Generic[T]):
         self._lock = threading.Lock()
 
     def add(self, item: Item, directory: Path, place: Callable[[FileEntry], T | None]) -> None:
-        """Add the files of a version whose index is in a local directory; `place` says where each one is.
+        """Add the files of a version whose index is in a local directory; `place` returns the place of each.
 
-        Nothing is read before a file is asked for. A delta's files are like no others.
+        Nothing is read before `place` is called. A delta is ignored, because its files are like no others.
         """
         if not item.is_delta:
             with self._lock:
                 self._new.append((item, directory, place))
 
     def place(self, content: object) -> T | None:
-        """The place of a file that holds this, of the version that was added last; None without one."""
+        """Return the place of a file with this content; None if there is none."""
         with self._lock:
             while self._new:
                 item, directory, place = self._new.pop(0)
-                with suppress(ExportError, OSError):  # a damaged version lends nothing
+                with suppress(ExportError, OSError):  # a damaged version provides no files
                     passage = Passage(item, directory)
                     for file in passage.files:
                         holds, found = passage.content(file), place(file)
@@ -57,16 +57,16 @@ class SameFiles(Generic[T]):
             return self._places.get(content)
 
     def add_file(self, content: object, place: T) -> None:
-        """Add a file by what it holds."""
+        """Add a file with this content, unless one is known."""
         with self._lock:
             self._places.setdefault(content, place)
 
 
 class StoredFiles(SameFiles[RemoteObject]):
-    """The files of the versions of a model in a store that are in a local directory, too, for their indexes.
+    """The files of the versions that are both in a store and, for their indexes, in a local directory.
 
-    A manifest is written after its files, each of which was compared on its way. So an object that is no
-    younger has been as it is since then; one that was written later, by whatever tool, lends nothing.
+    A manifest is written after its files, each of which was compared on its way. So an object that is not
+    newer than the manifest is unchanged; one that was written later, by any tool, is not used.
     """
 
     def __init__(self, model: Path, stored: StoredModel, items: Iterable[Item]) -> None:
@@ -75,7 +75,7 @@ class StoredFiles(SameFiles[RemoteObject]):
             self.add(item, model / item.path, partial(_unchanged, stored, item.path))
 
     def copies_of(self, item: Item, directory: Path) -> int:
-        """The bytes of an item that the store need not be sent; its files count as stored from then on."""
+        """Return how many bytes of an item the store can copy; its other files then count as stored."""
         found, passage = 0, Passage(item, directory)
         for file in () if item.is_delta else passage.files:
             content = passage.content(file)
@@ -87,7 +87,7 @@ class StoredFiles(SameFiles[RemoteObject]):
 
 
 def _unchanged(stored: StoredModel, path: str, file: FileEntry) -> RemoteObject | None:
-    """The object of a version's file, if the store can copy it and it is as it was published; else None."""
+    """Return the object of a version's file; None if it is not as published, or the store cannot copy it."""
     each, manifest = stored.objects.get(f"{path}/{file.path}"), stored.manifests[path]
     is_same = each is not None and each.size == file.bytes_ and each.modified <= manifest.modified
     return each if is_same and file.bytes_ <= MOST_COPIED else None
@@ -101,7 +101,7 @@ class LocalFiles(SameFiles[Path]):
         self._model = model
 
     def add_version(self, item: Item) -> None:
-        """Add the files of a version that lies in the model."""
+        """Add the files of a version in the model."""
 
         def place(file: FileEntry) -> Path | None:
             path = self._model / item.path / file.path
@@ -114,9 +114,9 @@ class LocalFiles(SameFiles[Path]):
         self.add(item, self._model / item.path, place)
 
     def lend(self, content: object, path: Path) -> bool:
-        """Make `path` a link to a file that holds this, or a copy of it; False without one.
+        """Make `path` a link to a file with this content, or a copy of it; return False if there is none.
 
-        Its bytes are not compared: who altered the file there has altered it here.
+        The bytes are not compared: whoever altered the file there has altered it here.
 
         Raises:
             OSError: it cannot be written.

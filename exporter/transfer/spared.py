@@ -22,5 +22,5 @@ class Spared(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What was not fetched, for people."""
+        """A sentence on what was not fetched."""
         return f"{self.path}: {human_bytes(self.linked)} were here already, and were not fetched"
