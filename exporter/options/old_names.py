@@ -95,6 +95,17 @@ def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str
     return found, notes
 
 
+def renew_arguments(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments of an export, as an earlier release wrote them, under their new names."""
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in NEW_NAMES:
+            new, texts = renewed(name, value if equals else True)
+            yield from (f"{new}={text}" for text in texts)
+        else:
+            yield argument
+
+
 def _next(words: Iterator[str]) -> Iterator[str]:
     for word in words:
         yield word

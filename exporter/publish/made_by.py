@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from exporter.errors import ManifestError
 from exporter.options import ExportRequest, Updates, arguments
+from exporter.options.old_names import renew_arguments
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.versions import newest_version, read_manifest
 from exporter.storage.files import read_regular
@@ -119,7 +120,7 @@ def export_kept_of(model: str | Path) -> str:
     kept = _kept(model)
     if kept is None:
         return ""
-    typed = " ".join(map(quoted, kept.arguments))
+    typed = " ".join(map(quoted, renew_arguments(kept.arguments)))
     return f"cd {quoted(kept.directory)} && export-model {typed} --new-base always --again"
 
 

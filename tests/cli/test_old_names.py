@@ -17,6 +17,8 @@ import typer
 from exporter import ExportRequest
 from exporter.cli.app import app
 from exporter.options.old_names import NEW_NAMES, renew_named, renew_variables, renew_words
+from exporter.publish.made_by import export_kept_of
+from exporter.storage.layout import MADE_BY_FILE
 from serving import cli as serving_cli
 from tests.support.commands import export_model
 
@@ -106,6 +108,12 @@ def test_an_old_name_is_a_note_and_the_hint_has_the_new_one(tmp_path: Path) -> N
     ran = export_model("--allow-code", "--config", file, "--ckpt-dir", tmp_path, "--out", tmp_path / "m")
     assert "warning: --allow-code has a new name: --allow=code\n" in ran.err
     assert "options.json: allow_dropout has a new name: allow=dropout" in " ".join(ran.err.split())
+
+
+def test_the_command_of_an_earlier_release_is_proposed_with_new_names(tmp_path: Path) -> None:
+    kept = {"directory": "/work", "arguments": ["--out=m", "--no-warmup", "--allow-files=/a b", "--keep=3"]}
+    (tmp_path / MADE_BY_FILE).write_text(json.dumps(kept))
+    assert "--out=m --requests=none '--allow=files=/a b' --keep=3" in export_kept_of(tmp_path)
 
 
 def test_a_word_that_there_is_not() -> None:
