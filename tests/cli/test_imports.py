@@ -56,8 +56,8 @@ def own(modules: Collection[str]) -> set[str]:
     "command, most, without",
     [
         ("--help", 40, ARRAYS | MESSAGES | {"rich", "logging", "hashlib"}),
-        ("history models/ranker", 72, ARRAYS | MESSAGES | {"logging"}),
-        ("history models/ranker --json", 72, ARRAYS | MESSAGES | {"rich", "logging"}),
+        ("history models/ranker", 73, ARRAYS | MESSAGES | {"logging"}),
+        ("history models/ranker --json", 73, ARRAYS | MESSAGES | {"rich", "logging"}),
         ("inspect models/plain", 85, ARRAYS | {"rich", "logging"}),
         ("inspect models/ranker --json", 85, ARRAYS | {"rich"}),
         ("merge models/ranker --dry-run", 116, {"rich"}),
