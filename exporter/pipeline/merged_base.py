@@ -7,6 +7,7 @@ is merged, the base's files are linked.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -34,14 +35,24 @@ from exporter.graph.graph_files import read_saved_model
 from exporter.graph.nodes import bodies
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.publish.commit import Staging
-from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta
-from exporter.publish.manifest import ManifestDraft, MappedRecord, MappedTable, tensor_entries
-from exporter.publish.versions import require_signed_bytes
+from exporter.publish.delta_log import BROKEN_LOG_HINT, DeltaLog, LogBase, LogDelta, log_path
+from exporter.publish.manifest import (
+    BaseEntry,
+    Manifest,
+    ManifestDraft,
+    MappedRecord,
+    MappedTable,
+    MergedFrom,
+    MergedPart,
+    tensor_entries,
+)
+from exporter.publish.versions import MAX_MANIFEST_BYTES, VersionDir, delta_named, require_signed_bytes
 from exporter.storage import mirror
 from exporter.storage.files import copy_file, make_directories, read_regular
 from exporter.storage.layout import (
     ASSETS_DIRECTORY,
     EXTRA_DIRECTORY,
+    MANIFEST_FILE,
     MAPPED_ID_FILE,
     SAVED_MODEL_FILE,
     UPDATABLE_FILE,
@@ -68,6 +79,14 @@ class BasePlace(Struct, frozen=True):
     lineage: str
 
 
+class WrittenBase(Struct, frozen=True):
+    """The files of a base as they were staged: its tensors, mapped tables, and the tasks that wrote it."""
+
+    catalog: Catalog
+    mapped: MappedRecord | None
+    tasks: int
+
+
 def write_base(
     log: DeltaLog,
     of: LogBase | LogDelta,
@@ -87,19 +106,14 @@ def write_base(
         PositionError: no base is left from which deltas reach it.
     """
     base, chain = way_to(log, of.at.position)
-    bundle, at, trained = staging.path, of.at, of.entry.trained
+    at, trained = of.at, of.entry.trained
     require_signed_bytes(base.path, base.manifest)
-    if chain:
-        merger = merger_of(log, base, chain, bundle, task_bytes)
-        catalog, tasks, hot = _write_merged(log, base, of, merger, bundle, runner, progress)
-        mapped = _mapped_again(base, catalog, place.position, hot)
-    else:
-        catalog, tasks = _link_variables(base, bundle), 0
-        mapped = _mapped_elsewhere(base.manifest.mapped, place.position)
-    _copy_graph(base, bundle, place, at.step or 0, mapped)
-    verify_files(bundle, tensor_entries(catalog))
+    mapped_id = secrets.token_hex(16)
+    written = write_files(
+        log, base, chain, place, at.step or 0, mapped_id, staging.path, task_bytes, runner, progress
+    )
     draft = ManifestDraft(
-        tensors=tensor_entries(catalog),
+        tensors=tensor_entries(written.catalog),
         # It has that checkpoint with increments on top: no checkpoint has these contents.
         source=replace(base.manifest.source, checkpoint=trained.checkpoint.name, digest=None),
         exporter=__version__,
@@ -107,12 +121,89 @@ def write_base(
         lineage=place.lineage,
         incremental=replace(base.entry, log=place.log, trained=trained, state=of.manifest.state_id),
         tensorflow=base.manifest.tensorflow,
-        mapped=mapped,
+        mapped=written.mapped,
         for_server=base.manifest.for_server,
         oldest_server=base.manifest.oldest_server,
         opened_batch=base.manifest.opened_batch,
+        merged_from=_record(log.model, [base.path, *(delta.path for delta in chain)], task_bytes),
     )
-    return draft, tasks
+    return draft, written.tasks
+
+
+def write_files(
+    log: DeltaLog,
+    base: LogBase,
+    chain: Sequence[LogDelta],
+    place: BasePlace,
+    step: int,
+    mapped_id: str,
+    bundle: Path,
+    task_bytes: int,
+    runner: Callable[[int], Runner] = lambda _: LOCAL,
+    progress: ProgressFactory = no_progress,
+) -> WrittenBase:
+    """Write the files of a base with the deltas of `chain` on top, the same bytes on any machine.
+
+    `step` is the training step of the values, and `mapped_id` the id of the tables that servers map.
+
+    Raises:
+        VerificationError, CheckpointError: as `write_base`.
+    """
+    if chain:
+        merger = merger_of(log, base, chain, bundle, task_bytes)
+        catalog, tasks, hot = _write_merged(log, base, chain[-1].end, merger, bundle, runner, progress)
+        record = _mapped_again(base, catalog, hot)
+    else:
+        catalog, tasks, record = _link_variables(base, bundle), 0, base.manifest.mapped
+    mapped = _mapped_elsewhere(record, place.position, mapped_id)
+    _copy_graph(base, bundle, place, step, mapped)
+    verify_files(bundle, tensor_entries(catalog))
+    return WrittenBase(catalog, mapped, tasks)
+
+
+def write_again(model: Path, manifest: Manifest, bundle: Path, runner: Callable[[int], Runner]) -> None:
+    """Write the files of a base that was merged elsewhere from what lies in this model, too.
+
+    Who takes them compares each with the manifest: nothing here says that they are the same.
+
+    Raises:
+        ExportError: the record names what makes no base, or something of it is damaged.
+    """
+    record, entry = manifest.merged_from, manifest.incremental
+    if record is None or not isinstance(entry, BaseEntry):
+        raise ManifestError("the base was not merged")
+    base = LogBase.read(model / record.parts[0].path)
+    named = [delta_named(Path(each.path).name) for each in record.parts[1:]]
+    log = log_path(model, base.entry.log)
+    chain = tuple(LogDelta(log, *each[1:]) for each in named if each is not None)
+    if not chain or [model / each.path for each in record.parts] != [base.path, *(d.path for d in chain)]:
+        raise ManifestError("the base was merged from what is no log")
+    size = base.manifest.bytes_ + sum(delta.manifest.bytes_ for delta in chain)
+    if size > record.task_bytes * _MOST_TASKS:
+        raise ManifestError(f"{size} bytes are divided into tasks of {record.task_bytes}")
+    if manifest.signature is not None:  # before anything is made of what others may have altered here
+        from exporter.publish.signing import verify_digests
+
+        verify_digests(base.path, (file for file in base.manifest.files if file.crc32c is not None))
+        for delta in chain:
+            verify_digests(delta.path, delta.manifest.files)
+    of = DeltaLog(model, base, (VersionDir(base.at.position, base.path, has_manifest=True),), chain)
+    place = BasePlace(manifest.position, entry.log, manifest.lineage or "")
+    mapped_id, step = "" if manifest.mapped is None else manifest.mapped.id, manifest.step or 0
+    write_files(of, base, chain, place, step, mapped_id, bundle, record.task_bytes, runner)
+
+
+_MOST_TASKS = 1 << 20
+
+
+def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom | None:
+    """Return the record of what a base is merged from; None of a base alone."""
+
+    def part(path: Path) -> MergedPart:
+        content = read_regular(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        return MergedPart(path.relative_to(model).as_posix(), hashlib.sha256(content).hexdigest())
+
+    return MergedFrom(tuple(map(part, parts)), task_bytes) if parts[1:] else None
 
 
 def way_to(log: DeltaLog, position: int) -> tuple[LogBase, tuple[LogDelta, ...]]:
@@ -128,7 +219,7 @@ def way_to(log: DeltaLog, position: int) -> tuple[LogBase, tuple[LogDelta, ...]]
 def _write_merged(
     log: DeltaLog,
     base: LogBase,
-    of: LogBase | LogDelta,
+    position: int,
     merger: BaseMerger,
     bundle: Path,
     runner: Callable[[int], Runner],
@@ -137,7 +228,7 @@ def _write_merged(
     """Write a base's variables with deltas on top; return their catalog, the tasks, and tables' hot rows."""
     with ExitStack() as stack, progress("merging", merger.bytes_) as bar:
         try:
-            merger.write(stack, runner(merger.tasks), lambda: log.state(of.at.position), bar)
+            merger.write(stack, runner(merger.tasks), lambda: log.state(position), bar)
         except CorruptFile:
             verify_bytes(
                 read_catalog(base.path / VARIABLES_PREFIX)
@@ -212,10 +303,8 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
     return lay_hot_rows(bundle / VARIABLES_PREFIX, written, tables.values())
 
 
-def _mapped_again(
-    base: LogBase, written: Catalog, position: int, hot: Mapping[str, HotTable]
-) -> MappedRecord | None:
-    """The record of the new base's mapped tables: the same tables, in other files, with another id.
+def _mapped_again(base: LogBase, written: Catalog, hot: Mapping[str, HotTable]) -> MappedRecord | None:
+    """The record of the base's mapped tables, in the files that they are in now.
 
     None, or a record without tables, is returned as it is.
     """
@@ -230,15 +319,15 @@ def _mapped_again(
         assert size == table.bytes_, f"{table.name} has {size} bytes, expected {table.bytes_}"
         places = hot[table.name].file if table.name in hot else ""
         tables.append(replace(table, file=file, places=places))
-    return _mapped_elsewhere(replace(record, tables=tuple(tables)), position)
+    return replace(record, tables=tuple(tables))
 
 
-def _mapped_elsewhere(record: MappedRecord | None, position: int) -> MappedRecord | None:
-    """The record of mapped tables for another version, with a new id."""
+def _mapped_elsewhere(record: MappedRecord | None, position: int, id_: str) -> MappedRecord | None:
+    """The record of mapped tables for another version, with another id."""
     if record is None or not record.tables:
         return record
     directory = str(Path(record.directory).parent / str(position))
-    return replace(record, id=secrets.token_hex(16), directory=directory)
+    return replace(record, id=id_, directory=directory)
 
 
 def _copy_graph(

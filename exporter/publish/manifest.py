@@ -319,6 +319,20 @@ class MappedRecord(Struct, frozen=True):
     restored: Annotated[tuple[UnmappedTable, ...], doc("large variables that are not")] = ()
 
 
+class MergedPart(Struct, frozen=True):
+    """A publication that a base was merged from."""
+
+    path: Annotated[Text, doc("below the model")]
+    manifest: Annotated[Sha256, doc("the SHA-256 of its `manifest.json`")]
+
+
+class MergedFrom(Struct, frozen=True):
+    """What a base was merged from: the same files come of it wherever these publications are."""
+
+    parts: Annotated[tuple[MergedPart, ...], doc("the base, and the deltas on top of it, oldest first")]
+    task_bytes: Annotated[Count, doc("about what one task read; large tables are divided by it")]
+
+
 class ManifestDraft(Struct, frozen=True, kw_only=True):
     """The fields of a manifest that are known before the publication has a position and its final files.
 
@@ -340,6 +354,7 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     for_server: str | None = None
     oldest_server: str | None = None
     opened_batch: int | None = None
+    merged_from: MergedFrom | None = None
 
     def complete(
         self, *, position: int, created: datetime, files: tuple[FileEntry, ...], publisher: str | None = None
@@ -447,6 +462,7 @@ class VersionDocument(_Document, frozen=True, kw_only=True, tag="base"):
     opened_batch: Annotated[
         Count | None, doc("training's batch size, if an experiment made its numbers follow each request")
     ] = None
+    merged_from: Annotated[MergedFrom | None, doc("what it was merged from; absent: it was not")] = None
 
 
 class DeltaDocument(_Document, frozen=True, kw_only=True, tag="delta"):

@@ -569,12 +569,12 @@ def delta_names(log: Path) -> list[tuple[str, int, int]]:
     A symbolic link to a directory counts: servers' graphs cannot tell it from a delta. If they applied it and
     the exporter did not see it, its positions would be published a second time, with other values.
     """
-    found = [named for entry in _entries(log) if (named := _delta_named(entry.name)) and entry.is_dir()]
+    found = [named for entry in _entries(log) if (named := delta_named(entry.name)) and entry.is_dir()]
     return sorted(found)  # all have the same number of digits, so names sort as numbers do
 
 
 @lru_cache(maxsize=_MOST_NAMES)
-def _delta_named(name: str) -> tuple[str, int, int] | None:
+def delta_named(name: str) -> tuple[str, int, int] | None:
     """A delta's name, start and end; None for any other name."""
     match = _DELTA.fullmatch(name)
     if match is None:

@@ -90,13 +90,15 @@ class Item(Struct, frozen=True):
         return bool(self.log)
 
     @property
-    def order(self) -> tuple[int, bool, int]:
+    def order(self) -> tuple[int, int, int]:
         """The key by which items are copied: by position, a base before a delta, a merger after its last
         part.
 
-        A server at the beginning of that part must find the part whenever it finds the merger.
+        A server at the beginning of that part must find the part whenever it finds the merger, and a copy
+        makes a merged base of its parts.
         """
-        return self.manifest.position, self.is_delta, -(self.manifest.from_position or 0)
+        rank = 2 if self.manifest.merged_from is not None else int(self.is_delta)
+        return self.manifest.position, rank, -(self.manifest.from_position or 0)
 
     @property
     def hold(self) -> str | None:

@@ -55,9 +55,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -80,6 +81,7 @@ from exporter.errors import (
     UsageError,
     VerificationError,
 )
+from exporter.jobs.runner import Runner
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Decided, HeldBy, Hold, hold_in, position_in
@@ -100,6 +102,7 @@ from exporter.storage.layout import (
     HOLD_DOCUMENT_FILE,
     HOLD_FILE,
     IDENTITY_FILE,
+    JOBS_DIRECTORY,
     MANIFEST_FILE,
     PULL_LOCK_FILE,
     PULL_PREFIX,
@@ -486,7 +489,7 @@ class _Pull:
     def _done(
         self, removed: tuple[str, ...] = (), incomplete: tuple[str, ...] = (), waiting: tuple[str, ...] = ()
     ) -> Pulled:
-        spared = tuple(each for _, each in self._fetched.values() if each.bytes_)
+        spared = tuple(each for _, each in self._fetched.values() if each.bytes_ or each.why_fetched)
         size = sum(item.bytes_ for item, _ in self._fetched.values()) - sum(each.bytes_ for each in spared)
         position = max((item.manifest.position for item in self.here.values()), default=None)
         return Pulled(
@@ -640,6 +643,7 @@ class _Pull:
                 item.path: pool.submit(self._staged, item, whole[item.path], bar)
                 for item in items
                 if item.bytes_ <= PART_BYTES
+                and item.manifest.merged_from is None  # which needs its parts here
             }
 
             def staged(item: Item) -> tuple[Path, Spared]:
@@ -716,7 +720,8 @@ class _Pull:
         """
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
-        linked, fetched = set[FileEntry](), set[FileEntry]()
+        linked, made, fetched = set[FileEntry](), set[FileEntry](), set[FileEntry]()
+        merged = _MergedHere(self._model, item, self.here)
 
         def fetch(wanted: Sequence[FileEntry]) -> None:
             _require_room(staged, sum(file.bytes_ for file in wanted))
@@ -726,26 +731,40 @@ class _Pull:
                 passage.check_file(file)
                 fetched.add(file)
 
-        for is_shard in (False, True):  # the index first: it says what the shards hold
-            coming = [file for file in passage.files if (file.crc32c is None) is is_shard]
-            missing = [file for file in coming if not _is_there(places[file], files[file.path])]
-            for file in () if item.is_delta else missing:
-                if self._lent.lend(passage.content(file), places[file]):
-                    linked.add(file)
+        with merged:
+            for is_shard in (False, True):  # the index first: it says what the shards hold
+                coming = [file for file in passage.files if (file.crc32c is None) is is_shard]
+                missing = [file for file in coming if not _is_there(places[file], files[file.path])]
+                for file in () if item.is_delta else missing:
+                    if self._lent.lend(passage.content(file), places[file]):
+                        linked.add(file)
+                    elif merged.give(file, places[file]):
+                        made.add(file)
+                    else:
+                        continue
                     bar.advance(file.bytes_)
-            fetch([file for file in missing if file not in linked])
-            for file in coming:
-                if file not in fetched:
-                    try:
-                        passage.compare(file)
-                    except _DAMAGE:
-                        linked.discard(file)
-                        places[file].unlink()
-                        fetch([file])
+                fetch([file for file in missing if file not in linked | made])
+                for file in coming:
+                    if file not in fetched:
+                        try:
+                            passage.compare(file)
+                        except _DAMAGE as error:
+                            if file in made:
+                                merged.why = f"what was merged here differs: {error.message}"
+                            for own in (linked, made):
+                                own.discard(file)
+                            places[file].unlink()
+                            fetch([file])
         passage.check_files()
         passage.check_values()
         passage.check_digests()  # of the local files, because servers will read these
-        return Spared(item.path, linked=sum(file.bytes_ for file in linked))
+        return Spared(
+            item.path,
+            linked=sum(file.bytes_ for file in linked),
+            made=sum(file.bytes_ for file in made),
+            deltas=merged.deltas if made else 0,
+            why_fetched=merged.why,
+        )
 
     def _get(
         self, each: RemoteObject, path: Path, bar: Progress, note: Callable[[int, memoryview], None]
@@ -950,6 +969,73 @@ class _Pull:
                 if first <= (end if start is None else start) and end <= position:
                     needed.add(path)
         return needed
+
+
+class _MergedHere(ExitStack):
+    """The files of a merged base, made of its parts in this copy once the first one is asked for.
+
+    `why` says why there are none, or not all; it is empty for what is no merged base.
+    """
+
+    def __init__(self, model: Path, item: Item, here: Mapping[str, Item]) -> None:
+        super().__init__()
+        self._model, self._item = model, item
+        self._bundle: Path | None = None
+        record = item.manifest.merged_from
+        self.deltas = 0 if record is None else len(record.parts) - 1
+        lost = [
+            part.path
+            for part in (() if record is None else record.parts)
+            if part.path not in here or here[part.path].digest != part.manifest
+        ]
+        self.why = f"this copy lacks {lost[0]}" if lost else ""
+        self._is_tried = record is None or bool(lost)
+
+    def give(self, file: FileEntry, path: Path) -> bool:
+        """Move a file of the merged base to its place; False if there is none of its size.
+
+        Raises:
+            DiskFull: there is no room for the base.
+        """
+        if not self._is_tried:
+            self._is_tried = True
+            self._bundle = self._made()
+        if self._bundle is None or not _has_size(source := self._bundle / file.path, file.bytes_):
+            return False
+        make_directories(path.parent)
+        source.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
+        sync(source)
+        source.replace(path)
+        sync(path.parent)
+        return True
+
+    def _made(self) -> Path | None:
+        from exporter.pipeline.merged_base import write_again
+
+        _require_room(self._model / PULL_PREFIX, self._item.bytes_)
+        staging = self.enter_context(Staging(self._model))
+        try:
+            write_again(self._model, self._item.manifest, staging.path, self._runner)
+        except DiskFull:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever local files do to the merger, the store has the base
+            self.why = f"it cannot be merged here: {error}"
+            return None
+        return staging.path
+
+    def _runner(self, tasks: int) -> Runner:
+        """What runs the tasks: a job that is kept, so that a pull that was killed goes on with it."""
+        assert self._item.manifest.merged_from is not None
+        size = self._item.manifest.merged_from.task_bytes
+        return Runner(task_bytes=size, kept=str(self._model / JOBS_DIRECTORY))
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
 def _is_same(own: HeldBy, stored: HeldBy) -> bool:

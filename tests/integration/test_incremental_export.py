@@ -16,6 +16,7 @@ from exporter.publish.versions import read_manifest
 from tests.conftest import ROOT
 from tests.support.commands import export_model
 from tests.support.forks import run_warm
+from tests.support.made_again import assert_made_again
 from tests.support.updatable import Loaded, loaded_quickly
 
 MODEL = f"{ROOT / 'examples/ranker/model.py'}:serving"
@@ -105,6 +106,7 @@ def test_a_rebased_base_stands_where_its_deltas_led_and_goes_on(
     shutil.copytree(followed[0], checkpoints)
     shutil.copytree(followed[1], model)
     assert export_model("merge", model, "--rebase", "--json").document["position"] == 40
+    assert_made_again(model / "40")
     assert export_model("verify", model, "--bytes", "-q").code == 0
     assert read_manifest(model / "40").source.digest is None, "no checkpoint holds what increments made of it"
     with loaded_quickly(model / "20") as old, loaded_quickly(model / "40") as new:

@@ -18,6 +18,7 @@ from exporter.publish.delta_log import read_log
 from exporter.wire.int8_codes import to_codes, values_of
 from tests.support.agents import Published
 from tests.support.commands import export_model
+from tests.support.made_again import assert_made_again
 from tests.support.mapped_models import DIM, ROWS, MappedModel, mapped_below
 from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded
@@ -68,6 +69,7 @@ def test_deltas_carry_rows_as_they_are_served(
             assert_answers(server, model, step)
         merged = export_model("merge", model.out, "--rebase")
         assert merged.code == 0, merged.err
+        assert_made_again(model.out / "9")
         with loaded(model.out / "9") as other:
             assert_answers(other, model, 9)
     assert export_model("verify", model.out, "--bytes").code == 0

@@ -29,6 +29,7 @@ from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full, write_increment
 from tests.support.deeprec_logs import DEFAULT, DIM, DeepRecTrainer, publish_base, served, train_on
 from tests.support.deeprec_logs import request as log_request
+from tests.support.made_again import assert_made_again
 from tests.support.publishing import delta_of
 from tests.support.served_tables import DEFAULTS, LIMITS, assert_serves, in_8_bits, request
 from tests.support.updatable import Loaded, loaded
@@ -125,6 +126,7 @@ def test_a_server_that_follows_answers_as_a_full_export(trainer: DeepRecTrainer,
     assert merged is not None
     rebased = rebase(asked(trainer).out, jobs=Jobs(task_bytes=1))
     assert rebased is not None
+    assert_made_again(rebased.published.path)
     for version, deltas in ((done.published.path, 1), (rebased.published.path, 0)):
         with loaded(version) as server:
             assert server.update()["deltas"] == deltas

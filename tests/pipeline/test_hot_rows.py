@@ -29,6 +29,7 @@ from exporter.wire.int8_codes import to_codes
 from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer
+from tests.support.made_again import assert_made_again
 from tests.support.mapped_models import DIM, ROWS, MappedModel, in_session, mapped_below
 from tests.support.object_stores import Bucket
 from tests.support.served_tables import assert_serves, request
@@ -137,6 +138,7 @@ def test_deltas_rollbacks_and_merges_keep_to_row_numbers(model: MappedModel) -> 
         assert ran.code == 0, ran.err
         rebased = read_log(model.out).base.path
         assert rebased != version
+        assert_made_again(rebased)
         assert_laid(rebased, newest)  # the layout stays, with the newest values
         with loaded(rebased) as anew:
             assert len(mapped_below(rebased)) == 2

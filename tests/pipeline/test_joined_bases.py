@@ -18,6 +18,7 @@ from tests.support.commands import export_model
 from tests.support.deeprec_graphs import DeepRecGraph, deeprec_graph
 from tests.support.deeprec_logs import DIM, DeepRecTrainer
 from tests.support.joined_tables import is_joined
+from tests.support.made_again import assert_made_again
 from tests.support.publishing import delta_of
 from tests.support.updatable import Loaded, loaded_quickly
 
@@ -124,6 +125,7 @@ def test_deepreces_tables_through_a_logs_life(trainer: DeepRecTrainer, isolation
         ran = export_model("merge", asked.out, "--rebase")
         assert ran.code == 0, ran.err
         rebased = read_log(asked.out).base.path
+        assert_made_again(rebased)
         assert is_joined(rebased)
         with loaded_quickly(rebased) as anew:
             assert_serves(anew, trainer)

@@ -30,6 +30,7 @@ from serving.agent.publications import FollowedModel, Publications
 from tests.support.agents import Published
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer
+from tests.support.made_again import assert_made_again
 from tests.support.mapped_models import IDS, ROWS, MappedModel, mapped_below
 from tests.support.object_stores import Bucket
 from tests.support.served_tables import assert_serves, request
@@ -140,6 +141,7 @@ def test_a_base_merged_with_its_deltas_maps_its_own_files(model: MappedModel) ->
     ran = export_model("merge", model.out, "--rebase")
     assert ran.code == 0, ran.err
     new = model.out / "9"
+    assert_made_again(new)
     before, now = (read_manifest(path).mapped for path in (old, new))
     assert before is not None
     assert now is not None

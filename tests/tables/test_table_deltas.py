@@ -30,6 +30,7 @@ from tests.support.commands import export_model
 from tests.support.deeprec import Ev, write_full
 from tests.support.deeprec_logs import DeepRecTrainer, publish_base, request, served
 from tests.support.logs import damage_tensor
+from tests.support.made_again import assert_made_again
 from tests.support.publishing import delta_of
 
 DISTANT = [np.iinfo(np.int64).min, np.iinfo(np.int64).max, -1, -2, 0, -1000, 999]
@@ -277,6 +278,7 @@ def test_a_rebase_holds_what_the_deltas_held(trainer: DeepRecTrainer, model: Pat
         exported(trainer, model)
     assert rebase(model) is not None
     log = read_log(model)
+    assert_made_again(log.base.path)
     assert len(log.bases) == 2
     assert served(log) == trainer.now()
     trainer.train()

@@ -19,6 +19,7 @@ from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from tests.support.commands import export_model
 from tests.support.deeprec_logs import DeepRecTrainer, served, train_on
+from tests.support.made_again import assert_made_again
 from tests.support.publishing import delta_of
 from tests.support.served_tables import DEFAULTS, assert_serves, request, trained
 from tests.support.updatable import loaded
@@ -110,6 +111,7 @@ def test_a_base_that_was_rebased_serves_the_same(trainer: DeepRecTrainer, casts:
     assert rebase(request(trainer).out, jobs=Jobs(task_bytes=1)) is not None
     keys = np.array(sorted(trainer.tables["emb/user"]), np.int64)
     newest = read_log(request(trainer).out).base.path
+    assert_made_again(newest)
     with loaded(first.published.path) as old, loaded(newest) as new:
         old.update()
         assert new.update()["deltas"] == 0

@@ -1,0 +1,312 @@
+"""A copy makes a merged base of its own base and deltas: the same bytes, or it fetches what differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from exporter.errors import DiskFull, ExportError
+from exporter.jobs import runner
+from exporter.options import Jobs
+from exporter.pipeline import merged_base
+from exporter.pipeline.log_maintenance import merge, resume, rollback
+from exporter.pipeline.rebase import rebase
+from exporter.publish.delta_log import read_log
+from exporter.publish.signing import Signer, Trust
+from exporter.publish.versions import in_force
+from exporter.storage.objects import ObjectReader
+from exporter.transfer import pull as pulling
+from exporter.transfer.pull import pull
+from tests.support.budget import times
+from tests.support.commands import export_model
+from tests.support.directory_store import BUCKET, reached
+from tests.support.http_proxy import Traffic
+from tests.support.key_pairs import key_pair
+from tests.support.machines import Machine, files, machine_in, pushed
+from tests.support.publishers import Killed, killed_at
+
+PLACE = "models/m"
+URL = f"s3://{BUCKET}/{PLACE}"
+
+
+@pytest.fixture
+def traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    with reached(tmp_path / "store", monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def copy(machine: Machine, tmp_path: Path, traffic: Traffic) -> Path:
+    """A copy at 30; the store has a base that was merged there."""
+    pushed(machine.model, URL)
+    pull(URL, tmp_path / "copy")
+    assert rebase(machine.model) is not None
+    pushed(machine.model, URL)
+    return tmp_path / "copy"
+
+
+def of(model: Path, path: str) -> dict[str, bytes]:
+    return {name: content for name, content in files(model).items() if name.startswith(f"{path}/")}
+
+
+def altered(path: Path) -> None:
+    """Write into a file, and set its times back."""
+    found, content = path.stat(), path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def test_nothing_of_a_merged_base_is_fetched(machine: Machine, copy: Path) -> None:
+    ran = export_model("pull", URL, copy, "--json").document
+    (spared,) = ran["spared"]
+    assert (ran["fetched"], ran["bytes"], spared["deltas"], spared["why_fetched"]) == (["30"], 0, 2, "")
+    assert files(copy) == files(machine.model)
+    assert not [*copy.glob(".staging-*"), *copy.glob(".jobs/*"), *copy.glob(".pull-*")]
+
+
+def test_it_is_said_how_the_base_came(copy: Path) -> None:
+    ran = export_model("pull", URL, copy)
+    assert "30: made here from 2 deltas: " in ran.out, ran.err
+    assert " not fetched" in ran.out
+
+
+def test_a_new_copy_makes_the_base_when_its_parts_have_come(
+    machine: Machine, copy: Path, tmp_path: Path
+) -> None:
+    done = pull(URL, tmp_path / "new")
+    assert [path.rpartition("-")[2] for path in done.fetched][-2:] == [f"{30:020d}", "30"]
+    assert [each.why_fetched for each in done.spared] == [""]
+    assert files(tmp_path / "new") == files(machine.model)
+
+
+def test_a_base_of_tasks_is_divided_alike(machine: Machine, tmp_path: Path, traffic: Traffic) -> None:
+    pushed(machine.model, URL)
+    pull(URL, tmp_path / "copy")
+    assert rebase(machine.model, jobs=Jobs(task_bytes=64)) is not None
+    pushed(machine.model, URL)
+    assert pull(URL, tmp_path / "copy").bytes_ == 0
+    assert files(tmp_path / "copy") == files(machine.model)
+
+
+PARTS = ("10/variables/*.data-*", "10/variables/*.index", "10/saved_model.pb", "10/assets/*", "deltas/*/*/*")
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_what_a_thief_alters_here_is_not_served(
+    machine: Machine, tmp_path: Path, traffic: Traffic, *, is_signed: bool
+) -> None:
+    private, public = key_pair(tmp_path)
+    signer, trust = (Signer.of(str(private), "m"), Trust.of([public], "m")) if is_signed else (None, None)
+    with in_force(machine.model, signer):
+        if is_signed:
+            assert rebase(machine.model) is not None  # the first that is signed
+            machine.go_on(40)
+        pushed(machine.model, URL)
+        before = tmp_path / "before"
+        pull(URL, before, trust=trust)
+        assert rebase(machine.model) is not None
+        pushed(machine.model, URL)
+    newest = str(read_log(machine.model).base.at.position)
+    first = "30" if is_signed else "10"
+    fetched = []
+    for number, pattern in enumerate(PARTS):
+        for path in sorted(before.glob(pattern.replace("10/", f"{first}/"))):
+            if path.name == "manifest.json":
+                continue
+            copy = tmp_path / f"copy-{number}"
+            shutil.copytree(before, copy)
+            altered(copy / path.relative_to(before))
+            done = pull(URL, copy, trust=trust)
+            assert of(copy, newest) == of(machine.model, newest), path
+            fetched.append(done.bytes_)
+            shutil.rmtree(copy)
+    assert sum(map(bool, fetched)) > len(fetched) / 2, "but for bytes of which nothing is made"
+
+
+def _with_parts(change: Callable[[list[dict[str, str]]], object]) -> Callable[[dict[str, object]], None]:
+    def changed(record: dict[str, object]) -> None:
+        parts = record["parts"]
+        assert isinstance(parts, list)
+        change(parts)
+
+    return changed
+
+
+RECORDS: dict[str, Callable[[dict[str, object]], object]] = {
+    "a delta less": _with_parts(lambda parts: parts.pop()),
+    "the base alone": _with_parts(lambda parts: parts.__delitem__(slice(1, None))),
+    "nothing": _with_parts(lambda parts: parts.clear()),
+    "the other order": _with_parts(lambda parts: parts.reverse()),
+    "a delta twice": _with_parts(lambda parts: parts.append(parts[-1])),
+    "another delta": _with_parts(lambda parts: parts[-1].update(manifest="0" * 64)),
+    "a path that leads out": _with_parts(lambda parts: parts[-1].update(path="../../etc")),
+    "tasks of nothing": lambda record: record.update(task_bytes=0),
+    "tasks of a byte": lambda record: record.update(task_bytes=1),
+}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_that_says_something_else_brings_the_stores_bytes(
+    machine: Machine, copy: Path, tmp_path: Path, record: str
+) -> None:
+    """Nobody has signed it: what the copy makes is compared, whatever it was made of."""
+    manifest = tmp_path / "store" / PLACE / "30/manifest.json"
+    document = json.loads(manifest.read_text())
+    RECORDS[record](document["merged_from"])
+    manifest.write_text(json.dumps(document))
+    done = pull(URL, copy)
+    assert of(copy, "30") == of(machine.model, "30") | {"30/manifest.json": manifest.read_bytes()}
+    is_same = record in ("a delta twice", "tasks of a byte")
+    assert all(each.why_fetched for each in done.spared) or is_same
+
+
+def test_a_copy_that_lacks_a_delta_fetches_the_base(machine: Machine, copy: Path) -> None:
+    lost = max(path for path in copy.glob("deltas/*/*") if path.is_dir())
+    shutil.rmtree(lost)
+    for path in (Path(str(lost).replace(str(copy), str(machine.model))),):
+        shutil.rmtree(path)
+    export_model("push", machine.model, URL, "--prune")
+    (spared,) = pull(URL, copy).spared
+    assert spared.why_fetched == f"this copy lacks {lost.relative_to(copy)}"
+    assert of(copy, "30") == of(machine.model, "30")
+
+
+def test_a_pull_that_merges_is_killed_anywhere(
+    machine: Machine, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, published = files(copy), files(machine.model)
+    for where, names, most in (
+        (merged_base, ("write_files", "merger_of", "_copy_graph", "verify_files"), 4),
+        (runner, ("execute", "kept_receipt"), 3),
+        (pulling._MergedHere, ("give",), 5),
+        (pulling._Pull, ("_publish",), 1),
+    ):
+        for call in range(most):
+            with killed_at(monkeypatch, where, names, call), suppress(Killed):
+                pull(URL, copy)
+            assert files(copy).items() >= before.items()
+            assert not (copy / "30").exists() or of(copy, "30") == of(machine.model, "30")
+            if (copy / "30").exists():
+                shutil.rmtree(copy / "30")
+                (copy / ".pushed").unlink()
+    pull(URL, copy)
+    assert files(copy) == published
+
+
+def test_a_full_disk_is_found_before_anything_is_merged(
+    machine: Machine, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 100))  # type: ignore[attr-defined]
+        patch.setattr(merged_base, "write_again", None)
+        with pytest.raises(DiskFull):
+            pull(URL, copy)
+    assert pull(URL, copy).bytes_ == 0
+    assert files(copy) == files(machine.model)
+
+
+def test_it_is_made_without_the_store(machine: Machine, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectReader, "copy", None)
+    pull(URL, copy)
+    assert files(copy) == files(machine.model)
+
+
+class Life:
+    """A publisher, its store and a copy, to which things happen."""
+
+    def __init__(self, directory: Path, seed: int, trust: Trust | None) -> None:
+        self.machine, self.copy = machine_in(directory / "one"), directory / "copy"
+        self.random, self.trust, self.step = random.Random(seed), trust, 30
+        self.published = dict[str, bytes]()
+        self.stolen = set[str]()
+
+    def publish(self) -> None:
+        what = self.random.choice(("delta", "delta", "merge", "rebase", "rollback", "resume"))
+        model = self.machine.model
+        with suppress(ExportError):
+            match what:
+                case "delta":
+                    self.step += 10
+                    self.machine.go_on(self.step)
+                case "merge":
+                    merge(model)
+                case "rebase":
+                    rebase(model, jobs=Jobs(task_bytes=self.random.choice((64, 1 << 20))))
+                case "rollback":
+                    log = read_log(model)
+                    positions = [log.base.at.position, *(each.end for each in log.deltas)]
+                    rollback(model, self.random.choice(positions))
+                case "resume":
+                    resume(model)
+        self.published |= files(model)
+
+    def push(self) -> None:
+        pushed(self.machine.model, URL)
+
+    def pull(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        where, names = self.random.choice(
+            (
+                (pulling._Pull, ("_get", "_publish", "_announce")),
+                (pulling._MergedHere, ("give",)),
+                (runner, ("execute",)),
+                (merged_base, ("write_files", "_copy_graph")),
+            )
+        )
+        with killed_at(monkeypatch, where, names, self.random.randrange(8)), suppress(Killed, ExportError):
+            pull(URL, self.copy, prune=self.random.random() < 0.3, trust=self.trust)
+        self.check()
+
+    def steal(self) -> None:
+        """Alter a file that is published in the copy."""
+        found = [path for path in files(self.copy) if path.startswith(("deltas/", "1", "2", "3", "4", "5"))]
+        found = [path for path in found if not path.endswith((".json", "hold"))]
+        if found:
+            path = self.random.choice(sorted(found))
+            altered(self.copy / path)
+            self.stolen.add(path)
+
+    def check(self) -> None:
+        """All that servers can see of the copy is what was published, but for what was stolen."""
+        for path, content in files(self.copy).items():
+            name = path.rpartition("/")[2]
+            if path.startswith(".") or "hold" in name or path in self.stolen:
+                continue
+            assert self.published[path] == content, path
+        for manifest in self.copy.glob("[0-9]*/manifest.json"):
+            listed = json.loads(manifest.read_text())["files"]
+            assert all((manifest.parent / each["path"]).stat().st_size == each["bytes"] for each in listed)
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_random_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_signed: bool) -> None:
+    private, public = key_pair(tmp_path)
+    made = 0
+    for seed in range(times(4)):
+        directory = tmp_path / f"life-{seed}"
+        signer, trust = (Signer.of(str(private), "m"), Trust.of([public], "m")) if is_signed else (None, None)
+        with reached(directory / "store", monkeypatch):
+            life = Life(directory, seed, trust)
+            with in_force(life.machine.model, signer):
+                if is_signed:
+                    rebase(life.machine.model)
+                life.published |= files(life.machine.model)
+                life.push()
+                for _ in range(14):
+                    life.publish()
+                    life.push()
+                    if life.random.random() < 0.25:
+                        life.steal()
+                    life.pull(monkeypatch)
+                with suppress(ExportError):
+                    done = pull(URL, life.copy, trust=trust)
+                    made += sum(each.made for each in done.spared)
+                life.check()
+        shutil.rmtree(directory)
