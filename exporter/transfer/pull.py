@@ -654,7 +654,7 @@ class _Pull:
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)
-        if ours is not None and ours.digest != item.digest and not _is_same_rollback(ours, item):
+        if ours is not None and ours.digest != item.digest and not _is_same_decision(ours, item):
             raise ForeignLineage(
                 f"{self._model / item.path} is another publication than {self._url}/{item.path}",
                 hint=f"pull into another directory, or remove {self._model}: servers load it again then",
@@ -1067,6 +1067,8 @@ def _require_room(staged: Path, size: int) -> None:
         )
 
 
-def _is_same_rollback(ours: Item, item: Item) -> bool:
-    """Return True if the same was rolled back here and in the store: only the reason and the time differ."""
-    return is_restoration(ours) and files_digest(ours.manifest) == files_digest(item.manifest)
+def _is_same_decision(ours: Item, item: Item) -> bool:
+    """True if the same was merged or rolled back here and in the store: reason and time alone differ."""
+    entry = ours.manifest.incremental
+    is_merger = isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.MERGE
+    return (is_merger or is_restoration(ours)) and files_digest(ours.manifest) == files_digest(item.manifest)

@@ -20,6 +20,7 @@ from tests.support.logs import Serving, assert_same_bits, served_now, values_at
 from tests.support.machines import Machine, files, grow_old, killed_at, pushed
 from tests.support.object_stores import Bucket
 from tests.support.publishers import Killed
+from tests.support.remote_models import incr, went_on
 from tests.support.setting import followed
 
 LOG = f"deltas/{10:020d}"
@@ -147,6 +148,22 @@ def test_nothing_is_fetched_to_where_it_cannot_be_served(machine: Machine, url: 
     with pytest.raises(UsageError, match="pattern"):
         pull(url, tmp_path / "a[b]")
     assert not (tmp_path / "a[b]").exists()
+
+
+def test_the_same_may_be_merged_in_a_copy_and_in_its_store(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """Each merger has its own time; the copy keeps its own, and goes on."""
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    for place in (copy, url):
+        assert export_model("merge", place).code == 0
+    assert pull(url, copy).position == 30
+    went_on(machine.trainer, 40)
+    assert incr(machine.trainer, url).code == 0
+    assert pull(url, copy).position == 40
+    assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
 
 
 def test_a_canarys_rollback_stays_when_the_store_has_merged(
