@@ -541,7 +541,7 @@ def publisher(model: Path, now: float) -> Iterator[Finding]:
     seen = Model.read(model)
     found = Habit.of(seen).silence(datetime.fromtimestamp(now, timezone.utc))
     if found.is_too_long:
-        yield silent(model, found)
+        yield silent(model, found, takes_deltas=seen.newest_log is not None)
     if seen.publishers:
         yield two_publishers(model, seen.publishers)
 
@@ -624,8 +624,8 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
         )
         yield Finding(
             Code.BUDGET,
-            f"the last {len(used)} deltas with a budget sent {share:.0%} of the change: "
-            f"{human_bytes(sent)} of {human_bytes(changes)} a delta",
+            f"the last {len(used)} deltas with a budget sent {share:.0%} of how far rows had moved, "
+            f"in {human_bytes(sent)} a delta of the {human_bytes(changes)} that all rows take",
             "the model changes faster than its budget lets servers follow",
             "export with a larger --delta-budget",
         )

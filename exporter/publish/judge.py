@@ -311,7 +311,9 @@ class Habit(Struct, frozen=True):
         return Silence(seconds, self.longest_s if expected_s is None else expected_s)
 
 
-def silent(model: str | Path, found: Silence, *, is_learned: bool = True) -> Finding:
+def silent(
+    model: str | Path, found: Silence, *, is_learned: bool = True, takes_deltas: bool = True
+) -> Finding:
     """The finding that a publisher is silent for too long."""
     seconds, longest = found.seconds or 0.0, found.longest_s or 0.0
     usual = "it is usually quicker than" if is_learned else "it is expected at least every"
@@ -319,7 +321,7 @@ def silent(model: str | Path, found: Silence, *, is_learned: bool = True) -> Fin
         Code.PUBLISHER_SILENT,
         f"nothing was published for {human_time(seconds)}",
         f"{usual} {human_time(longest)}: does the trainer run, does the exporter run?",
-        look_at_trainer(model),
+        look_at_trainer(model, takes_deltas=takes_deltas),
     )
 
 

@@ -117,19 +117,22 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
 
 def export_kept_of(model: str | Path) -> str:
     """The command for a new base with the arguments that an export of this user kept; empty without them."""
+    return _again(model, "--new-base", "always", "--again")
+
+
+def look_at_trainer(model: str | Path, *, takes_deltas: bool = True) -> str:
+    """The command that tells how far the trainer has written, and what an export would publish.
+
+    The doctor of the model, if this user has not exported it.
+    """
+    again = _again(model, *(["--incr"] if takes_deltas else []), "--dry-run")
+    return again or f"export-model doctor {quoted(model)}"
+
+
+def _again(model: str | Path, *options: str) -> str:
+    """The export with these options and the arguments that this user's export kept; empty without them."""
     kept = _kept(model)
     if kept is None:
         return ""
-    typed = " ".join(map(quoted, renew_arguments(kept.arguments)))
-    return f"cd {quoted(kept.directory)} && export-model {typed} --new-base always --again"
-
-
-def look_at_trainer(model: str | Path) -> str:
-    """The command that checks whether the trainer writes, and whether an export would publish."""
-    words = ["export-model", "doctor", model]
-    if (kept := _kept(model)) is not None:
-        given = (word.partition("=")[2] for word in kept.arguments if word.startswith("--ckpt-dir="))
-        if named := next(given, ""):
-            is_url = Url.parse(named) is not None
-            words += ["--ckpt-dir", named if is_url else str(Path(kept.directory, named))]
-    return " ".join(map(quoted, words))
+    typed = " ".join(map(quoted, [*renew_arguments(kept.arguments), *options]))
+    return f"cd {quoted(kept.directory)} && export-model {typed}"

@@ -137,7 +137,7 @@ def _sizes(title: str, found: Points, write: Callable[[float], str]) -> Iterator
     heights = [(at, value) for at, value in found if value is not None]
     if heights:
         top = float(max(value for _, value in heights))
-        yield Panel(title, (("bar", _bars(heights, top)),), "0", write(top))
+        yield Panel(title, (("bar", _bars(heights, top)),), write(0), write(top))
 
 
 def line(

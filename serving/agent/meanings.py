@@ -145,8 +145,9 @@ MEANINGS: Mapping[Code, Meaning] = {
     Code.PUBLISHER_SILENT: Meaning(
         "Nothing was published for three times the longest of the intervals that are usual for this model, "
         "or for longer than the agent's `--expect-every` says.",
-        "The command says whether the trainer writes and an export would publish. If the model is published "
-        "more seldom from now on, give the agent `--expect-every`.",
+        "The export with `--dry-run`, as the command has it where this user has exported the model, says how "
+        "far the trainer has written, and what it would publish. If the model is published more seldom from "
+        "now on, give the agent `--expect-every`.",
     ),
     Code.OVERLAY: Meaning(
         "The room for changed rows beside mapped tables is nearly used up. When it is, a server refuses "

@@ -308,7 +308,12 @@ def _of_hold(model: ModelView) -> Iterator[Finding]:
 def _of_publishers(model: ModelView) -> Iterator[Finding]:
     """Yield findings about the machines that publish: their silence, their number and their clocks."""
     if model.silence.is_too_long:
-        yield silent(_place(model), model.silence, is_learned=model.silence_is_learned)
+        yield silent(
+            _place(model),
+            model.silence,
+            is_learned=model.silence_is_learned,
+            takes_deltas=model.position is not None,
+        )
     if model.publishers:
         yield two_publishers(_place(model), model.publishers)
     if abs(skew := model.skew_s or 0.0) > SKEW_S:
@@ -332,7 +337,7 @@ def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
             return Finding(Code.DISK_FULL, text, trouble.why, command("df", "-h", model.path))
         case Code.UNTRUSTED:
             return Finding(Code.UNTRUSTED, text, trouble.why, command("export-model", "history", store.url))
-    return Finding(trouble.code, text, trouble.why, doctor, known_level=level)
+    return Finding(trouble.code, text, trouble.why or trouble.hint, doctor, known_level=level)
 
 
 def _place(model: ModelView) -> str:
