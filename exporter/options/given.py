@@ -248,9 +248,14 @@ _AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+))?")
 def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
     """Replace `--name value` by `name=value` in an error, for each argument of the function.
 
-    Texts with commands are unchanged.
+    A command in a text, and what follows it, is unchanged.
     """
-    known = {name.rstrip("_") for name in _parameters(function)}
+    takes = _parameters(function)
+    known = {name.rstrip("_") for name in takes}
+    if "options" in takes:
+        from exporter.options import ExportRequest  # which imports this module
+
+        known.update(ExportRequest.__struct_fields__)
 
     def as_argument(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]
@@ -258,10 +263,13 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
             return found[0]
         return f"{name}={value}" if value and value[0].isdigit() else f"{name} {value}" if value else name
 
+    if error.hint == UsageError.default_hint:
+        error.hint = f"help(exporter.{function.__name__})"
     parts = {"message": error.message, "cause": error.cause, "hint": error.hint}
     for part, text in parts.items():
-        if not re.search(r"(?:export|serve)-model [a-z-]", text):
-            setattr(error, part, _AN_OPTION.sub(as_argument, text))
+        command = re.search(r"(?:export|serve)-model [a-z-]", text)
+        at = command.start() if command else len(text)
+        setattr(error, part, _AN_OPTION.sub(as_argument, text[:at]) + text[at:])
     error.args = (error.message, *error.args[1:])
 
 

@@ -62,7 +62,8 @@ def nothing_published(model: Path) -> NotUpdatable:
         return NotUpdatable(what, hint=f"it holds checkpoints: export-model inspect {quoted(model)}")
     if _ADDRESS.fullmatch(str(model)):
         return NotUpdatable(what, hint=f"of a server, ask: serve-model status {quoted(model)}")
-    return NotUpdatable(what)
+    export = f"export-model --ckpt-dir DIR --out {quoted(model)} --model WHAT --incr"
+    return NotUpdatable(what, hint=f"publish a base: {export}")
 
 
 def likely_model(model: Path) -> Path | None:

@@ -61,7 +61,8 @@ def _local(what: str, place: str | os.PathLike[str], expected: str) -> Path:
     text = os.fspath(place)
     if not text:  # an unset variable of the shell; pathlib takes it for the working directory
         raise UsageError(f"{what} is empty: expected a path", hint="the working directory is .")
-    found = (_URL if isinstance(place, str) else _URL_AS_PATH).match(text)
+    text = str(Url.parse(text) or text)
+    found = (_URL if "://" in text or isinstance(place, str) else _URL_AS_PATH).match(text)
     if found is None:
         return Path(place)
     scheme, rest = found[1].lower(), found[2]

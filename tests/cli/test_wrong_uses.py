@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import exporter
-from exporter.errors import UsageError
+from exporter.errors import NotUpdatable, UsageError
 from exporter.options import ExportRequest, Verify
 from serving import cli as serving_cli
 from tests.support.commands import Ran, export_model, run_app
@@ -211,6 +211,7 @@ WRONG = [
     ("export-model doctor 127.0.0.1:8500", 5, "serve-model status 127.0.0.1:8500"),
     ("export-model history localhost:8500", 5, "serve-model status localhost:8500"),
     ("serve-model agent --model-base-path models --target a --port 0", 2, "/models/deeprec"),
+    ("serve-model agent --model-base-path s3:/b/m --target a --port 0", 2, "export-model pull s3://b/m m"),
     ("serve-model agent --model-base-path m=models --target a --port 0", 2, "--model-base-path m=/"),
 ]
 
@@ -303,6 +304,15 @@ def test_errors_of_the_python_api_name_its_arguments(place: Path) -> None:
     with pytest.raises(UsageError, match=r"^position 20 does not come before position 20") as same:
         exporter.merge(model, 20, 20)
     assert same.value.hint.endswith(f"export-model history {model}")
+    with pytest.raises(UsageError, match=r"^for_server=3.9: there is no TensorFlow 3") as newer:
+        exporter.export(place / "train", place / "new", for_server="3.9")
+    assert "as in for_server=2.19" in newer.value.hint
+    with pytest.raises(UsageError, match=r"^nothing says what to serve") as unsaid:
+        exporter.export(place / "train", place / "new")
+    assert ": model pkg.mod:fn; or begin a builder: export-model init" in unsaid.value.hint
+    with pytest.raises(NotUpdatable) as nowhere:
+        exporter.history(place / "new")
+    assert f"--out {place / 'new'} --model WHAT" in nowhere.value.hint
 
 
 def test_a_version_that_is_not_there_is_no_matter_of_a_hold(
