@@ -1,6 +1,6 @@
 """Rollbacks and resumptions against two watches that publish as fast as they can.
 
-    python -m tests.integration.brakes [DECISIONS]
+    python -m tests.integration.brakes [DECISIONS [PLACE ...]]
 
 plays all three places; pytest does not collect this, and the short form is `test_brakes`. A trainer goes on
 all the time, a copy of the model is pulled all the time, and a server follows it: it takes what its hold
@@ -268,9 +268,17 @@ def brakes(directory: Path, place: str, decisions: int) -> Times:
         os.environ.update(kept)
 
 
-if __name__ == "__main__":
-    for name in PLACES:
+def main(decisions: str = "100", *places: str) -> int:
+    """Play all places, or these, and print; 1 if a decision took effect too late, as on a loaded machine."""
+    is_late = False
+    for name in places or PLACES:
         with tempfile.TemporaryDirectory() as scratch:
-            found = brakes(Path(scratch), name, int(sys.argv[1]) if len(sys.argv) > 1 else 100)
-            print(f"{name}: {found}", flush=True)
-            assert max(found.effects) < LONGEST_S, name
+            found = brakes(Path(scratch), name, int(decisions))
+        load = ", ".join(f"{each:.0f}" for each in os.getloadavg())
+        print(f"{name}: {found}; load {load} on {os.cpu_count()} cores", flush=True)
+        is_late = is_late or max(found.effects) >= LONGEST_S
+    return int(is_late)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
