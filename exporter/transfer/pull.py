@@ -468,9 +468,9 @@ class _Pull:
             return self._done()
         waiting: tuple[str, ...] = ()
         if taken_back is not None:
-            held_back = [item for item in wanted if taken_back.withholds(item)]
-            wanted = [item for item in wanted if not taken_back.withholds(item)]
+            held_back = [item for item in wanted if item.path in self.here or taken_back.withholds(item)]
             paths = {item.path for item in held_back}
+            wanted = [item for item in wanted if item.path not in paths]
             led_past = [item for path, item in self._stored.items.items() if path not in paths]
             waiting = tuple(
                 item.path for item in held_back if not any(_replaces(each, item) for each in led_past)
@@ -517,7 +517,7 @@ class _Pull:
             except NotTrusted as error:
                 if end_of(path) <= newest:
                     continue
-                if is_restoration(item) and path not in self._stored.manifests:
+                if is_restoration(item) and (path not in self._stored.manifests or self._is_own(item)):
                     self._taken_back_here.append(item)
                     continue
                 error.cause = f"it was here before this pull{f'; {error.cause}' if error.cause else ''}"
@@ -566,7 +566,8 @@ class _Pull:
             return self._taken_back_here
         head = recall(self._model, self._url)
         last = -1 if head is None else max(map(self._position, head.paths), default=-1)
-        gone = (item for path, item in self.here.items() if path not in self._stored.items)
+        stored = self._stored.items
+        gone = (item for path, item in self.here.items() if path not in stored or self._is_own(item))
         return [item for item in gone if item.manifest.position > last or is_of_a_canary(item)]
 
     def _position(self, path: str) -> int:
@@ -654,12 +655,19 @@ class _Pull:
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)
-        if ours is not None and ours.digest != item.digest and not _is_same_decision(ours, item):
+        if ours is None or self._is_own(ours):
+            return False
+        if not _is_equal(ours, item):
             raise ForeignLineage(
                 f"{self._model / item.path} is another publication than {self._url}/{item.path}",
                 hint=f"pull into another directory, or remove {self._model}: servers load it again then",
             )
-        return ours is not None
+        return True
+
+    def _is_own(self, item: Item) -> bool:
+        """True for a canary's rollback here where the store has another publication: they have one name."""
+        there = self._stored.items.get(item.path)
+        return there is not None and is_of_a_canary(item) and not _is_equal(item, there)
 
     def _announce(self, item: Item) -> None:
         """Record that an item came from the store, which may have removed it before the next pull."""
@@ -1067,8 +1075,13 @@ def _require_room(staged: Path, size: int) -> None:
         )
 
 
-def _is_same_decision(ours: Item, item: Item) -> bool:
-    """True if the same was merged or rolled back here and in the store: reason and time alone differ."""
+def _is_equal(ours: Item, item: Item) -> bool:
+    """Return True if both are one publication, or a decision that was made here and in the store.
+
+    A merger, a rollback or a resumption of the same deltas differs in its reason and its time alone.
+    """
     entry = ours.manifest.incremental
     is_merger = isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.MERGE
-    return (is_merger or is_restoration(ours)) and files_digest(ours.manifest) == files_digest(item.manifest)
+    is_decision = is_merger or is_restoration(ours)
+    is_equal = is_decision and files_digest(ours.manifest) == files_digest(item.manifest)
+    return is_equal or ours.digest == item.digest

@@ -194,6 +194,31 @@ def test_a_canarys_rollback_stays_when_the_store_has_merged(
     assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
 
 
+def test_a_merger_that_is_called_as_a_canarys_rollback_waits_for_the_next(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """A trainer's step that is one further, merged from the base on, has the name of the rollback to it."""
+    copy = tmp_path / "copy"
+    pushed(machine.model, url)
+    pull(url, copy)
+    with Staging(copy) as staging:
+        read_log(copy).hold.put(10, staging, canary=True)
+    assert export_model("rollback", copy, "--to", 10, "--if-canary", "--reason", "canary: NaN").code == 0
+    went_on(machine.trainer, 31)
+    assert incr(machine.trainer, url).code == 0
+    assert pull(url, copy, prune=True).waiting == (delta(30, 31),)
+    assert export_model("merge", url).code == 0
+    for _ in range(2):
+        assert pull(url, copy, prune=True).waiting == (delta(30, 31), delta(10, 31))
+    went_on(machine.trainer, 40)
+    assert incr(machine.trainer, url).code == 0
+    assert export_model("merge", url).code == 0
+    assert pull(url, copy, prune=True).waiting == ()
+    assert export_model("resume", copy, "--lift-only", "--lift-canary").code == 0
+    pull(url, copy, prune=True)
+    assert_same_bits(values_at(read_log(copy)), served_now(machine.trainer, Serving()))
+
+
 def test_what_a_canary_took_back_stays_while_its_merger_has_to_wait(
     machine: Machine, url: str, tmp_path: Path
 ) -> None:
