@@ -10,7 +10,7 @@
     │   ├── CorruptFile                  a checksum or a structure is wrong
     │   ├── UnsupportedFormat            another version, byte order, compression or family
     │   ├── LfsPointer                   a pointer of Git LFS is in place of the file
-    │   ├── UnsafeArchive                an archive has files outside itself, or unpacks to far too much
+    │   ├── UnsafeArchive                an archive has files outside itself, or takes far too much
     │   ├── CheckpointChanged            files changed or vanished while they were read
     │   └── StoreUnavailable             an object store does not answer, or refuses the request
     ├── GraphError                   1   the inference graph cannot be made
@@ -223,7 +223,7 @@ class LfsPointer(CheckpointError):
 
 
 class UnsafeArchive(CheckpointError):
-    """An archive has files outside itself, wants to run code, or unpacks to far more than it holds."""
+    """An archive has files outside itself, wants to run code, or takes time or memory without measure."""
 
     default_hint = "do not trust this file; save the weights again with the trainer"
 

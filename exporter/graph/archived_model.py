@@ -39,7 +39,7 @@ from exporter.checkpoint.keras_archive import (
     unpack_assets,
 )
 from exporter.errors import AccessRefused, BuilderError, UsageError
-from exporter.graph.archived_code import KERASES, entries, refuse_code
+from exporter.graph.archived_code import KERASES, entries, is_known, refuse_code
 from exporter.graph.code_recorder import import_code
 from exporter.graph.object_models import keras_of
 from exporter.graph.source_graph import ANY_FILES, Trust
@@ -224,6 +224,15 @@ def archive_builder(
         return model
 
     return build
+
+
+def names_registered(path: Path) -> bool:
+    """True if an archive names a class or function that this program registered with Keras."""
+    imported = [sys.modules[name] for name in KERASES if name in sys.modules]
+    if not imported or (described := read_config(path)) is None:
+        return False
+    _serve_tables(config := _parsed(path, described))
+    return any(is_known(entry, {}, keras) for _, entry in entries(config) for keras in imported)
 
 
 def model_builder(model: Any) -> Builder:

@@ -48,7 +48,14 @@ from exporter.graph.object_models import (
 )
 from exporter.graph.signatures import DEFAULT_SIGNATURE, METHODS, check_method
 from exporter.graph.source_graph import GraphRequest, SourceGraph, TableKey, VariableKey
-from exporter.graph.sources import BuilderFile, find_builder, importable, named_function, no_function
+from exporter.graph.sources import (
+    BuilderFile,
+    Code,
+    find_builder,
+    importable,
+    named_function,
+    no_function,
+)
 from exporter.graph.user_errors import NEEDS_EAGER, error_line, failures, way_out
 from exporter.storage.files import nearest
 from exporter.storage.local_paths import quoted
@@ -127,11 +134,39 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
 
     UsageError if the request names tensors, too; BuilderError if it fails, or its files are edited meanwhile.
     """
+    require_no_tensors(request)
+    return source_of(run_builder(request, label), request)
+
+
+def require_no_tensors(request: GraphRequest) -> None:
+    """Refuse a request that names tensors of a builder's graph, or of an archive's; UsageError."""
     if request.inputs or request.outputs or request.signatures:
         raise UsageError(
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
             cause="a builder returns its signatures itself",
         )
+
+
+class Built(Struct, frozen=True):
+    """What a builder made: a MetaGraphDef (in the private pool) with signatures, and the builder's code.
+
+    If it returned an object, `view` is its object graph and `layers` the places of its variables.
+    """
+
+    label: str
+    meta_graph: Proto
+    view: ObjectView | None
+    layers: Mapping[str, tuple[TensorRef, ...]]
+    tables: Mapping[str, TableKey]
+    notes: tuple[str, ...] = ()
+    code: Code = Code()
+
+
+def run_builder(request: GraphRequest, label: str = "") -> Built:
+    """Import a request's builder, unless it is a function, and run it in a fresh graph; `label` names it.
+
+    UsageError for arguments that it does not take; BuilderError as of `load_builder`.
+    """
     import tensorflow  # noqa: F401  # a builder runs in it: that it is missing is not the builder's error
 
     with importable(), recording() as recorder:
@@ -140,8 +175,13 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
         kwargs = keyword_arguments(builder, request.model_args, label)
         built = _run(builder, kwargs, label, request.naming)
         code = recorder.code(builder, _main(request.model), is_loaded=isinstance(request.model, str))
-    source = with_signatures(built.meta_graph, request, label=label, directory=Path.cwd())
-    source = replace(source, code=code)
+    return replace(built, code=code)
+
+
+def source_of(built: Built, request: GraphRequest) -> SourceGraph:
+    """The graph that a builder made as the graph stage goes on with it."""
+    source = with_signatures(built.meta_graph, request, label=built.label, directory=Path.cwd())
+    source = replace(source, code=built.code)
     if built.tables:
         index = GraphIndex.of(built.meta_graph)
         source = replace(source, tables=table_keys(built.meta_graph, index, built.tables))
@@ -243,17 +283,7 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
         raise UsageError(f"--model-arg {name}={text}: expected a {wanted.__name__}") from None
 
 
-class _Built(Struct, frozen=True):
-    """A builder's MetaGraphDef (in the private pool), and its object graph if it returned an object."""
-
-    meta_graph: Proto
-    view: ObjectView | None
-    layers: Mapping[str, tuple[TensorRef, ...]]
-    tables: Mapping[str, TableKey]
-    notes: tuple[str, ...] = ()
-
-
-def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> _Built:
+def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> Built:
     """Return the result of a builder in a fresh graph, or raise its BuilderError.
 
     It runs a second time if it failed and asked for TensorFlow 2; if that fails, too, the first error is
@@ -277,7 +307,7 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
 
 def _build(
     builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
-) -> _Built:
+) -> Built:
     """Return the result of a builder in the scopes' graph; BuilderError if it fails."""
     import tensorflow as tf
 
@@ -306,7 +336,7 @@ def _build(
     for name, signature in signatures.items():
         meta_graph.signature_def[name].CopyFrom(signature)
         check_method(name, signature)
-    return _Built(meta_graph, view, layers, dict(_stored_tables(graph)), notes)
+    return Built(label, meta_graph, view, layers, dict(_stored_tables(graph)), notes)
 
 
 def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:

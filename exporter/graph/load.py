@@ -128,10 +128,8 @@ def run_builders_once() -> GraphSource:
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of the model that a Keras archive describes; UsageError if it has only weights."""
-    from exporter.graph.archived_model import archive_builder
-    from exporter.graph.builder import load_builder
-    from exporter.graph.code_recorder import recording
-    from exporter.graph.sources import importable
+    from exporter.graph.archived_graph import archived_graph
+    from exporter.graph.builder import require_no_tensors, source_of
 
     if path.exists() and not describes_model(path):
         raise UsageError(
@@ -141,14 +139,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
         )
     if request.model_args:
         raise UsageError("--model-arg is for builders", cause=f"{path} describes its model itself")
-    with importable(), recording():
-        make = archive_builder(
-            path,
-            allow_code=request.allows("code"),
-            custom_objects=request.custom_objects,
-            trust=request.trust,
-        )
-        return load_builder(replace(request, model=make), label=str(path))
+    require_no_tensors(request)
+    return source_of(archived_graph(path, request), request)
 
 
 def _load_model(request: GraphRequest) -> SourceGraph:

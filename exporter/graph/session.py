@@ -21,7 +21,7 @@ from exporter.wire.dtypes import Array
 from exporter.wire.protos import Proto
 from exporter.wire.tensor_proto import fill, to_array
 
-_SETTINGS = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _LONGEST = 500
 
 
@@ -131,7 +131,7 @@ def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -
         cpu_seconds=cpu_seconds,
         step_seconds=step_seconds,
         details={"kind": "TensorFlow graph"},
-        settings=_SETTINGS,
+        settings=SETTINGS,
     )
     with worker(work) as process:
         yield GraphSession(process)

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,8 +31,8 @@ _SETTINGS = {  # no threads, no arenas of memory for each, and no plug-ins
     "MALLOC_ARENA_MAX": "2",
     "HDF5_PLUGIN_PRELOAD": "::",
 }
-# The process that is likely to be used again. Threads are safe: `popleft` takes it in one step.
-_idle: deque[Worker] = deque()
+# The process of each program that is likely to be used again. Threads are safe: it is taken in one step.
+_idle: dict[str, Worker] = {}
 
 
 class LimitedWork(Struct, frozen=True):
@@ -85,24 +84,24 @@ def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]
         raise
     # kept: starting one takes 0.2 s and more, and a file may have hundreds of packed datasets
     found.idle_since = time.monotonic()
-    _end_idle()
-    _idle.append(found)
+    if (before := _idle.pop(work.program, None)) is not None:
+        before.end()
+    _idle[work.program] = found
 
 
 def _take(work: LimitedWork) -> Worker | None:
     """Return the idle process if it does this work; else None, and it stays idle."""
-    with suppress(IndexError):
-        if (found := _idle.popleft()).does(work):
-            return found
-        _idle.append(found)
+    found = _idle.pop(work.program, None)
+    if found is None or found.does(work):
+        return found
+    _idle.setdefault(work.program, found)
     return None
 
 
 @atexit.register
 def _end_idle() -> None:
-    with suppress(IndexError):
-        while True:
-            _idle.popleft().end()
+    while _idle:
+        _idle.popitem()[1].end()
 
 
 class Worker:

@@ -75,8 +75,10 @@ ADVICE: dict[type[ExportError], Advice] = {
     ),
     errors.UnsafeArchive: Advice(
         "An archive has pickled objects, links or paths that lead out of it, or it unpacks to far more than "
-        "it holds. The exporter ran no code from it.",
-        "Save the weights again with the trainer. No option makes the exporter read such a file.",
+        "it holds, or Keras takes time or memory without measure to make its model. The exporter ran no code "
+        "from it.",
+        "Save the weights again with the trainer. A model that is large, and yours, is read with "
+        "`--allow code`; nothing else makes the exporter read such a file.",
     ),
     errors.CheckpointChanged: Advice(
         "The trainer pruned or replaced the checkpoint while it was read. Nothing was published.",
