@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from exporter.graph.batch import opening
 from exporter.graph.batch.slots import rows_are_equal
 from exporter.graph.inference_graph import InferenceGraph
 from exporter.graph.load import GraphRequest, load_graph
@@ -323,6 +324,19 @@ def test_a_graph_of_any_batch_stays_as_it_is(tmp_path: Path) -> None:
     assert signature_rows(graph) == {-1}
     assert not any("rows" in note for note in graph.notes)
     assert not any("any_rows" in node.name for node in graph.meta_graph.graph_def.node)
+
+
+def test_a_graph_that_was_traced_with_any_batch_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(_: Any) -> None:
+        x = v1.placeholder(tf.float32, [None, WIDTH], name="x")
+        tf.identity(tf.matmul(x, kernel(WIDTH)), name="scores")
+
+    trained = train(tmp_path, build)
+    monkeypatch.delattr(opening, "graph_session")
+    request = GraphRequest(model=trained.meta, inputs={"x": "x"}, outputs={"scores": "scores"})
+    assert signature_rows(load_graph(request)) == {-1}
 
 
 @pytest.mark.parametrize("build", [flattened_by_its_shape, zeros_like], ids=lambda build: build.__name__)
