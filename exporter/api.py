@@ -184,7 +184,9 @@ def plan(
     model: Served = None,
     **options: Unpack[ExportKeywords],
 ) -> Plan:
-    """Plan an export, for `execute`; nothing is written, and `out` is a local path.
+    """Return the plan of an export, for `execute`; nothing is written.
+
+    `out` is a local path.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
@@ -317,6 +319,7 @@ def rebase(
 
     Raises:
         ModelHeld: the model is held, and not `despite_hold`.
+        UsageError: an argument is wrong, or a base with hot rows is in an object store.
         ExportError: any other of exporter.errors.
     """
     from exporter.pipeline import rebase as bases
@@ -634,9 +637,11 @@ def doctor(
 ) -> Examination:
     """Find present and coming problems of a published model: `findings`, each with the command that helps.
 
-    With `ckpt_dir` also problems of the checkpoints that the next export would read; with `targets`
-    (HOST:PORT) those of these servers, which call the model `model_name` (by default the last part of its
-    path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication.
+    With `ckpt_dir` also problems of the checkpoints that the next export would read, unless `model` is a URL;
+    with `targets` (HOST:PORT) those of these servers, which call the model `model_name` (by default the last
+    part of its path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication.
+
+    Nothing is changed, but for moments there is a staging directory beside the versions.
 
     Raises:
         NotUpdatable: nothing is published there.

@@ -191,7 +191,10 @@ class HttpPort:
         self._thread.join(grace_seconds + 1.0)
 
     async def work(self, request: HttpRequest) -> HttpResponse:
-        """Let a worker thread call the application."""
+        """Return the application's response, computed in a worker thread; quick requests have reserved ones.
+
+        If the application fails, the response has status 500.
+        """
         return await (self._quick if self._is_quick(request) else self._workers).work(request)
 
     def _run(self) -> None:

@@ -67,7 +67,10 @@ _HTTP = {
 
 
 def metrics_path(monitoring_config_file: Path | None) -> str | None:
-    """The path of the metrics in a `MonitoringConfig`; None if it does not enable them, or without a file."""
+    """The path of the metrics in a `MonitoringConfig`, by default `PROMETHEUS_PATH`.
+
+    None without a file, or if the file does not enable them. UsageError if it is invalid.
+    """
     if monitoring_config_file is None:
         return None
     config = read_text_config("--monitoring-config-file", monitoring_config_file, "MonitoringConfig")

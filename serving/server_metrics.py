@@ -41,7 +41,7 @@ class ServerMetrics:
         self._sums_us: Counter[tuple[str, str, str]] = Counter()
 
     def count(self, model: str, api: str, entrypoint: str, code: Code, seconds: float) -> None:
-        """Count a request that has ended.
+        """Count a request that has ended, and its duration if it succeeded.
 
         Args:
             model: the model that it named; all names that are not served count as one.

@@ -112,9 +112,9 @@ _MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one 
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """Describe the node that reads a variable of the source whole, or might change it.
+    """Return words for the first node that reads a variable of the source whole, or might change it.
 
-    "" if there is none.
+    "" if no node does. `read` has the use of each variable, by its node.
     """
     return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
 
@@ -186,7 +186,10 @@ class MappedTables(Struct, frozen=True):
         counter: str = "",
         hot: Mapping[str, HotTable] = NO_HOT_ROWS,
     ) -> MappedTables:
-        """Describe the mapped tables of a version, with a new random id."""
+        """Return the mapped tables of a new version; the arguments are those of the class.
+
+        They get a random id, which `write_id` writes beside them.
+        """
         return cls(directory, secrets.token_hex(16), files, counter, hot)
 
     def write_id(self, version: Path) -> None:
@@ -376,7 +379,7 @@ def _restoring(name: str, table: TriedTable) -> Proto:
 
 
 def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
-    """Add a second result to a function: whether the table is mapped."""
+    """Add a second result to a function, which says whether the table is mapped: `is_mapped`."""
     flag = body.put(constant("flag", np.array(is_mapped), DType.BOOL))
     function.signature.output_arg.add(name="is_mapped", type=int(DType.BOOL))
     function.ret["is_mapped"] = body.single(flag, "output")

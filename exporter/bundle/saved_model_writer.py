@@ -497,7 +497,10 @@ def _place_hot_rows(
 
 
 def _named_in_bundle(node: str, stored: TensorRef) -> GraphVariable:
-    """A variable that is a whole stored tensor, with a slice: so loaders learn its name in the bundle."""
+    """Return the variable of `node` whose value is a whole stored tensor.
+
+    It has a slice, so that loaders learn its name in the bundle.
+    """
     return GraphVariable(node, stored.name, stored.dtype, stored.shape, SliceSpec.whole(stored.shape))
 
 

@@ -40,9 +40,9 @@ class Admission(Struct, frozen=True):
         return True if freqs is None else freqs >= self.min_freq
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
-        """A mask of the keys updated at most `max_age_steps` before `step`.
+        """Return a mask of the keys updated at most `max_age_steps` before `step`.
 
-        It is True, meaning all, if nothing is recorded.
+        It is True, meaning all, if any age is admitted, no `versions` are recorded, or the step is unknown.
         """
         if versions is None or step is None or self.max_age_steps is None:
             return True

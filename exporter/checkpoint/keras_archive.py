@@ -121,7 +121,7 @@ def list_assets(path: Path) -> list[Member]:
 
 
 def unpack_assets(path: Path, directory: Path) -> bool:
-    """Write the files that layers of a `.keras` archive keep beside their weights.
+    """Write the files that layers of a `.keras` archive keep beside their weights into `directory`.
 
     Return False if there are none.
 
@@ -138,7 +138,10 @@ def unpack_assets(path: Path, directory: Path) -> bool:
 
 
 def _is_zip_by_name(path: Path) -> bool:
-    """True for `.keras`, unless it begins like HDF5: until 2.12 Keras wrote HDF5 under any name."""
+    """True for a file called `.keras`, unless it begins like HDF5.
+
+    Until 2.12 Keras wrote HDF5 under any name. CheckpointError if the file cannot be read.
+    """
     if path.suffix != ".keras":
         return False
     whole = FileRange.whole(path)
@@ -172,7 +175,11 @@ def _json(path: Path, member: Member) -> Any:
 
 
 def _layers(*files: FileContents) -> Iterator[TensorRef]:
-    """Yield tensors with Keras' own paths as names, and the layers' names as owners."""
+    """Yield the tensors of files of weights, named by their paths there, the files one after the other.
+
+    A tensor's owner is the names of the layers around it; "" if Keras wrote none. The names are those of all
+    the files together.
+    """
     names = {
         path: "".join(texts["name"])
         for contents in files
@@ -268,7 +275,10 @@ def _catalog(
 
 
 def _backup_notes(path: Path) -> Iterator[str]:
-    """Yield a note with the epoch at which a backup of `BackupAndRestore` would continue, if there is one."""
+    """Yield a note with the epoch at which a backup of `BackupAndRestore` would continue, if `path` is one.
+
+    The epoch is in a file beside it; if that is damaged, the note says so.
+    """
     metadata = path.with_name("training_metadata.json")
     if path.name != "latest.weights.h5" or not metadata.is_file():
         return

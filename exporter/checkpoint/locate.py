@@ -153,9 +153,13 @@ def _directory(path: Path) -> Path | None:
 
 
 def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
-    """Return the candidates of a directory.
+    """Return the candidates of a directory, best first.
 
     With `is_numbered`, numbered directories below it are not searched.
+
+    Raises:
+        CheckpointNotFound: there are none, or several series.
+        CheckpointError: the directory cannot be listed.
     """
     try:
         names = sorted(entry.name for entry in directory.iterdir())
@@ -173,9 +177,14 @@ def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
 
 
 def _without_index(directory: Path, names: list[str], named: Path | None, *, is_numbered: bool) -> list[Path]:
-    """Return the candidates of a directory without a bundle: nested, V1, archives, numbered directories.
+    """Return the candidates of a directory without a bundle, the best first: for a series, the highest step.
 
-    CheckpointNotFound if there are none, or several archives that are not one series.
+    The first kind that is there counts: a SavedModel, Orbax, a directory in which trainers nest checkpoints,
+    V1, archives, and directories that are numbered themselves (not with `is_numbered`). `names` are the
+    directory's entries, in order; `named` is what its state file names, for the error.
+
+    CheckpointNotFound if there are none, or several series, or archives that are not one series;
+    CheckpointError if a nested directory cannot be listed.
     """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone

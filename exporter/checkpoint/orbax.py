@@ -212,6 +212,9 @@ def _is_tree(path: Path) -> bool:
 def read_orbax(path: Path) -> Catalog:
     """Read the catalog of a checkpoint's arrays, of all its items.
 
+    With several items, names begin with the item's: `item/name`. Arrays whose type no variable has are left
+    out; a note of the catalog names some of them.
+
     Raises:
         CheckpointNotFound: it does not exist, or is not finished.
         CheckpointChanged: a trainer removes it.
@@ -296,7 +299,10 @@ def _stored_bytes(path: Path) -> int:
 
 
 def _tree(item: Path) -> _Tree:
-    """The keys of an item; empty before 0.5, when Orbax wrote no `_METADATA`."""
+    """Return the keys of an item; none before 0.5, when Orbax wrote no `_METADATA`.
+
+    CorruptFile if that is damaged, CheckpointError if it cannot be read.
+    """
     if not (item / _TREE).is_file():
         return _Tree({})
     try:
@@ -312,7 +318,13 @@ def _tree(item: Path) -> _Tree:
 def _tensors(path: Path, tree: _Tree, stored: int, skipped: list[str]) -> Iterator[TensorRef]:
     """Yield the arrays of an item by their keys, after a check of their declared sizes.
 
-    Names of arrays whose type no variable has are added to `skipped`.
+    `stored` is the size of the whole checkpoint in bytes. Names of arrays whose type no variable has are
+    added to `skipped`.
+
+    Raises:
+        UnsafeArchive: the arrays are far larger than what is stored.
+        UnsupportedFormat: an array has too many dimensions.
+        CheckpointError: the item cannot be listed.
     """
     keys = {".".join(part.key for part in leaf.key_metadata): leaf for leaf in tree.tree_metadata.values()}
     item = Item(path, _mark(path, path), stored, not tree.store_array_data_equal_to_fill_value)

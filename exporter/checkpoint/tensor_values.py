@@ -140,9 +140,14 @@ def read_step(catalog: Catalog, *names: str) -> int | None:
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent and compare its checksum with the index; CorruptFile if they differ.
+    """Read one extent and compare its checksum with the index.
 
     With `keep`, bytes fetched from a store are kept for later readers.
+
+    Raises:
+        CorruptFile: they differ.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
+        CheckpointError: the shard cannot be read.
     """
     extent, shape = stored_extent(ref, part)
     path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
@@ -193,9 +198,11 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 
 @contextmanager
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
-    """Open the shard of an extent and yield the descriptor.
+    """Open the shard of an extent and yield the descriptor; also name the shard in OSErrors of the block.
 
-    CheckpointChanged if it is too short for the extent.
+    Raises:
+        CheckpointChanged: the shard vanished, or is too short for the extent.
+        CheckpointError: it cannot be read.
     """
     path = catalog.path_of(extent)
     with open_shard(path, extent) as fd, reading(path):

@@ -90,9 +90,9 @@ def _saver(catalog: Catalog) -> str:
 
 
 def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
-    """Return a step variable of the root's, the only optimizer's iterations, or the number in the name.
+    """Return the checkpoint's step: of the root's step variables, of the only optimizer, or from its name.
 
-    None if none of these exists.
+    Variables that disagree do not count, nor do several optimizers. None if nothing tells the step.
     """
     root = objects.objects[ROOT].children
     own = [objects.objects[root[name]].variable for name in _STEPS if name in root]

@@ -39,9 +39,14 @@ class Member(Struct, frozen=True):
     crc32: int
 
     def stream(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes in chunks of bounded size and compare their checksum at the end.
+        """Yield the unpacked bytes in chunks of bounded size, and compare their checksum after the last one.
 
-        UnsafeArchive for more bytes than declared, TruncatedFile for fewer, CorruptFile for another checksum.
+        Until then it is unknown whether they are right.
+
+        Raises:
+            UnsafeArchive: they are more than declared.
+            TruncatedFile: they are fewer.
+            CorruptFile: they have another checksum, or cannot be unpacked.
         """
         crc = done = 0
         for chunk in self._inflated() if self.is_deflated else self.stored.chunks():

@@ -77,7 +77,7 @@ def doctor(
     Looks at files and checksums, ways from each base to the newest position, holds, permissions, clocks, room
     and left-overs; with --ckpt-dir at what the next export reads, with --target at what servers serve, with
     --agent at what an agent finds. Nothing is changed. Warnings do not fail; what is wrong does, with exit
-    code 6 if it is on disk, 3 if it is the checkpoint alone, 7 if it is servers alone.
+    code 6 if any of it is on disk, else 3 if any is in the checkpoint, else 7 (servers or the agent).
 
     \b
     Examples:

@@ -53,7 +53,7 @@ def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
 
 
 def served_text(view: ServedTableView) -> str:
-    """Return a line for people about a served table by keys."""
+    """Return a line that tells people the size and the room of a served table by keys."""
     return (
         f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype}[{view.dimension}], "
         f"{human_bytes(view.bytes)}, index {human_bytes(view.index_bytes)} with load factor "

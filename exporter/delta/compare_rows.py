@@ -136,14 +136,21 @@ class ComparedRows:
                 self.is_old_as_known = False
 
     def _suspects(self, start: int, hashes: Array) -> Array:
-        """Return the numbers of the blocks of a chunk that may differ: all, or those with another hash."""
+        """Return the numbers, within a chunk, of the blocks that may differ from the old ones.
+
+        All if no hashes are known, otherwise those with another hash than the known one. `start` is the
+        chunk's first row, `hashes` are those of its new rows.
+        """
         if self.known is None:
             return np.arange(len(hashes))
         first = start // self.block
         return np.flatnonzero(hashes != self.known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
-        """Return the rows that differ in some blocks of a chunk; old rows are read in these blocks only."""
+        """Return the rows of a chunk that differ, numbered within it; old rows are read in `suspects` only.
+
+        `suspects` are the numbers of blocks, `new` all new rows of the chunk, and `start` is its first row.
+        """
         if not len(suspects):
             return np.empty(0, np.int64)
         rows = (suspects[:, np.newaxis] * self.block + np.arange(self.block)).reshape(-1)
@@ -199,7 +206,11 @@ class StoredSide(Struct, frozen=True):
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
 
     def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-        """Yield (extent, offset, size) of the stored bytes of served rows `start` to `stop`."""
+        """Yield (extent, offset within it, size) of the stored bytes of served rows `start` to `stop`.
+
+        They are whole stored rows, in the order of the slices. If served rows are scattered in the tensor,
+        other parts' rows between them are included.
+        """
         low, high = self._stored_rows(start, stop)
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
         slices = sorted(self.tensor.slices, key=lambda part: part.spec.starts)

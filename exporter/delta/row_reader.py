@@ -352,7 +352,10 @@ class StoredRun(Struct, frozen=True):
 def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
     """Verify the checksums of the stored runs not in `known`, several at a time; return the runs read.
 
-    CorruptFile if one differs.
+    Raises:
+        CorruptFile: a checksum is wrong.
+        CheckpointChanged: a shard vanished or shrank since its catalog was read.
+        CheckpointError: a shard cannot be read.
     """
     from exporter.storage.waiting import workers  # late: with logging
 

@@ -213,7 +213,7 @@ class ServedTable(Struct, frozen=True):
 
 
 def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, Change]:
-    """Return the changes of a table's variables that remove keys, then put these rows, also of new keys.
+    """Return the changes that remove keys from a table, then put rows of old and new keys, by variable.
 
     Values are in the served form. A key that is removed and put keeps its row. TableFull if there is no room
     for the new keys, CorruptFile if the index does not fit the manifest.

@@ -176,7 +176,10 @@ class _Cut:
 
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
-        """Return the lowest score from which on all rows that are not due fit into `room` bytes."""
+        """Return the score above which all rows that are not due fit into `room` bytes.
+
+        The cut also has the bytes that are left for rows with exactly this score; it has no limit if all fit.
+        """
         room = max(0, room)
         pools = [(sieve.competing.view(np.uint32), sieve.row_bytes) for sieve in sieves]
         if sum(len(bits) * size for bits, size in pools) <= room:
@@ -365,7 +368,11 @@ class _Sieve:
             yield ids, image
 
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
-        """Count the rows that are served as `image` and differ from the trainer's."""
+        """Add the rows whose `image` differs from the trainer's `values` to those reported as rounded.
+
+        `image` is what is served of these rows, `ids` are their numbers. They count as stale, too, and the
+        largest error is updated.
+        """
         rounded = differing_rows(image, values)
         if len(rounded):
             self.stale.append(ids[rounded])

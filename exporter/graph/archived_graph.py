@@ -81,7 +81,11 @@ def archived_graph(path: Path, request: GraphRequest) -> Built:
 
 
 def _work(request: GraphRequest) -> LimitedWork:
-    """The work of a process for archives; one for the next archive if that has the same surroundings."""
+    """Describe the process that makes graphs from archives, with its limits.
+
+    The process is kept for further archives, as long as the working directory, the import path, the choice of
+    Keras, and the custom objects are the same.
+    """
     return LimitedWork(
         program=__name__,
         key=(Path.cwd(), [*sys.path], [*map(os.environ.get, _CHOOSE_KERAS)], request.custom_objects),
@@ -111,7 +115,10 @@ class _There(Exception):
 
 
 def _graph_here(path: Path, request: GraphRequest) -> Built:
-    """The graph of an archive's model, made in this process."""
+    """Make the graph of an archive's model in this process, without limits.
+
+    Raises as `archived_graph`.
+    """
     with importable(), recording():
         make = archive_builder(
             path,

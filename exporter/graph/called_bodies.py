@@ -247,9 +247,9 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add to `dead`, and return it, the nodes that read one of these.
+        """Add to `dead`, in place, all nodes that directly or indirectly read one of its nodes; return it.
 
-        A Merge only if all its inputs are dead.
+        A Merge is added only if all its inputs are dead.
         """
         pending = [*dead]
         while pending:

@@ -110,9 +110,9 @@ class _Library:
 
 
 def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
-    """Return the changed handles of a function, by argument.
+    """Return the changed handles of a function, by argument; `changes` are by the argument's number.
 
-    Arguments for further handles are added, in place.
+    Arguments for further handles are added, in place; with `passes_on` also results, which return them.
     """
     signature = function.signature
     owners = [argument.name for argument in signature.input_arg]
@@ -232,7 +232,10 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
 
 
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
-    """Refuse a function that returns a handle, except a loop's body that returns its argument in place."""
+    """Raise the change's `returned` error if a function returns a handle of `handles` (by tensor).
+
+    A loop's body may return its argument in the same place.
+    """
     signature = function.signature
     arguments = [argument.name for argument in signature.input_arg]
     for index, result in enumerate(signature.output_arg):

@@ -179,7 +179,9 @@ class _Conversion:
     def rewrite(self, node: Proto, handle: str, ids: Endpoint, default: Endpoint | None) -> None:
         """Turn a node, in place, into the lookup of `ids` in the table that a variable becomes.
 
-        `default` has a row for each id, to read if the table lacks the key; None: its default rows.
+        `handle` is the one that `handle_of` returns. `default` has a row for each id, to read if the table
+        lacks the key; None: the table's default rows, which are also read if the variable filters keys.
+        The table and the nodes that the lookup needs are added to `tables` and `nodes`.
         """
         variable = self._owners[handle]
         if variable not in self.tables:

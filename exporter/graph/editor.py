@@ -35,7 +35,10 @@ class GraphEditor(Struct):
 
     @classmethod
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
-        """Make an editor that adds nodes under `wanted`, or `wanted_<n>` if the graph has names there."""
+        """Return an editor that adds nodes under `wanted`, or `wanted_<n>` if the graph has names there.
+
+        `wanted` is in lower case, as names that differ in case alone count as one.
+        """
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
         candidates = (f"{wanted}_{n}" if n else wanted for n in range(len(taken) + len(functions) + 1))
@@ -96,7 +99,10 @@ class GraphEditor(Struct):
         device: str = "",
         stateful: bool = True,
     ) -> list[str]:
-        """Add a call and return the names of its outputs."""
+        """Add a call and return the names of its outputs.
+
+        A call that is not `stateful` may be left out, or made once for several.
+        """
         op = "StatefulPartitionedCall" if stateful else "PartitionedCall"
         node = self.node(
             name,
@@ -123,12 +129,16 @@ class GraphEditor(Struct):
 
         It returns tensors, and calls functions of the graph by the names from `privately_named`. With
         `as_written` TensorFlow's graph optimizers skip it: optimizing a large function at its first call
-        costs seconds, and gains nothing if the work is reading files and writing rows.
+        costs seconds, and gains nothing if the work is reading files and writing rows. `inline` is as in
+        `place`.
         """
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
     def place(self, name: str, traced: TracedFunction, *, inline: bool = True) -> PlacedFunction:
-        """Add a traced function and the functions that it calls, under names of this editor."""
+        """Add a traced function and the functions that it calls, under names of this editor.
+
+        TensorFlow does not put its body in the place of its calls unless `inline` is True.
+        """
         full = f"{self.scope}_{self._spell(name)}"
         own = traced.definitions
         renames = {f.signature.name: f"{full}_{n}" if n else full for n, f in enumerate(own)}

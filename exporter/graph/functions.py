@@ -106,9 +106,17 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Return pruned copies of the functions that nodes call, by name.
+    """Return pruned copies of the functions that nodes call, directly or not, by name.
 
-    `stock` None allows foreign operations. GraphError if one cannot be served.
+    Args:
+        nodes: the nodes that call.
+        library: all functions of the graph.
+        changing: the functions that change state.
+        keep_whole: functions that lose only their assignments.
+        stock: the graph's functions, which are no foreign operations; None allows foreign operations.
+
+    Raises:
+        GraphError: one cannot be served.
     """
     found: dict[str, Proto] = {}
     pending = [*nodes]

@@ -21,7 +21,7 @@ its lookups were joined, so that tables can get other sizes, and others may be j
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate
 from typing import Any
@@ -188,11 +188,11 @@ def _asked_together(
 
 
 def _join_variables(
-    graph_def: Proto, graph: InferenceGraph, tables: Iterable[GraphDynamicTable], scope: str
+    graph_def: Proto, graph: InferenceGraph, tables: Sequence[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add the variables for the indexes of tables.
+    """Add to the graph, for each part of an index, one variable that joins those of all tables in order.
 
-    Returns each part's place, and the new variables' nodes.
+    Returns the places of the tables' own variables by node, and the new variables' nodes as in `INDEX`.
     """
     known = {variable.node: variable for variable in graph.variables}
     joined, handles = dict[str, JoinedPart](), []

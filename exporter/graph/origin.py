@@ -69,7 +69,10 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """Return the sources that a request names, before it is loaded; a builder's code is not known yet."""
+        """Return the sources that a request names, before it is loaded; a builder's code is not known yet.
+
+        With `is_beside` the graph is that beside the checkpoint. A file that cannot be read is left out.
+        """
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
         function, _, path = _named(request.model)
@@ -226,11 +229,13 @@ def changed_assets(
 
 
 def check_named(model: Any) -> None:
-    """Check that a named model exists, without running anything.
+    """Check that the model which `--model` names exists, without running anything.
+
+    None and functions pass, and a builder's function that only importing its module could show.
 
     Raises:
-        BuilderError: the file, module or function does not exist.
-        UsageError: the graph does not exist.
+        BuilderError: the builder's file, module or function does not exist.
+        UsageError: the file of the graph does not exist.
     """
     _named(model)
 

@@ -190,7 +190,7 @@ def keep_before(graph_def: Proto, names: Collection[str]) -> None:
 
 
 def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
-    """Check that a graph may be served, which does not reach out unless `is_allowed`.
+    """Raise an error if the operations found reach out of the version, unless `is_allowed`.
 
     Raises:
         NotServable: an initialiser calls Python, whatever is allowed.
@@ -313,7 +313,10 @@ class _Judge:
         return self._judged[name]
 
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
-        """As `_function`, for the graph or a function that is not judged yet."""
+        """Return places of arguments that name files, and other operations that reach out, in a body.
+
+        The places are those of the function's arguments; none for the graph itself.
+        """
         found: list[Outside] = []
         arguments: set[int] = set()
         for each in _judged(scope.by_name.values(), scope.name, self._library):

@@ -69,7 +69,10 @@ def library_of(op: str) -> str:
 
 
 def by_library(ops: Collection[str]) -> str:
-    """Return operations by library, as a text for a note."""
+    """Return operations by library, as a text for a note; "" for no operations.
+
+    At most 8 of each library are named; those of no known library are of "unknown origin".
+    """
     named: dict[str, list[str]] = {}
     for op in sorted(ops):
         named.setdefault(library_of(op) or "unknown origin", []).append(op)
@@ -248,7 +251,11 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Raise NotServable for a read that must see a change of the same call, like `v.assign_add(1)`."""
+    """Raise NotServable for a read that must see a change of the same call, like `v.assign_add(1)`.
+
+    The nodes `names` are checked. The nodes `allowed` may change what is read, because they are served, too.
+    `where` goes on the error's first clause: ` in function 'f'`.
+    """
     # Control edges are dropped, except from `allowed`, so such a read would silently see the old value.
     for name in names:
         node = nodes[name]

@@ -87,7 +87,10 @@ class GraphRequest(GraphOptions, frozen=True):
 
 
 def read_signatures(path: Path) -> Any:
-    """Return the JSON value in the file of `--signatures`, or UsageError."""
+    """Read the file of `--signatures` and return its JSON value.
+
+    UsageError if it cannot be read, or is not JSON.
+    """
     try:
         return json.loads(read_regular(path, 64 << 20))
     except (OSError, ValueError, RecursionError) as error:

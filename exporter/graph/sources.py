@@ -258,7 +258,10 @@ def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
 
 
 def code_of(content: bytes, path: Path) -> str:
-    """Return the digest of a file's code; of its bytes if it is not a .py file, or cannot be parsed."""
+    """Return the digest of a Python file's code, without comments, docstrings and what runs it as a program.
+
+    It is that of the bytes if `path`, which is not read, is not a .py file, or the code cannot be parsed.
+    """
     with contextlib.suppress(BuilderError):
         if path.suffix == ".py":
             return _code(parse(path, content))

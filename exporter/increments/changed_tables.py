@@ -56,7 +56,15 @@ class TrainedTable(Struct, frozen=True, eq=False):
         touched: KeyedRows | None = None,
         removed: Array = _NONE,
     ) -> TrainedTable:
-        """Read a table, checksums verified, with touched rows on top and without removed keys."""
+        """Read a table, checksums verified, with touched rows on top and without removed keys.
+
+        `dtype` is that of the served rows. Keys that `admission` does not admit are left out. `removed` is
+        ignored without `touched`.
+
+        Raises:
+            CorruptFile: a checksum is wrong, or the keys are damaged.
+            UnsupportedFormat, CheckpointChanged: as `checked_map`.
+        """
         # A touched key counts as recent, and its frequency is the newest.
         keys = read_keys(catalog, variable)
         mask = admitted(catalog, variable, admission, catalog.step)

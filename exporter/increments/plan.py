@@ -107,9 +107,9 @@ def plan_changes(
 
 
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:
-    """Plan up to the state at which a full checkpoint's next increment will begin.
+    """Plan the changes up to the state at which a full checkpoint's next increment will begin.
 
-    None if no marker says which.
+    None if no marker says which state that is, or if increments that lead there are missing.
     """
     for marker in history.markers_of(full):
         others = () if published.increment is not None else history.markers_of(published.checkpoint)

@@ -400,7 +400,10 @@ def _is_abandoned(path: Path, now: float | None) -> bool:
 
 
 def _is_free(path: Path, *, remove: bool) -> bool:
-    """True if no command uses a job's directory; with `remove`, the directory is removed then."""
+    """Find out whether no command uses a job's directory; with `remove`, remove it then.
+
+    Returns True also if it has no lock file. OSError if the lock file cannot be opened.
+    """
     try:
         lock = open_lock(path / LOCK_FILE, flags=0)
     except FileNotFoundError:  # made by a worker after the end, or by an older program

@@ -265,7 +265,11 @@ def _begun(
 
 
 def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator[Placed[T]]:
-    """Yield the extents of each section of a shard, by the receipt of its task."""
+    """Yield each section of a shard with the extents of its runs and its counts, by the receipt of its task.
+
+    `batch` has the shard's sections in order, and the runs lie one after the other from offset 0. Checksums
+    are in the index's form; a copied run keeps its own.
+    """
     crcs, numbers, offset = iter(receipt.wrote), iter(receipt.counts), 0
     for place in batch:
         counts = tuple(islice(numbers, place.section.counted))

@@ -70,9 +70,14 @@ class Input(Struct, frozen=True, array_like=True):
 
     @contextmanager
     def file(self, ranges: Iterable[Range], scratch: Path) -> Iterator[Path]:
-        """Yield a file with these ranges, fetched if it is an object.
+        """Yield the path of a file that has at least these ranges, at their offsets.
 
-        CheckpointChanged unless it is as planned.
+        An object's ranges are fetched into a file in `scratch`, which is removed at the end.
+
+        Raises:
+            CheckpointChanged: the input is not as planned; for a file, also if it changed during the block.
+            CheckpointError: it cannot be read.
+            PublishError: `scratch` cannot be written.
         """
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
@@ -92,7 +97,7 @@ class Input(Struct, frozen=True, array_like=True):
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
         """Fetch a range of an object to an offset of the file at `path`.
 
-        If the input is a file, do nothing: False.
+        If the input is a file, do nothing: False. CheckpointChanged if the object is not as planned.
         """
         url = Url.parse(self.place)
         if url is not None:
@@ -101,9 +106,9 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """Return the plain crc32c of each range, up to the end of the file.
+        """Return the plain crc32c of each range, up to the end of the file, in their order.
 
-        Objects are read without a copy.
+        Objects are read without a copy. CheckpointChanged if the input is not as planned.
         """
         url = Url.parse(self.place)
         if url is None:

@@ -117,7 +117,10 @@ def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Limit the process's memory to `more_bytes` beyond what its libraries have mapped already."""
+    """Limit the process's memory to `more_bytes` beyond what its libraries have mapped already.
+
+    There is no limit on systems that know none.
+    """
     try:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

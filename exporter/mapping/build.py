@@ -299,7 +299,12 @@ def _source(
     *,
     by_object: bool,
 ) -> TensorSource:
-    """The source of a variable: the tensor that was found, its cast, and the order of its rows."""
+    """Return the source of a variable: the tensor that was found, its cast, and the order of its rows.
+
+    Raises:
+        ShapeMismatch: the tensor has another shape or dtype.
+        PartitionStrategyUnknown: rows may have to move, and it is not known how.
+    """
     tensor = catalog.tensors[match.name]
     check_fits(key, variables[0], tensor)
     trained = rules.strategies.get(key) or rules.trained.get(match.trained_name)

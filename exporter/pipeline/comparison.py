@@ -139,10 +139,9 @@ def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
 
 
 def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
-    """A table's strategy; a slot or an average has its table's, found by the shortest name that begins its
-    own.
+    """Return the partition strategy of a table, or of the table to which a slot or an average belongs.
 
-    None if no strategy is known.
+    That is the one with the shortest name that begins the slot's. None if no strategy is known.
     """
     owners = [owner for owner in strategies if name == owner or name.startswith(f"{owner}/")]
     return strategies[min(owners, key=len)] if owners else None
@@ -259,10 +258,9 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """Yield the difference of each table that both sides have with rows of the same kind, in the first side's
-    order.
+    """Yield the difference of each table that both sides have with rows of the same kind, also of equal ones.
 
-    Rows of the variables `in_8_bits` are codes with a scale.
+    They come in the first side's order. Rows of the variables `in_8_bits` are codes with a scale.
     """
     for name, ours in a.items():
         theirs = b.get(name)
@@ -275,7 +273,10 @@ def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: li
 
 
 def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDifference:
-    """Compare two tables by their keys, and the rows of common keys bit for bit."""
+    """Compare two tables by their keys, and the rows of common keys bit for bit.
+
+    With `is_coded`, rows are codes with a scale, and differences are those of the numbers.
+    """
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
     places_a, places_b = ours[in_both], theirs[in_ours]
@@ -435,7 +436,10 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """Compare the tables that both sides have; also return the variables of which these consist."""
+    """Compare the tables that both sides have with rows of the same kind; also return the variables in them.
+
+    The differences include those of equal tables, which are empty.
+    """
     if a.log is None and b.log is None:
         assert a.catalog is not None
         assert b.catalog is not None
@@ -517,7 +521,10 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 def _difference(
     variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
-    """Measure a change: the number of its rows, and their distance from the old ones."""
+    """Measure a change: the number of its rows, and their distance from the old ones.
+
+    With `is_coded`, rows are codes with a scale, and the distance is that of the numbers.
+    """
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
         pairs: Iterable[tuple[Array, Array]] = (
@@ -535,7 +542,7 @@ def _difference(
 
 
 def _numbers(pairs: Iterable[tuple[Array, Array]], *, is_coded: bool) -> Iterable[tuple[Array, Array]]:
-    """Pairs of served rows as numbers: codes are multiplied by their scale."""
+    """Return pairs of served rows as numbers; with `is_coded`, their codes are multiplied by the scale."""
     return ((values_of(old), values_of(new)) for old, new in pairs) if is_coded else pairs
 
 

@@ -105,7 +105,14 @@ class HotChoice(Struct, frozen=True):
         return f"{self.name}={AUTO if self.file is None else self.file.path}"
 
     def rows(self, rows: int) -> Iterator[Array]:
-        """Yield the file's row numbers; UsageError for one outside a table of `rows` rows."""
+        """Yield the row numbers of the choice's file, which it must have, in blocks and in the file's order.
+
+        `rows` is the size of the table.
+
+        Raises:
+            UsageError: a number is outside the table.
+            CheckpointChanged: the file became shorter.
+        """
         assert self.file is not None
         for block in self.file.blocks():
             if len(wrong := block[(block < 0) | (block >= rows)]):

@@ -323,7 +323,10 @@ def _mapped_again(base: LogBase, written: Catalog, hot: Mapping[str, HotTable]) 
 
 
 def _mapped_elsewhere(record: MappedRecord | None, position: int, id_: str) -> MappedRecord | None:
-    """The record of mapped tables for another version, with another id."""
+    """Return the record of mapped tables for a version with another position and id.
+
+    None, or a record without tables, is returned as it is.
+    """
     if record is None or not record.tables:
         return record
     directory = str(Path(record.directory).parent / str(position))
@@ -333,9 +336,13 @@ def _mapped_elsewhere(record: MappedRecord | None, position: int, id_: str) -> M
 def _copy_graph(
     log_base: LogBase, bundle: Path, place: BasePlace, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Copy a base without its variables, changed for another position, log, and mapped files.
+    """Write to `bundle` a base's files but its variables, changed for its new position, log and tables.
 
-    Its files are verified first; ManifestError if the graph has no incremental subgraph of a known form.
+    The base's files are verified first. `mapped` is the new record of mapped tables.
+
+    Raises:
+        VerificationError: a file of the base is damaged.
+        ManifestError: the graph has no incremental subgraph of a known form.
     """
     base, position = log_base.path, place.position
     for file in log_base.manifest.files:  # otherwise the new manifest would vouch for damaged files

@@ -147,7 +147,10 @@ def _prefix(log: DeltaLog, position: int, state: str) -> Path:
 
 
 def _load(prefix: Path, rows: Mapping[str, int]) -> dict[str, Array] | None:
-    """Read the rows that `save` kept; None if they are incomplete. `rows` are the tables' sizes."""
+    """Read the rows that `save` kept; `rows` are the tables' sizes.
+
+    None if the record is absent, incomplete or damaged, or of tables of another size.
+    """
     with suppress(CheckpointError):
         catalog, found = read_catalog(prefix), {}
         for name, count in rows.items():

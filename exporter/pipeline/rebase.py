@@ -39,12 +39,13 @@ class Rebased(Struct, frozen=True):
 
 
 def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | None:
-    """The plan of `rebase`, now: the deltas are read and checked, the base's values are not.
+    """Return the plan of `rebase`, now: the deltas are read and checked, the base's values are not.
 
-    None if the newest base is at the newest position.
+    None if the newest base is at the newest position that is approved.
 
     Raises:
-        UsageError, ModelHeld, CheckpointError, NotFinite, PositionMoved: as `rebase`.
+        NotUpdatable, UsageError, ModelHeld, ManifestError, CheckpointError, NotFinite, PositionMoved: as
+            `rebase`.
     """
     permission = Permission(despite_hold)
 
@@ -76,13 +77,14 @@ def rebase(
     """Publish a base at the newest position of the log; None if there is one already.
 
     Deltas that are published meanwhile apply to it, too. Servers load a base by themselves, so under a
-    canary's hold it has the approved position.
+    canary's hold it has the newest position that is approved.
 
     Raises:
+        NotUpdatable: nothing is published, or the newest version takes no deltas.
         UsageError: the base has hot rows, and is in an object store.
         ModelHeld: the model is held, unless `despite_hold`.
         NotFinite: it would have values that the model refuses.
-        VerificationError: the old base is damaged.
+        ManifestError, VerificationError: the old base is damaged.
         CheckpointError: a delta is damaged.
         PositionMoved, PublishError: see errors.py; nothing was published.
     """

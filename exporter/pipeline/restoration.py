@@ -438,9 +438,9 @@ def approved_by_canary(log: DeltaLog) -> int | None:
 
 
 def packing_of(headers: Iterable[DeltaHeader]) -> DeltaDtype | None:
-    """The packing of the newest packed delta: rows from these deltas can be packed in that form.
+    """Return the packing of the newest packed delta: rows from these deltas can be packed in that form.
 
-    None if no delta is packed.
+    `headers` are ordered, oldest first. None if no delta is packed.
     """
     return next((header.packing for header in reversed(list(headers)) if header.packing), None)
 

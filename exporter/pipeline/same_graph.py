@@ -101,10 +101,12 @@ class SameGraph(Struct, frozen=True):
 def check_same_graph(
     log: DeltaLog, request: ExportRequest, catalog: Catalog, before: SourceFiles
 ) -> SameGraph:
-    """Compare the graph and its tables' files with the base's, given the record `before`; SchemaChanged if
-    they differ.
+    """Compare the graph and its tables' files with the base's, given the record `before`.
 
-    UsageError if outputs are to be verified, or the graph is to be checked and its source is not known.
+    Raises:
+        SchemaChanged: they differ.
+        UsageError: outputs are to be verified, or the graph is to be checked and its source is not known.
+        GraphError, CheckpointError, OSError: the graph has to be built for the comparison, and cannot be.
     """
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
@@ -150,7 +152,8 @@ def check_same_graph(
 def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
     """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
 
-    SchemaChanged if it differs, UsageError if no model is named, GraphError if it cannot be built.
+    SchemaChanged if it differs, UsageError if no model is named, GraphError, CheckpointError or OSError if it
+    cannot be built.
     """
     if asked.model is None:
         raise UsageError("--check-graph: nothing says what to build", hint="name the model again: --model")
@@ -217,10 +220,10 @@ def _compare_finished(
 def _compare_built(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Load the requested inference graph; return its files, and all differences from the base's graph or
-    files.
+    """Load the requested inference graph, and compare it with the base's.
 
-    UsageError, GraphError, CheckpointError or OSError if it cannot be loaded.
+    Returns the record of its files, and all differences of the graph or its files in words. UsageError,
+    GraphError, CheckpointError or OSError if it cannot be loaded.
     """
     from exporter.graph.load import clean, load_source
 

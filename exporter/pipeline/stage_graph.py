@@ -69,7 +69,10 @@ def write_graph(staged: Staged) -> None:
 
 
 def mapped_record(staged: Staged) -> MappedRecord | None:
-    """The manifest's record of mapped tables, and of those that could not be; None if not asked for."""
+    """Return the manifest's record of the mapped tables, and of those that could not be mapped.
+
+    None if mapping is not asked for.
+    """
     if not staged.plan.request.map_tables:
         return None
     written = {shard.path.name: shard.bytes_ for shard in staged.variables.shards}

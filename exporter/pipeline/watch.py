@@ -125,7 +125,11 @@ class _Newest(Struct):
         return None, checkpoint.digest
 
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
-        """Export a checkpoint; CheckpointChanged, which a watch survives, if it was replaced meanwhile."""
+        """Export a checkpoint.
+
+        CheckpointChanged, which a watch survives, if that failed and the checkpoint was changed meanwhile;
+        otherwise the error of the export. PublishedAlready is raised in any case.
+        """
         try:
             return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)
         except ExportError as error:

@@ -116,7 +116,10 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return f"{self.after_seconds:g} s are over, as --until says"
 
     def seconds_left(self, progress: WatchProgress) -> float:
-        """The seconds until the watch ends without another publication; infinite without such a limit."""
+        """Return the seconds until a watch ends if nothing more is published; not positive if it should end.
+
+        Infinite if no limit is a time.
+        """
         return min(self.after_seconds - progress.seconds, self.idle_seconds - progress.idle_seconds)
 
 

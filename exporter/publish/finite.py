@@ -41,11 +41,14 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
 
 
 def require_base_finite(catalog: Catalog) -> None:
-    """Refuse a new base with NaN or infinity, whose model would refuse them in deltas; every value is read.
+    """Refuse a new base with NaN or infinity, whose model would refuse them in deltas.
+
+    Every value is read; checksums are not verified.
 
     Raises:
         NotFinite: a tensor holds NaN or infinity.
         CheckpointChanged: the trainer removed a shard meanwhile.
+        CheckpointError: a shard cannot be read.
     """
     for name, ref in catalog.tensors.items():
         for part in ref.slices or (None,) if ref.dtype.is_floating else ():
@@ -73,7 +76,9 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 
 
 def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
-    """The rows that are NaN or infinite at the end of a run of deltas, by variable; `run` is oldest first.
+    """Return the numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable.
+
+    `run` is oldest first. The number of a variable that is not a table is 0.
 
     Raises:
         CheckpointError: a delta is damaged.
@@ -114,7 +119,10 @@ def refused(log: DeltaLog, delta: LogDelta) -> bool:
 
 
 def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[str, Array]]:
-    """Yield each variable with a NaN or infinite value, and the numbers of its rows with one."""
+    """Yield each variable with a NaN or infinite value, and the numbers of its rows with one.
+
+    The number of a variable that is not a table is 0.
+    """
     for variable in log.schema.variables:
         change = changes.get(variable.name)
         if change is None or not variable.dtype.is_floating:

@@ -189,8 +189,9 @@ class Log(Struct, frozen=True, dict=True):
         return replace(self, limit=position)
 
     def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
-        """The deltas that a state at `position` applies to get as far as the limit allows, in order; may be
-        empty.
+        """Return the deltas that a state at `position` applies to get as far as the limit allows, in order.
+
+        There may be none. Those of `without` are not used.
         """
         within = [span for span in self.beyond(position) if self._allows(span.end) and span not in without]
         return furthest(within, position)
@@ -201,7 +202,10 @@ class Log(Struct, frozen=True, dict=True):
         return [span for span in self.deltas if self._allows(span.end)]
 
     def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
-        """The deltas within the limit that apply to a state at `position`."""
+        """Return the deltas within the limit that apply to a state at `position`, but for those of `without`.
+
+        They are ordered by their ends.
+        """
         beyond = (span for span in self.beyond(position) if self._allows(span.end))
         return [span for span in beyond if span.accepts(position) and span not in without]
 
@@ -237,12 +241,12 @@ class Log(Struct, frozen=True, dict=True):
         return len({span.end for span in self.beyond(self.released)})
 
     def created(self, spans: Iterable[Span]) -> list[datetime]:
-        """The publication times of these deltas; unknown ones are left out."""
+        """Return the publication times of these deltas, in their order; unknown ones are left out."""
         found = (self.commits.get(span.end) for span in spans)
         return [commit.created for commit in found if commit is not None]
 
     def size(self, spans: Iterable[Span]) -> int:
-        """The total size of these deltas in bytes."""
+        """The total size of these deltas in bytes; a delta of unknown size counts as 0."""
         return sum(self.sizes.get(span, 0) for span in spans)
 
 

@@ -91,8 +91,10 @@ def _said(variable: ServedVariable) -> Stored:
 
 
 def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-    """Yield the served tensors of a source by name; DocumentError if the bundle's tensor is missing or
-    differs.
+    """Yield (name, dtype and shape) of each served variable of a source, by the recipe.
+
+    A table by keys has one, under the source's key, with an open number of rows. DocumentError if the
+    bundle's tensor is missing or differs, or a variable is no part of it.
     """
     found, label = tensors.get(source.key), source.dtype.label
     if found is None:

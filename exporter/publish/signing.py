@@ -154,10 +154,12 @@ class Trust(Struct, frozen=True):
     def check(self, content: bytes, path: str, where: object) -> None:
         """Refuse a manifest that no trusted key has signed for this model and this path below it.
 
-        A delta may lack its model's identity: the lineage of its base is enough.
+        `content` is the manifest's file, `where` names it in errors. If no key is trusted, all are refused. A
+        delta may lack its model's identity: the lineage of its base is enough.
 
         Raises:
             NotTrusted: it is not signed, or by another key, for another model or path, or it was altered.
+            UsageError: as `keys`.
         """
         keys = self.keys()
         manifest, mark, line = content.rpartition(_LAST_LINE)
@@ -298,8 +300,9 @@ def _message(model: str, path: str, manifest: bytes) -> bytes:
 
 
 def _signature(line: bytes, where: object) -> Signature:
-    """The signature in a manifest's last line; NotTrusted unless the line is exactly as this program writes
-    it.
+    """Return the signature in a manifest's last line.
+
+    NotTrusted unless the line is exactly as this program writes it.
     """
     try:
         if len(line) > _LONGEST_LINE:

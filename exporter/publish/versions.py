@@ -506,7 +506,10 @@ def signer_of(model: Path) -> Signer | None:
 
 
 def is_trusting(model: Path) -> bool:
-    """True if, under a base path, only publications of trusted keys are accepted: others may write there."""
+    """True if trusted keys are in force in this process for the base path `model`.
+
+    Then only their publications are accepted there, because others may write to it.
+    """
     return bool(_in_force) and _keys_of(os.path.abspath(model)).trust is not None  # noqa: PTH100
 
 

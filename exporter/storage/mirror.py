@@ -137,7 +137,10 @@ class Mirror:
         return each
 
     def is_made_here(self, name: str) -> bool:
-        """True for a local file that a process put here, without an object."""
+        """True for a local file that a process put here, and that stands for no object.
+
+        False if there is no such file.
+        """
         try:
             inode = (self.root / name).stat().st_ino
         except FileNotFoundError:
@@ -274,7 +277,10 @@ class Mirror:
         target: Path,
         advance: Callable[[int], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset) of an object into an open file; none of them is kept here."""
+        """Fetch pieces (start, stop, offset) of an object into an open file; none of them is kept here.
+
+        `target` is that file's path, for errors; threads report the size of each part to `advance`.
+        """
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
@@ -488,7 +494,10 @@ def copy_ranges(
     target: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Fetch pieces of a file's object into an open file: see `Mirror.copy`."""
+    """Fetch pieces (start, stop, offset) of the object for which `path` stands into an open file, `target`.
+
+    `path` is in a mirror; the rest is as for `Mirror.copy`.
+    """
     found = _find(path)
     assert found is not None, path
     found[0].copy(found[1], descriptor, pieces, target, advance)

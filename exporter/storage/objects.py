@@ -273,11 +273,14 @@ class ObjectWriter(ObjectReader):
         return True
 
     def create(self, key: str, content: bytes) -> Tag | None:
-        """Put a new object; return its tag, or None if the key exists."""
+        """Put a new object and return its tag; None if the key exists."""
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
-        """Replace the object that has this tag; return the new tag, or None if another object is there."""
+        """Replace the object that has this tag, and return the new tag.
+
+        None if another object is there, or none.
+        """
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
 
@@ -339,7 +342,10 @@ def _bare(tag: str | None) -> str:
 
 
 def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -> Iterator[bytes]:
-    """Yield a file's bytes from its beginning, in parts; `note` gets each part before it is sent."""
+    """Yield the rest of a file in parts of `size` bytes.
+
+    `note` gets each part first: its offset, counted from 0, and its bytes.
+    """
     offset = 0
     while part := file.read(size):
         note(offset, memoryview(part))
@@ -618,7 +624,7 @@ HINTS = {
 
 
 def missing_credentials(scheme: str, said: str) -> str:
-    """The source that gave no credentials, by an error's text; "" if it is another error."""
+    """Say in a clause why a store got no credentials; "" if the text `said` is of another error."""
     if "bulk delete" in said:  # also a POST, but to the store itself
         return ""
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"

@@ -258,7 +258,11 @@ class _Retry(Struct, frozen=True):
         return self.forward.compute(inputs)
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
-        """Add a loop that waits for an even sequence; return its value, odd if patience ended first."""
+        """Add a loop that reads the sequence until it is even; return the value that was read last.
+
+        It is odd if patience ended first: after the readers' patience, or at once if an update has been
+        writing for longer than that. `sequence` and `since`, when that update began, are handles.
+        """
         deadline = tf.timestamp() + self.isolation.patience_seconds
 
         def poll(_: Tensor) -> Tensor:

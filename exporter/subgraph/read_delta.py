@@ -424,7 +424,11 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
 
 
 def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, Tensor]:
-    """Read rows: return a fault (string [], empty if none) and the tensor of `DeltaForm.gather`; may fail."""
+    """Add nodes that read a delta's rows; return the fault and the rows, gathered.
+
+    `flags` are those of its header. The fault is a string [], empty if there is none; the rows are the tensor
+    of `DeltaForm.gather`. Running them fails if the delta cannot be read.
+    """
     schema = form.schema
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
     if not packings:
@@ -441,7 +445,11 @@ def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, 
 
 
 def _restore_as(packing: DeltaDtype | None, path: Tensor, form: DeltaForm) -> list[Tensor]:
-    """Read a delta in this form (None: exact): return the fault and the tensor of `DeltaForm.gather`."""
+    """Add nodes that read a delta of this packing (None: exact); return the fault and the rows, gathered.
+
+    The fault is a text for the first variable with wrong packed rows, empty if there is none; the rows are
+    the tensor of `DeltaForm.gather`. Running them fails if the delta cannot be read.
+    """
     schema = form.schema
     packed = [variable for variable in schema.variables if variable.packed(packing)]
     extra = [tensor for variable in packed for tensor in variable.packed(packing)]

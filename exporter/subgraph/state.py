@@ -97,7 +97,7 @@ def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
 
 
 def assign(handle: Tensor, value: Tensor) -> Tensor:
-    """Add the operation that assigns a value to a variable."""
+    """Add the operation that assigns a value to a variable, given by its handle, and return it."""
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 

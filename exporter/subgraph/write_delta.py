@@ -79,7 +79,11 @@ class UpdateTarget(Struct, frozen=True):
         return [(handle.deref(), tuple(parts)) for handle, parts in found.items()]
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
-        """Choose places for a delta's rows in overlays; none if it is refused, as its ids may be invalid."""
+        """Add nodes that choose places for a delta's rows in overlays.
+
+        Returns the places by (table, number of its handle). They are places for no rows if the delta is
+        refused, as its ids may be invalid.
+        """
         # Slots are read once, before anything is written: the check for room uses the same places.
         overlays = {
             (name, number): handle

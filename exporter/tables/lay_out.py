@@ -288,9 +288,13 @@ def show_pieces(
     directory: Directory,
     scratch: Path,
 ) -> Catalog:
-    """Return the catalog with each object that tasks wrote as a shard, and write a small shard with the rest.
+    """Return the catalog with each object that tasks wrote as a shard, in place of its last shard.
 
-    Room for more rows is read from a file of zeros in `scratch`, which workers need not see (`Input`).
+    What no task writes goes into two more shards: a small one, written into `directory`, and a file of zeros
+    for more rows, `ZEROS` in `scratch`, which workers need not see (`Input`).
+
+    Raises:
+        PublishError: a file cannot be written, as `ZEROS` if it is there already.
     """
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}

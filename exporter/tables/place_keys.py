@@ -149,7 +149,10 @@ class KeyRun(Struct, frozen=True):
         return self.sorted_bytes + (0 if self.is_wide else 8 * (self.stop - self.start))
 
     def part(self, ref: TensorRef) -> Range:
-        """Return the range of the run's elements of a tensor."""
+        """Return the bytes of the run's elements of a tensor, as a range of the task's input.
+
+        The tensor has one extent.
+        """
         (extent,) = ref.extents
         size = ref.dtype.numpy.itemsize
         return Range(extent.shard, extent.offset + self.start * size, (self.stop - self.start) * size)

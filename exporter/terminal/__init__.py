@@ -51,7 +51,9 @@ def stop_on_sigterm() -> None:
 
 
 def sleep_until_a_signal() -> None:
-    """Sleep until a signal's handler raises, even if the signal came just before or to another thread.
+    """Sleep until a signal arrives, and return once its handler does; an error of the handler propagates.
+
+    Call it in the main thread only. It replaces the interpreter's wakeup descriptor.
 
     The interpreter writes to the pipe for each signal, in any thread: so no signal is lost between a check
     and the sleep, and the main thread wakes up to run the handler.

@@ -133,7 +133,10 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Refuse a file's value that would be misread, as `true` for a number, or a list for one value."""
+    """Raise UsageError for a file's value that would be misread.
+
+    Such are `true` for a number, or a list for one value.
+    """
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
     elif isinstance(value, list | dict) and not parameter.multiple:
@@ -172,9 +175,9 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} |
 
 
 def with_names(error: ExportError) -> ExportError:
-    """Replace words such as MODEL in an error's hint by the typed values, so that it can be run.
+    """Replace words such as MODEL in an error's hint, in place, by the typed values, so that it can be run.
 
-    Returns the same error.
+    The hint `see --help` gets the command's name. Returns the same error.
     """
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:

@@ -501,7 +501,10 @@ def _typed(what: Any) -> list[str]:
 
 
 def _check_out(typed: Sequence[str]) -> None:
-    """Raise UsageError if `--out` is missing or not a path: before the training, not at a checkpoint."""
+    """Raise UsageError if `--out` is missing, or is neither a path nor a model's URL.
+
+    This is checked before the training, not at a checkpoint.
+    """
     places = [
         text.partition("=")[2] or following
         for text, following in pairwise((*typed, ""))

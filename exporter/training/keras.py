@@ -46,9 +46,9 @@ def IncrementCallback(
     """Return a Keras callback (Keras 3 or tf-keras) that writes full checkpoints and increments of `fit`.
 
     It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when `fit` begins and ends, and
-    every `save_checkpoint_steps` if given, and increments in between. The step is the optimizer's
-    `iterations`. `event_time` gives the time of the newest event that was trained on
-    (`trainer_side.EventClock`).
+    every `save_checkpoint_steps` if given, and increments in between: give one interval for them, in seconds
+    or in steps. The step is the optimizer's `iterations`. `event_time` gives the time of the newest event
+    that was trained on (`trainer_side.EventClock`).
 
     With `incremental_save_restore`, `fit` itself restores the newest full checkpoint and the increments after
     it, and continues where the last increment ended. Without it, `fit` continues with the values that the

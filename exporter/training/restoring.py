@@ -62,7 +62,10 @@ class Publisher(trainer_side.Publisher):
         return CatalogSource(read_catalog(full.prefix))
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored; return False if there are none."""
+        """Apply the increments to the full checkpoint that was restored; return False if there are none.
+
+        UsageError if the session, which begins at `step`, has not restored it.
+        """
         if self._overlay is None:
             return False
         history = self._store.history()
@@ -102,9 +105,9 @@ class Publisher(trainer_side.Publisher):
 
 
 def writers_of(tracked: Iterable[VariableTracking]) -> dict[int, Write]:
-    """Add the operations that write variables to the current default graph.
+    """Add operations that write variables to the current default graph; return their functions.
 
-    Return them by the id() of each part.
+    These are by the id() of each part, and called with a session, row numbers within the part, and values.
     """
     return {id(part): _writer(entry, part) for entry in tracked for part in entry.parts}
 

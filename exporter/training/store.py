@@ -63,7 +63,10 @@ class Store(trainer_side.Store):
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Convert an OSError of the block to its named error."""
+        """Raise TargetNotWritable, DiskFull or another PublishError for an OSError of the block.
+
+        `path` is named if the error names no file.
+        """
         with writing(path):
             yield
 

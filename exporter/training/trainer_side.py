@@ -647,14 +647,20 @@ class Source:
         """Read small variables ahead, in one call: ascending rows, which are read once, or all (None)."""
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """Yield rows `ids` (ascending, of the whole) of a variable with parts of whole rows, in pieces."""
+        """Yield rows `ids` of a variable, in pieces, in the parts' order.
+
+        `ids` ascend and count through the whole variable, which has parts of whole rows.
+        """
         for part in tracked.parts:
             wanted = inside(part, ids) - part.offset
             if len(wanted):
                 yield from self.read(tracked, part, wanted)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[Tuple[int, Array]]:
-        """Yield all rows of a variable with parts of whole rows, in pieces with their first row's number."""
+        """Yield all rows of a variable in pieces, each after the number of its first row.
+
+        The variable has parts of whole rows; the pieces are in the parts' order.
+        """
         for part in tracked.parts:
             start = part.offset
             for values in self.read(tracked, part, None):
@@ -1262,7 +1268,7 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Any:
-        """Convert an OSError of the block to `failure`."""
+        """Raise NotPublished, which names `path`, for an OSError of the block."""
         try:
             yield
         except OSError as error:
@@ -1501,11 +1507,17 @@ class Publisher:
         return bool(self._store.state_signature() != self._signature)
 
     def notice(self, step: int) -> None:
-        """Record a full checkpoint that a saver has finished, and notice a step that went back.
+        """Look for a full checkpoint that a saver has finished, and record it; notice a step that went back.
 
         A step goes back when the user's program restores an older checkpoint by hand. Such writes are not
         recorded, so increments continue from the next full checkpoint. A checkpoint named by the state file
         that this session did not write (`_is_new`) is ignored.
+
+        `step` is the present global step.
+
+        Raises:
+            Refused: another session has begun to write to the directory.
+            NotPublished: the record cannot be written.
         """
         self._clock.notice(step)
         if self._tip is not None and step < self._tip.step:
@@ -1810,7 +1822,10 @@ class IncrementHook(SessionHook):
         self._fetched: Tuple[Any, List[Operation]] = (None, [])
 
     def begin(self, autodist: Any = None) -> None:
-        """Extend the graph before it is finalized; with an `AutoDist`, the graph that it trains instead."""
+        """Extend the graph before it is finalized; with an `AutoDist`, the graph that it trains instead.
+
+        Refused if the graph has no global step.
+        """
         global_step = v1().train.get_global_step()
         if global_step is None:
             raise Refused(
@@ -2040,9 +2055,9 @@ def IncrementCallback(
     """Return a Keras callback, of Keras 2 or 3, that writes full checkpoints and increments of `fit`.
 
     `fit` must run in one process. It saves full checkpoints by `manager` (`tf.train.CheckpointManager`) when
-    `fit` begins and ends, and every `save_checkpoint_steps` if given, and increments in between. The step is
-    the optimizer's `iterations`. `event_time` gives the time of the newest event that was trained on (see
-    `EventClock`).
+    `fit` begins and ends, and every `save_checkpoint_steps` if given, and increments in between: give one
+    interval for them, in seconds or in steps. The step is the optimizer's `iterations`. `event_time` gives
+    the time of the newest event that was trained on (see `EventClock`).
 
     Variables have the names that the full checkpoint gives them. Those of rank 2 and more are compared, row
     by row, with the values that were written last, which are kept in memory: the increments are exact,
@@ -2112,7 +2127,11 @@ class Fit:
         return Store(directory)
 
     def begin(self, model: Any) -> None:
-        """Save a full checkpoint unless the newest one holds these values, and count changes from it."""
+        """Save a full checkpoint unless the newest one holds these values, and count changes from it.
+
+        Refused if the model is not one that can be followed, or the directory has no full checkpoint with a
+        step even then.
+        """
         _check(model)
         self._iterations = model.optimizer.iterations
         full = self._store.newest_full()

@@ -77,7 +77,7 @@ class Carrier:
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
         """Read the head once nothing is being uploaded; abandon an upload that has expired or `is_ours`.
 
-        Waits for other machines' uploads.
+        Waits for other machines' uploads, and removes a decision that has expired.
 
         Raises:
             PositionMoved: one of them takes longer than `WAIT_SECONDS`.
@@ -326,7 +326,11 @@ class Carrier:
                 same.add_file(content, each)
 
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
-        """Change only the holds, or nothing but the head, before published items are removed."""
+        """Set the store's holds, or renew nothing but the head, before published items are removed.
+
+        The decision ends with it, unless `ends_decision` is False. PositionMoved if another machine has
+        replaced the head.
+        """
         self.probe()
         head = self.head.holding(holds)
         self._replace(replace(head, deciding=None) if ends_decision else head)

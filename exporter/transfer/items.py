@@ -278,7 +278,12 @@ def stored_items(
     """Return the versions and deltas in a store; `look` replaces the listing, for a publisher.
 
     Manifests that are `ours`, or were `known` before, are not read. With `trust`, only those that one of its
-    keys has signed are items; nothing else of the others is read.
+    keys has signed are items; of the others nothing else is read, and they are in `untrusted`.
+
+    Raises:
+        ManifestError: a manifest is damaged.
+        CheckpointChanged: objects vanished again and again.
+        ExportError: the URL is not that of a model, or the store cannot be read.
     """
     return looking_again(
         lambda: _with_items(store, look() if look else _stored_model(store), ours, known, trust)
@@ -286,11 +291,10 @@ def stored_items(
 
 
 def forged(model: StoredItems) -> dict[str, NotTrusted]:
-    """Return the publications that no trusted key has signed and servers would accept, the newest first, by
-    path.
+    """Return the publications that servers would accept although no trusted key has signed them.
 
-    These come after the first version that a trusted key has signed. Before that version, signing had not
-    begun.
+    By path, the newest first. These are all that are unsigned after the first version that a trusted key has
+    signed: before that version, signing had not begun. If there is no such version, all that are unsigned.
     """
     first = min((int(path) for path, item in model.items.items() if not item.is_delta), default=-1)
     return {

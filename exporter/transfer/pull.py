@@ -336,7 +336,10 @@ class LocalCopy:
         return replace(done, identity=identity or "", is_pinned_now=pinned)
 
     def _pinned(self) -> Trust | None:
-        """Return the trusted keys, with the identity that was named or is pinned in the copy."""
+        """Return the trusted keys, with the identity that was named or is pinned in the copy.
+
+        None without keys. NotTrusted if the pinned identity cannot be read.
+        """
         if self._trust is None or self._trust.identity is not None:
             return self._trust
         return replace(self._trust, identity=pinned_identity(self._model))
@@ -506,8 +509,11 @@ class _Pull:
     def _require_trusted(self, trust: Trust) -> None:
         """Refuse a copy that contains publications which no trusted key has signed.
 
-        Two kinds are accepted: what a canary rolled back here, and what servers leave when they load a signed
-        base.
+        Two kinds are accepted: rollbacks and resumptions made here, which go into `_taken_back_here`, and
+        what servers leave when they load a signed base.
+
+        Raises:
+            NotTrusted: there is another one.
         """
         bases = (path for path, item in self._stored.items.items() if not item.is_delta)
         newest = max(map(end_of, bases), default=-1)
@@ -557,10 +563,10 @@ class _Pull:
         return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
-        """Return the local items beyond all that the store ever had, and those of a canary's rollback.
+        """Return the local items beyond all that the store ever had, as last recorded here.
 
-        With trusted keys, only the latter: what is signed is the publisher's, whatever was removed from the
-        store.
+        A canary's rollbacks here count in any case. With trusted keys, only the unsigned rollbacks and
+        resumptions count: what is signed is the publisher's, whatever was removed from the store.
         """
         if self._trust is not None:
             return self._taken_back_here
@@ -678,7 +684,10 @@ class _Pull:
         remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
 
     def _sweep(self, wanted: set[str]) -> None:
-        """Remove the remains of killed pulls, except of publications that are still wanted."""
+        """Remove the remains of killed pulls, except of publications that are still wanted, by their digests.
+
+        Errors are ignored.
+        """
         for left in self._model.glob(f"{PULL_PREFIX}*"):
             if left.name.removeprefix(PULL_PREFIX) not in wanted:
                 remove_tree(left)
@@ -885,10 +894,11 @@ class _Pull:
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
         """Return the copy's own hold; None if there is none, or if it came from the store.
 
-        A hold counts as the store's if the copy has published nothing of its own, or if the store had a hold
-        at the same position when the copy was last current. A canary's hold counts as the store's only if the
-        store had a canary's hold there, and this one does not say who set it: with the setter, its document
-        also says whether it came from the store.
+        In the log that was rolled back here, any hold is the copy's own. Elsewhere, a hold counts as the
+        store's if the copy has published nothing of its own, or if the store had a hold at the same position
+        when the copy was last current. A canary's hold counts as the store's only if the store had a canary's
+        hold there, and this one does not say who set it: with the setter, its document also says whether it
+        came from the store.
         """
         own = decided.own
         if own is None or name.rpartition("/")[0] == self._kept_log:

@@ -144,7 +144,11 @@ class RemoteModel:
         self.path = self._mirror.root
 
     def show(self) -> None:
-        """Show what is in the store, even during a person's decision; `carry` reads it again later."""
+        """Make the local copy show the store, even during a person's decision; `carry` reads it again later.
+
+        Local publications that are not in the store are removed, and holds are written anew. PositionMoved if
+        another machine's upload takes too long.
+        """
         try:
             self.refresh()
         except ModelHeld:
@@ -153,7 +157,9 @@ class RemoteModel:
     def refresh(self) -> None:
         """Show what is in the store now, and remove local publications that were not uploaded.
 
-        ModelHeld during a person's decision, unless this process only reads, or makes the decision itself.
+        Raises:
+            ModelHeld: a person's decision is in progress, and this process neither reads only nor makes it.
+            PositionMoved: another machine's upload takes too long.
         """
         carrier = self._carrier
         before = carrier.head

@@ -148,7 +148,10 @@ def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it has started, except processes in sessions of their own."""
+    """End a command and all that it has started, except processes in sessions of their own, and wait for it.
+
+    First by SIGTERM; by SIGKILL what is left after the command's end, or after `_GRACE_S`.
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):

@@ -418,7 +418,10 @@ def ages(model: ModelView, seconds: Callable[[float], str]) -> str:
 
 
 def serving(model: ModelView) -> str:
-    """The positions that replicas serve: `65`, or `60 to 65`; `nothing` if none serves any."""
+    """The positions that answering replicas serve: `65`, or `60 to 65`; `nothing` if none serves any.
+
+    A version without positions counts by its number.
+    """
     at = {
         replica.served.position if replica.served.position is not None else replica.served.number
         for replica in model.replicas
