@@ -345,7 +345,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, str]] = {
     "an empty path": (lambda: export("", "m"), "ckpt_dir is empty", 'ckpt_dir="."'),
     "no model to publish": (lambda: export(_any("train")), "needs two places", 'export("train"'),
     "a dict for a request": (lambda: export(_any({"out": "m"})), "needs two places", 'export("train"'),
-    "no model": (lambda: export("train", "m"), "nothing says what to serve", "--model"),
+    "no model": (lambda: export("train", "m"), "nothing says what to serve", "model="),
     "a tuple for a model": (lambda: export("train", "m", _any(("a", "b"))), "a Keras model", "model="),
     "a model's typo": (lambda: export("train", "m", "modle.py:build"), "no file modle.py", "model.py:build"),
     "a function's typo": (lambda: export("train", "m", "model.py:biuld"), "'biuld'", "model.py:build"),

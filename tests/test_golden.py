@@ -264,6 +264,7 @@ def comparable(path: Path) -> bytes:
         content = re.sub(rb'"tensorflow": "[^"]*",\n ', b"", content)
         since_then = rb'"(oldest_server|identity|publisher)": "[^"]*",\n '
         content = re.sub(since_then, b"", content)
+        content = re.sub(rb'"merged_from": [^\n]*\n ', b"", content)
         content = re.sub(rb',"(libraries|linked)":\{[^}]*\}', b"", content)  # these, too
         content = re.sub(rb'"(code|graph|plan_digest)": ?"\w*"', b"", content)
     return content

@@ -67,15 +67,17 @@ def archived_graph(path: Path, request: GraphRequest) -> Built:
     try:
         with worker(_work(request)) as process:
             head = json.loads(process.ask(asked))
+            if "error" in head:  # here, so that the process ends: one that lacked memory may hang
+                kind: type[ExportError] = getattr(errors, head["error"])
+                raise kind(head["message"], cause=head["cause"], hint=head["hint"]) from _There(
+                    head["traceback"]
+                )
             content = b"".join(process.blocks(head["size"]))
     except NotStarted as error:
         cause = f"no process to make it in can be started: {error}"
         raise BuilderError(f"the model that {path} describes cannot be made", cause=cause) from None
     except Ended as ended:
         raise _error(path, ended) from None
-    if "error" in head:
-        kind: type[ExportError] = getattr(errors, head["error"])
-        raise kind(head["message"], cause=head["cause"], hint=head["hint"]) from _There(head["traceback"])
     built = msgspec.msgpack.decode(content, type=Built, dec_hook=lambda kind, text: kind(text))
     return replace(built, meta_graph=protos.MetaGraphDef.FromString(built.meta_graph))
 

@@ -19,6 +19,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
+    ClassVar,
     TypeAlias,
     TypeVar,
     Union,
@@ -55,6 +56,13 @@ class Checked(StructMeta):
     Values that msgspec decodes, or that `replace` copies, have the fields' types: they are not converted
     again.
     """
+
+    made: ClassVar[list[StructMeta]] = []
+    """The structs of this kind."""
+
+    def __init__(cls, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        Checked.made.append(cls)
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
         """Return a struct with converted values."""
@@ -253,14 +261,14 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
     takes = _parameters(function)
     known = {name.rstrip("_") for name in takes}
     if "options" in takes:
-        from exporter.options import ExportRequest  # which imports this module
-
-        known.update(ExportRequest.__struct_fields__)
+        known.update(*(kind.__struct_fields__ for kind in Checked.made))
 
     def as_argument(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]
         if name not in known:
             return found[0]
+        if value and ":" in value:
+            return f'{name}="{value}"'
         return f"{name}={value}" if value and value[0].isdigit() else f"{name} {value}" if value else name
 
     if error.hint == UsageError.default_hint:

@@ -13,7 +13,7 @@ async function renew() {
     document.title = next.title;
     document.body.className = "";
   } catch {
-    document.title = "no answer - export-model agent";
+    document.title = "no answer - serve-model agent";
     document.body.className = "lost";
   }
   setTimeout(renew, PERIOD_MS);

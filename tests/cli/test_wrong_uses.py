@@ -309,7 +309,7 @@ def test_errors_of_the_python_api_name_its_arguments(place: Path) -> None:
     assert "as in for_server=2.19" in newer.value.hint
     with pytest.raises(UsageError, match=r"^nothing says what to serve") as unsaid:
         exporter.export(place / "train", place / "new")
-    assert ": model pkg.mod:fn; or begin a builder: export-model init" in unsaid.value.hint
+    assert ': model="pkg.mod:fn"; or begin a builder: export-model init' in unsaid.value.hint
     with pytest.raises(NotUpdatable) as nowhere:
         exporter.history(place / "new")
     assert f"--out {place / 'new'} --model WHAT" in nowhere.value.hint

@@ -62,7 +62,12 @@ class Found(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements[tag] = self.elements.get(tag, 0) + 1
         self.classes[tag] = (dict(attrs).get("class") or "").split()
-        self.acting += [name for name, _ in attrs if name.startswith("on") or name in ("href", "src")]
+        self.acting += [
+            name
+            for name, value in attrs
+            if name.startswith("on")
+            or (name in ("href", "src") and not re.fullmatch(r"findings#[a-z-]+", value or ""))
+        ]
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)

@@ -210,9 +210,8 @@ def test_a_key_with_a_password_does_not_ask_for_it(world: Certified, tmp_path: P
 
 def test_every_command_that_asks_servers_has_the_same_options() -> None:
     options = {f"--{name.replace('_', '-')}" for name in ServerAccess.__struct_fields__}
-    helps = [
-        run_app(app, command, "--help").out for command in ("status", "update", "reload", "predict", "agent")
-    ]
+    helps = [run_app(app, command, "--help").out for command in ("status", "update", "reload", "predict")]
+    helps += [run_app(app, "agent", "--help-all").out]
     helps += [export_model("--help-all").out, export_model("doctor", "--help").out]
     for text in helps:
         assert options <= set(text.split())
