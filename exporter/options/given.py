@@ -250,7 +250,7 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
     return signature(function).parameters
 
 
-_AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+))?")
+_AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+(?::[^\s,;:]+)*))?")
 
 
 def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:

@@ -447,9 +447,12 @@ def test_agents_that_see_one_replica_each_have_one_canary_together(
 
 def test_a_canary_that_hangs_gives_way(published: Published, servers: list[Server], golden: Path) -> None:
     """After seconds of silence, however long an update may take."""
-    with canary(published, servers, golden, "--canary-seconds", "100000", "--deadline", "30") as running:
+    with canary(published, servers, golden, "--canary-seconds", "2"):
         good = publish(published, normal)
         wait(lambda: positions(servers, published) == {good})
+    with canary(published, servers, golden, "--canary-seconds", "100000", "--deadline", "30") as running:
+        known = publish(published, normal)
+        wait(lambda: positions(servers, published) == {known})
         os.kill(servers[0].process.pid, signal.SIGSTOP)
         try:
             newest = publish(published)
