@@ -72,7 +72,7 @@ class Forwarding(BaseHTTPRequestHandler):
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a server of threads."""
-    handler.disable_nagle_algorithm = True  # head and body are two writes; the second would wait for an ACK, 40 ms
+    handler.disable_nagle_algorithm = True  # else a body waits 40 ms for the ACK of its head
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
