@@ -73,8 +73,8 @@ def test_each_command_is_typed_in_a_guide_that_is_run(command: str) -> None:
 
 ELSEWHERE = {
     "tests/integration/test_trainers_of_any_age.py::test_the_guide",
-    "tests/integration/test_increments_from_torch.py::test_the_guide",
-    "tests/integration/test_jax.py::test_the_guide",
+    "tests/integration/test_increments_from_torch.py::test_the_torch_guide",
+    "tests/integration/test_jax.py::test_the_jax_guide",
     "tests/integration/test_libraries_of_trainers.py::test_autodist",
     "tests/integration/test_libraries_of_trainers.py::test_easyrec",
 }

@@ -15,7 +15,6 @@ import pytest
 from tests.support.forks import run_warm
 from tests.support.guide_pages import ROOT, Block, Page, followed
 
-FOLLOWED = ["docs/pipelines.md"]
 OPERATORS = "airflow.providers.standard.operators.bash"
 
 
@@ -30,7 +29,7 @@ def test_the_task_of_airflow_hands_over_its_document(tmp_path: Path, monkeypatch
     for end in range(len(names)):
         monkeypatch.setitem(sys.modules, ".".join(names[: end + 1]), ModuleType(names[end]))
     monkeypatch.setattr(sys.modules[OPERATORS], "BashOperator", SimpleNamespace, raising=False)
-    (block,) = [each for each in Page("docs/pipelines.md").blocks if OPERATORS in each.text]
+    (block,) = [each for each in Page("docs/scripts.md").blocks if OPERATORS in each.text]
     found: dict[str, Any] = {}
     exec(block.text, found)
     task = found["export"]

@@ -7,16 +7,12 @@ import pytest
 from tests.support.guide_pages import Block, followed
 
 FOLLOWED = [
-    "docs/from/autodist.md",
-    "docs/from/cloud-ml.md",
     "docs/from/deeprec.md",
     "docs/from/estimator.md",
     "docs/from/index.md",
     "docs/from/keras.md",
-    "docs/from/orbax.md",
+    "docs/from/others.md",
     "docs/from/tables-by-keys.md",
-    "docs/from/tensorlayer.md",
-    "docs/from/safetensors.md",
     "docs/from/triton.md",
 ]
 

@@ -28,18 +28,18 @@ TORCH = (
 """A build without GPUs, where there is one; the others take gigabytes."""
 
 
-def test_the_guide(tmp_path: Path) -> None:
+def test_the_torch_guide(tmp_path: Path) -> None:
     python = made_over_this(f"torch-{sys.version_info.minor}", TORCH)
     if python is None:
         pytest.skip("there is no build of PyTorch without GPUs to install")
-    saves, builder, _, trains = (b.text for b in Page("docs/from/arrays.md").tested_by("test_the_guide"))
-    (tmp_path / "serving.py").write_text(builder)
+    saves, builder, _, trains = (b.text for b in Page("docs/from/others.md").tested_by("test_the_torch_guide"))
+    (tmp_path / "bag.py").write_text(builder)
     kept = "\ntorch.save(bag.state_dict(), 'bag.pt')\n"
     run_program(python, tmp_path, saves + kept)
     request = ExportRequest(
         tmp_path / "train",
         tmp_path / "models/items",
-        model=f"{tmp_path}/serving.py:serving",
+        model=f"{tmp_path}/bag.py:serving",
         updates=Updates(),
     )
     base = export(request)

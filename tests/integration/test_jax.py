@@ -26,8 +26,8 @@ def python() -> Path:
     return made
 
 
-def test_the_guide(python: Path, tmp_path: Path) -> None:
-    blocks = Page("docs/from/jax.md").tested_by("test_the_guide")
+def test_the_jax_guide(python: Path, tmp_path: Path) -> None:
+    blocks = Page("docs/from/others.md").tested_by("test_the_jax_guide")
     tower, graph, trains, _ = (block.text for block in blocks)
     (tmp_path / "tower.py").write_text(tower)
     run_program(python, tmp_path, graph)

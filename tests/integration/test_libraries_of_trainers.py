@@ -181,7 +181,7 @@ def _autodist(directory: Path) -> Library:
 
 def _loop() -> str:
     """The page's program."""
-    (block,) = Page("docs/from/autodist.md").tested_by("test_autodist")
+    (block,) = Page("docs/from/others.md").tested_by("test_autodist")
     return block.text.replace("save_increment_secs=10", "save_increment_steps=5").replace("1000", "20")
 
 

@@ -17,7 +17,7 @@ def test_the_page_names_every_operation(tmp_path: Path) -> None:
     graph = saved.meta_graphs[0].graph_def
     functions = [node for function in graph.library.function for node in function.node_def]
     own = [node for node in graph.node if node.name.startswith("incremental")]
-    page = (ROOT / "docs/inside-your-server.md").read_text().partition("## Its operations")[2]
+    page = (ROOT / "docs/servers.md").read_text().partition("### Its operations")[2]
     named = set(re.findall(r"`(\w+)`", page))
     assert len(functions) > 1_000
     assert sorted({node.op for node in [*own, *functions]} - named) == []
