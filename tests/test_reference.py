@@ -34,6 +34,14 @@ def test_every_error_has_its_advice() -> None:
     assert defined == kinds - {ExportError}
 
 
+def test_every_error_stands_in_one_group() -> None:
+    page = made("docs/reference/troubleshooting.md")
+    titles = re.findall(r"^### (\w+)$", page, re.MULTILINE)
+    assert sorted(titles) == sorted(kind.__name__ for kind in all_errors())
+    index = page.partition("\n## ")[0]
+    assert all(f"[{title}](#{title.lower()})" in index for title in titles)
+
+
 def test_every_status_of_an_update_is_explained() -> None:
     """The page has each word that the graph says, and clients compare with no other."""
     page = (ROOT / "docs/reference/troubleshooting.md").read_text()

@@ -1,11 +1,10 @@
-"""In pipelines: the commands of the page, and the task that it has for Airflow, without Airflow."""
+"""The task that the page on pipelines has for Airflow, without Airflow."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,14 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support.forks import run_warm
-from tests.support.guide_pages import ROOT, Block, Page, followed
+from tests.support.guide_pages import ROOT, Page
 
 OPERATORS = "airflow.providers.standard.operators.bash"
-
-
-@pytest.mark.parametrize("block", followed(*FOLLOWED), ids=str)
-def test_the_guide(block: Block, follow: Callable[[Block], None]) -> None:
-    follow(block)
 
 
 def test_the_task_of_airflow_hands_over_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

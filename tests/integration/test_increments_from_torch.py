@@ -32,7 +32,9 @@ def test_the_torch_guide(tmp_path: Path) -> None:
     python = made_over_this(f"torch-{sys.version_info.minor}", TORCH)
     if python is None:
         pytest.skip("there is no build of PyTorch without GPUs to install")
-    saves, builder, _, trains = (b.text for b in Page("docs/from/others.md").tested_by("test_the_torch_guide"))
+    saves, builder, _, trains = (
+        b.text for b in Page("docs/from/others.md").tested_by("test_the_torch_guide")
+    )
     (tmp_path / "bag.py").write_text(builder)
     kept = "\ntorch.save(bag.state_dict(), 'bag.pt')\n"
     run_program(python, tmp_path, saves + kept)

@@ -19,6 +19,64 @@ class Advice:
     do: str
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Errors that one meets in the same situation: the roots, and the classes below them."""
+
+    title: str
+    sees: str
+    roots: tuple[type[ExportError], ...]
+
+
+GROUPS = (
+    Group(
+        "A command or an argument is refused",
+        "The command ended at once, before it read a checkpoint or a model.",
+        (errors.UsageError,),
+    ),
+    Group(
+        "A checkpoint or a file is not read",
+        "Files of a trainer, a published model or a store are missing, damaged, or of another kind.",
+        (errors.CheckpointError, errors.Unreachable),
+    ),
+    Group(
+        "The graph is refused",
+        "The checkpoint was read; what `--model` names, or the graph beside it, cannot be served.",
+        (errors.GraphError,),
+    ),
+    Group(
+        "Variables and tensors do not fit",
+        "Graph and checkpoint were read, and do not belong together as they are.",
+        (errors.MappingError,),
+    ),
+    Group(
+        "A delta, a position or a hold stops you",
+        "A delta cannot be made or applied, or the model is held.",
+        (errors.PositionError, errors.NoNewBase),
+    ),
+    Group(
+        "A check failed",
+        "Files, values, answers or signatures are not what they should be. Nothing was published.",
+        (errors.VerificationError,),
+    ),
+    Group(
+        "The output cannot be written",
+        "The disk, its rights, or another exporter stands in the way.",
+        (errors.PublishError,),
+    ),
+    Group(
+        "A model server is not reached, or refuses",
+        "The command called a server, or looked for what a server is to serve.",
+        (errors.ServerError,),
+    ),
+    Group(
+        "A library, a worker or the program fails",
+        "Something that the command needs is not installed, or ended with an error of its own.",
+        (errors.ExportError,),
+    ),
+)
+"""A class belongs to the first group that has a root of it; the last group takes what is left."""
+
 ADVICE: dict[type[ExportError], Advice] = {
     errors.ExportError: Advice(
         "None of the other classes describes the failure: standard output cannot be written, or the program "

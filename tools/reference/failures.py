@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ from exporter import errors
 from exporter.errors import CallFailed, Exit, ExportError, UsageError
 from exporter.training.trainer_side import Refused
 from exporter.wire.update_status import UpdateStatus
-from tools.reference.advice import ADVICE
+from tools.reference.advice import ADVICE, GROUPS, Group
 from tools.reference.markdown import code, table, text
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,6 +28,9 @@ class Message:
     text: str
     hint: str
 
+
+_LONG = 40
+"""Texts of one class from which on they are divided by how they begin."""
 
 _EXIT_CODES = """\
 # Exit codes
@@ -55,7 +59,8 @@ _TROUBLESHOOTING = """\
 Look for the text after `error:`. What varies in it (names, paths, numbers) is `…` here. Each error has a
 class, which `--json` names, and an [exit code](exit-codes.md). `export-model doctor MODEL` looks for most of
 what can be wrong with a published model, and names the command that helps.
-What a model's update says is [below](#statuses-of-an-update).
+
+{index}
 """
 _STATUSES = """\
 ## Statuses of an update
@@ -87,10 +92,20 @@ def exit_codes() -> str:
 
 
 def troubleshooting() -> str:
-    """The page of errors, in the order of the tree."""
-    parts = [_TROUBLESHOOTING]
+    """The page of errors, grouped by what one sees; an index first."""
+    groups: dict[Group, list[type[ExportError]]] = {group: [] for group in GROUPS}
     for kind in all_errors():
-        parts += _section(kind)
+        groups[next(group for group in GROUPS if issubclass(kind, group.roots))].append(kind)
+    index = [
+        (_link(group.title), ", ".join(_link(kind.__name__) for kind in kinds))
+        for group, kinds in groups.items()
+    ]
+    index.append((_link("Statuses of an update"), ", ".join(code(status.value) for status in UpdateStatus)))
+    parts = [_TROUBLESHOOTING.format(index=table(("what you see", "errors"), index))]
+    for group, kinds in groups.items():
+        parts += [f"## {group.title}\n", f"{group.sees}\n"]
+        for kind in kinds:
+            parts += _section(kind)
     rows = ((code(status.value), text(status.meaning), text(status.remedy)) for status in UpdateStatus)
     parts.append(_STATUSES + table(("status", "meaning", "what to do"), rows))
     return "\n".join(parts)
@@ -98,14 +113,26 @@ def troubleshooting() -> str:
 
 def _section(kind: type[ExportError]) -> Iterator[str]:
     advice = ADVICE[kind]
-    yield f"## {kind.__name__}\n"
+    yield f"### {kind.__name__}\n"
     yield f"{text((inspect.getdoc(kind) or '').partition(chr(10))[0])} Exit code {int(kind.exit_code)}.\n"
     yield f"- *Why:* {advice.why}"
     yield f"- *What to do:* {advice.do}"
     yield f"- *Hint, unless the text has its own:* {text(kind.default_hint)}\n"
     found = messages().get(kind.__name__, [])
-    if found:
-        yield table(("text", "hint of its own"), ((code(m.text), text(m.hint)) for m in found))
+    for beginning, those in _by_beginning(found).items() if len(found) > _LONG else [("text", found)]:
+        if those:
+            yield table((beginning, "hint of its own"), ((code(m.text), text(m.hint)) for m in those))
+
+
+def _by_beginning(found: list[Message]) -> dict[str, list[Message]]:
+    options = [message for message in found if message.text.startswith("--")]
+    names = [message for message in found if message.text.startswith(("…", "'…"))]
+    words = [message for message in found if message not in options and message not in names]
+    return {"text with an option first": options, "with a name first": names, "with a word first": words}
+
+
+def _link(title: str) -> str:
+    return f"[{title}](#{re.sub(r'[^a-z -]', '', title.lower()).replace(' ', '-')})"
 
 
 def all_errors() -> Iterator[type[ExportError]]:

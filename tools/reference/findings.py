@@ -8,7 +8,7 @@ from __future__ import annotations
 from exporter.pipeline.doctor import CHECKS
 from exporter.publish.judge import Code, Level
 from serving.agent.meanings import MEANINGS
-from tools.reference.markdown import code
+from tools.reference.markdown import code, table
 
 _PAGE = """\
 # Findings
@@ -20,13 +20,23 @@ does not change, while the sentences may. This page explains each, the worst fir
 What is `wrong` (on the agent's page `bad`) is not served as it should be: somebody has to act. A `warning`
 works, and costs or will end. `busy` and `good` need nobody. That a server lacks something is a warning for a
 moment, and wrong later.
+
+{index}
 """
 _LEVELS = {Level.WRONG: "wrong", Level.WARNING: "a warning", Level.BUSY: "busy", Level.GOOD: "good"}
 
 
 def page() -> str:
     """The page."""
-    return "\n".join([_PAGE, *(_section(each) for each in Code)])
+    levels = {level: [each for each in Code if each.level is level] for level in Level}
+    index = table(
+        ("level", "code: what a table says"),
+        (
+            (name, ", ".join(f"[{each.value}](#{each.value}): {each.word}" for each in levels[level]))
+            for level, name in _LEVELS.items()
+        ),
+    )
+    return "\n".join([_PAGE.format(index=index), *(_section(each) for each in Code)])
 
 
 def _section(each: Code) -> str:
