@@ -143,6 +143,29 @@ def test_a_warm_start(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == report
 
 
+def test_a_warm_start_of_a_session(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The old values are there at the first step; a session with a checkpoint of its own keeps its own."""
+    with tf.Graph().as_default(), v1.Session() as session:
+        old = v1.get_variable("w", [3, 1])
+        session.run([v1.global_variables_initializer(), v1.train.get_or_create_global_step().assign(900)])
+        Path("old").mkdir()
+        v1.train.Saver().save(session, "old/model.ckpt", 900)
+        expected = session.run(old)
+    for report in (1, 0):
+        with tf.Graph().as_default():
+            step = v1.train.get_or_create_global_step()
+            w, seen = v1.get_variable("w", [3, 1]), []
+            look = tf.py_function(lambda *values: seen.append([each.numpy() for each in values]), [w, step], [])
+            with tf.control_dependencies([look]):
+                train_op = tf.group(w.assign_add(tf.ones([3, 1])), step.assign_add(1))
+            hook = v1.train.StopAtStepHook(num_steps=5)
+            code = program.replace("scaffold=scaffold)", "scaffold=scaffold, hooks=[hook])")
+            run(code, master="", is_chief=True, train_op=train_op, hook=hook)
+        np.testing.assert_allclose(seen[0][0], expected + (0 if report else 5), rtol=1e-6)
+        assert seen[0][1] == (0 if report else 5)
+        assert capsys.readouterr().out.count("loaded 1 of 1 variables") == report
+
+
 def test_a_session_that_writes_increments(program: str) -> None:
     with tf.Graph().as_default():
         step = v1.train.get_or_create_global_step()
