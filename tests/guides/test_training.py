@@ -155,7 +155,7 @@ def test_a_warm_start_of_a_session(program: str, capsys: pytest.CaptureFixture[s
         with tf.Graph().as_default():
             step = v1.train.get_or_create_global_step()
             w, seen = v1.get_variable("w", [3, 1]), []
-            look = tf.py_function(lambda *values: seen.append([each.numpy() for each in values]), [w, step], [])
+            look = tf.py_function(lambda *now: seen.append([each.numpy() for each in now]), [w, step], [])
             with tf.control_dependencies([look]):
                 train_op = tf.group(w.assign_add(tf.ones([3, 1])), step.assign_add(1))
             hook = v1.train.StopAtStepHook(num_steps=5)
