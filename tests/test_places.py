@@ -131,6 +131,11 @@ def test_a_url_that_names_no_object(url: str, tmp_path: Path) -> None:
         ("gcs://bucket/m", "gs://bucket/m"),
         ("abfss://box@account.dfs.core.windows.net/a/m", "az://box/a/m"),
         ("wasbs://box@account.blob.core.windows.net/m", "az://box/m"),
+        ("s3:bucket/m", "s3://bucket/m"),
+        ("s3//bucket/m", "s3://bucket/m"),
+        ("GS:bucket/m", "gs://bucket/m"),
+        ("s3a:/bucket/m", "s3://bucket/m"),
+        ("az:box/m", "az://box/m"),
     ],
 )
 def test_other_names_of_our_stores(url: str, known: str, tmp_path: Path) -> None:
@@ -154,6 +159,8 @@ def test_other_names_of_our_stores(url: str, known: str, tmp_path: Path) -> None
         "https://account.blob.core.windows.net/box/m?sv=1&sig=S3cr3t",
         "s3a://key:S3cr3t@bucket/m",
         "az://box/m?sig=S3cr3t",
+        "s3:key:S3cr3t@bucket/m",
+        "https:who:S3cr3t@name/m",
     ],
 )
 def test_no_secret_of_a_url_is_shown(url: str, tmp_path: Path) -> None:
@@ -176,6 +183,9 @@ def test_serve_model_refuses_stores() -> None:
         assert ran.code == 2
         assert "gs://bucket/models/m: only local paths" in ran.err
         assert "export-model pull gs://bucket/models/m m, then serve-model run m " in ran.err
+    for url in ("s3:models/m", "s3:/models/m", "s3//models/m"):
+        ran = run_app(serving_cli.app, "run", url)
+        assert (ran.code, "export-model pull s3://models/m m, then" in ran.err) == (2, True), ran.err
     ran = run_app(
         serving_cli.app, "predict", "127.0.0.1:1", "--model", "m", "--json-input", "gs://bucket/request.json"
     )
@@ -210,7 +220,7 @@ def test_requests_take_file_urls_and_refuse_others() -> None:
             refuses(ExportRequest("train", "gs://b/m", model="my.mod:fn"))
 
 
-@pytest.mark.parametrize("url", ["file://", "file://host/a", "file://models"])
+@pytest.mark.parametrize("url", ["file://", "file://host/a", "file://models", "file:models"])
 def test_file_urls_of_elsewhere_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match="expected a path on this machine"):
         local_path("--out", url)
@@ -219,6 +229,24 @@ def test_file_urls_of_elsewhere_are_refused(url: str) -> None:
 @pytest.mark.parametrize("text", ["a:b", "C:/x", "./gs:", "models/ranker", "a.py:fn", "-", "x://y"])
 def test_what_is_no_url_stays_as_it_is(text: str) -> None:
     assert local_path("--out", text) == Path(text)
+
+
+def test_a_path_that_is_there_is_no_misspelt_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url, command in (
+        ("hdfs:name/m", "hdfs dfs -get hdfs://name/m LOCAL"),
+        ("hdfs:/name/m", "hdfs dfs -get"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            local_path("PATH", url)
+        assert command in refused.value.hint
+    Path("hdfs:name/m").mkdir(parents=True)
+    assert local_path("PATH", "hdfs:name/m") == Path("hdfs:name/m")
+    assert (
+        local_path("--out", "file:/models/m")
+        == local_path("--out", Path("file:///models/m"))
+        == Path("/models/m")
+    )
 
 
 @pytest.mark.parametrize(

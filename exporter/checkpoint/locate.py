@@ -17,7 +17,7 @@ import re
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -129,7 +129,10 @@ def candidates(path: Path) -> list[Path]:
     mirror.refresh(path)
     directory = _directory(path)
     if directory is not None:
-        return _in_directory(directory)
+        found = _in_directory(directory)
+        if not found:
+            raise _nothing_in(directory)
+        return found
     if is_archive(path):
         return [path]
     prefix = path if _exists(index_path(path)) else path.with_name(CHECKPOINT_SUFFIX.sub("", path.name))
@@ -153,12 +156,12 @@ def _directory(path: Path) -> Path | None:
 
 
 def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
-    """Return the candidates of a directory, best first.
+    """Return the candidates of a directory, best first; empty if there are none.
 
     With `is_numbered`, numbered directories below it are not searched.
 
     Raises:
-        CheckpointNotFound: there are none, or several series.
+        CheckpointNotFound: there are several series.
         CheckpointError: the directory cannot be listed.
     """
     try:
@@ -172,19 +175,19 @@ def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
         first = _beside(named, directory)
         prefixes = [first, *(prefix for prefix in prefixes if prefix != first)]
     if not found and not any(BUNDLE.matches(prefix) or V1.matches(prefix) for prefix in prefixes):
-        return _without_index(directory, names, named, is_numbered=is_numbered)
+        return _without_index(directory, names, is_numbered=is_numbered)
     return prefixes
 
 
-def _without_index(directory: Path, names: list[str], named: Path | None, *, is_numbered: bool) -> list[Path]:
+def _without_index(directory: Path, names: list[str], *, is_numbered: bool) -> list[Path]:
     """Return the candidates of a directory without a bundle, the best first: for a series, the highest step.
 
     The first kind that is there counts: a SavedModel, Orbax, a directory in which trainers nest checkpoints,
     V1, archives, and directories that are numbered themselves (not with `is_numbered`). `names` are the
-    directory's entries, in order; `named` is what its state file names, for the error.
+    directory's entries, in order.
 
-    CheckpointNotFound if there are none, or several series, or archives that are not one series;
-    CheckpointError if a nested directory cannot be listed.
+    CheckpointNotFound if there are several series, or archives that are not one series, or nothing in a
+    nested directory; CheckpointError if that cannot be listed.
     """
     if alone := SAVED_MODEL.candidates(directory, names):
         return alone
@@ -198,9 +201,7 @@ def _without_index(directory: Path, names: list[str], named: Path | None, *, is_
     found = V1.candidates(directory, names) or archives(directory, names)
     if not found and not is_numbered and (numbered := _numbered(directory, names)):
         return numbered
-    if not found:
-        raise _nothing_in(directory, names, named)
-    if not is_series([path.name for path in found]):
+    if found and not is_series([path.name for path in found]):
         raise CheckpointNotFound(
             f"{directory} holds several archives: {', '.join(path.name for path in found[:5])}",
             cause="their names are not those of one series, as in model-01.keras, model-02.keras",
@@ -249,7 +250,8 @@ def _only_below(directory: Path) -> list[Path]:
         return []
     for place in (directory, directory / _CHECKPOINTS):
         with suppress(CheckpointError):
-            return _in_directory(place, is_numbered=True)
+            if found := _in_directory(place, is_numbered=True):
+                return found
     return []
 
 
@@ -396,13 +398,18 @@ def _is_published(directory: Path) -> bool:
     return any((child / file).exists() for child in directory.glob("[0-9]*") for file in SAVED_MODEL_FILES)
 
 
-def _holds_checkpoints(directory: Path) -> bool:
-    """True if a directory holds tensor bundles or archives."""
-    return any(directory.glob("*.index")) or bool(archives(directory, _names(directory)))
+def _below(directory: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Yield the directories in a directory, or `checkpoints/` in these, that have a checkpoint."""
+    for name in names:
+        for place in (directory / name, directory / name / _CHECKPOINTS):
+            with suppress(CheckpointError):
+                if place.is_dir() and not is_saved_model(place) and _in_directory(place):
+                    yield place
 
 
-def _nothing_in(directory: Path, names: list[str], named: Path | None) -> CheckpointError:
+def _nothing_in(directory: Path) -> CheckpointError:
     """Return the error that no checkpoint was found, with the files that were found instead as its cause."""
+    names, named = sorted(_names(directory)), _named_by_state(directory)
     state = f"its state file names {named}, which is not there" if named else ""
     metas = sum(name.endswith(".meta") for name in names)
     shards = sum(".data-" in name for name in names)
@@ -410,12 +417,12 @@ def _nothing_in(directory: Path, names: list[str], named: Path | None) -> Checkp
     found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
     # left-overs of writers: unfinished shards, and copies that workers save
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
-    below = [name for name in kept if _holds_checkpoints(directory / name)]
-    hint = f"there are checkpoints in {quoted(directory / below[0])}" if below else ""
+    below = next(_below(directory, kept), None)
+    hint = "" if below is None else f"there are checkpoints in {quoted(below)}"
     if _is_published(directory):
         state = state or "it is a published model, and not what a trainer saves"
         hint = f"see what is published: export-model inspect {quoted(directory)}"
-    elif not below and (models := [name for name in kept if _is_published(directory / name)]):
+    elif below is None and (models := [name for name in kept if _is_published(directory / name)]):
         state = state or "it holds published models, and not what a trainer saves"
         hint = f"see what is published: export-model inspect {quoted(directory / models[0])}"
     cause = "; ".join(filter(None, (state, found)))

@@ -20,6 +20,11 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 # A URL after `Path` has merged its doubled slash.
 _URL_AS_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)", re.DOTALL)
 
+# A URL with another number of slashes, or without its colon.
+_ALMOST = re.compile(
+    "(s3[an]?|gs|gcs|az|abfss?|wasbs?|hdfs|viewfs|https?)(?::/?|//+)([^/].*)|(file):(?!//)(.+)",
+    re.DOTALL | re.IGNORECASE,
+)
 _PATTERN = re.compile(r"[*?\[\\]")
 
 _GET = {
@@ -61,13 +66,14 @@ def _local(what: str, place: str | os.PathLike[str], expected: str) -> Path:
     text = os.fspath(place)
     if not text:  # an unset variable of the shell; pathlib takes it for the working directory
         raise UsageError(f"{what} is empty: expected a path", hint="the working directory is .")
+    text = _as_meant(text)
     text = str(Url.parse(text) or text)
     found = (_URL if "://" in text or isinstance(place, str) else _URL_AS_PATH).match(text)
     if found is None:
         return Path(place)
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
-        return _of_file_url(what, text, rest, is_whole=isinstance(place, str))
+        return _of_file_url(what, text, rest, is_whole="://" in text)
     url = without_secrets(f"{scheme}://{rest}").rstrip("/")
     if scheme in _BUCKETS and Url.parse(text) is None:
         told = without_secrets(text)
@@ -125,15 +131,28 @@ def _in_dollar_quotes(character: str) -> str:
 
 def without_secrets(url: str) -> str:
     """A URL without credentials, for messages."""
-    return re.sub(r"\?.*", "?...", re.sub(r"//[^/@]*:[^/@]*@", "//...@", url), flags=re.DOTALL)
+    return re.sub(r"\?.*", "?...", re.sub(r"[^/@]*:[^/@]*@", "...@", url), flags=re.DOTALL)
+
+
+def _as_meant(text: str) -> str:
+    """The URL for one with its slashes or colon misspelt; what is a path here, and any other text, unchanged.
+
+    A new path of such a name is written with `./` before it.
+    """
+    found = _ALMOST.fullmatch(text)
+    if found is None or os.path.lexists(text):
+        return text
+    return f"{(found[1] or found[3]).lower()}://{found[2] or found[4]}"
 
 
 def store_url(text: str) -> str | None:
     """Our URL for an object store's URL in another spelling; None for any other text."""
-    found = _URL.match(text)
+    found = _URL.match(_as_meant(text))
     if found is None:
         return None
     scheme, rest = found[1].lower(), found[2]
+    if found[0] != text and scheme in _BUCKETS:
+        return found[0]
     if scheme in _SAME:
         return _SAME[scheme].format(rest=rest)
     if re.fullmatch("abfss?|wasbs?", scheme) and (parts := _AZURE.fullmatch(rest)):

@@ -135,3 +135,21 @@ def test_a_run_is_followed_by_deltas_and_named(tmp_path: Path, archives: list[Pa
     assert ran.code == 0, ran.err
     assert "checkpoint_000001/model.keras" in ran.out + ran.err
     assert not export_incremental(run, out).published
+
+
+@pytest.mark.parametrize("typed", ["", "artifacts"])
+def test_a_directory_above_is_answered_with_the_one_below(
+    tmp_path: Path, archives: list[Path], typed: str
+) -> None:
+    """As of MLflow, whose `artifacts/` has a model beside `checkpoints/`."""
+    for number in (1, 2):
+        lay(archives[number], tmp_path / f"artifacts/checkpoints/epoch_{number}", "checkpoint.keras")
+    (tmp_path / "artifacts/model").mkdir()
+    (tmp_path / "artifacts/model/MLmodel").touch()
+    ran = export_model("inspect", tmp_path / typed, "--json")
+    place = tmp_path / "artifacts/checkpoints"
+    assert (ran.code, ran.error["hint"]) == (3, f"there are checkpoints in {place}")
+    assert export_model("inspect", place).code == 0
+    with pytest.raises(CheckpointNotFound):  # nor is a tree walked through
+        (tmp_path / "a/b/c/d").mkdir(parents=True)
+        open_checkpoint(tmp_path / "a")

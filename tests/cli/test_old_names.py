@@ -126,16 +126,18 @@ def test_a_word_that_there_is_not() -> None:
 def test_nothing_proposes_an_old_name() -> None:
     """Of what people read: hints, help, guides, scripts; a name that another command has still is none."""
     gone = [name for name in NEW_NAMES if not any(name in names for names in NAMES)]
-    old = re.compile(rf"(?:{'|'.join(gone)})(?![\w-])")
+    old = re.compile(rf"(?:{'|'.join(gone)})(?![\w-])|--(?:allow|stop)-\*")
     files = [
-        ROOT / "README.md",
-        *(path for room in ("docs", "examples", "deploy") for path in (ROOT / room).rglob("*.*")),
+        *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
+        ROOT / "Makefile",
+        *(path for room in ("docs", "examples", "deploy") for path in (ROOT / room).rglob("*")),
     ]
     files += [path for room in ("exporter", "serving", "tools") for path in (ROOT / room).rglob("*.py")]
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in files
-        if path.suffix in (".md", ".py", ".sh", ".yaml", ".yml", ".toml", ".json")
+        if path.is_file()
+        and path.suffix in ("", ".md", ".py", ".sh", ".yaml", ".yml", ".toml", ".json", ".html", ".ipynb")
         and path.name != "old_names.py"
         for name in old.findall(path.read_text(errors="replace"))
     ]
