@@ -298,7 +298,7 @@ def _require_mappable(request: ExportRequest) -> None:
     if request.hot_rows and mirror.is_remote(request.out):
         raise UsageError(
             f"--hot-rows: rows are laid out in files, and {request.out} is in an object store",
-            hint="publish into a directory, and push it: export-model push DIR URL",
+            hint=f"publish into a directory, and push it: export-model push DIR {quoted(request.out)}",
         )
     place = request.served_at
     if place is None and mirror.is_remote(request.out):

@@ -27,6 +27,7 @@ from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
 from exporter.storage.files import FileDigests, beside, make_directories, read_regular
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
+from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto
 
 _MAX_BYTES = 64 << 20  # a path and a digest for each source and asset
@@ -111,7 +112,8 @@ def check_same_graph(
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
             "--verify outputs compares a whole model, a delta has no answers of its own",
-            hint="give --verify files or bytes; compare values by export-model diff MODEL DIR",
+            hint="give --verify files or bytes; compare values by "
+            f"export-model diff {quoted(log.model)} {quoted(request.ckpt_dir)}",
         )
     base, origin = f"of base {log.base.at.position}", log.base.entry.origin
     is_beside = origin is not None and origin.is_beside

@@ -365,11 +365,12 @@ def originals(manifests: Mapping[str, Manifest]) -> dict[str, str]:
     return found
 
 
-def a_copy(copy: object, original: object) -> ManifestError:
+def a_copy(model: object, copy: str, original: str) -> ManifestError:
     """The error for a version that appears under a second number."""
+    again = f"export-model rollback {quoted(model)} --to {quoted(original)}"
     return ManifestError(
-        f"{copy} is a copy of {original}: one version has two numbers",
-        hint="remove the copy; an older version is served again by export-model rollback MODEL --to NUMBER",
+        f"{model}/{copy} is a copy of {model}/{original}: one version has two numbers",
+        hint=f"remove the copy; an older version is served again by {again}",
     )
 
 

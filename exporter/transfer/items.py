@@ -394,7 +394,7 @@ def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
     for copy, original in originals(
         {item.path: item.manifest for item in found if not item.is_delta}
     ).items():
-        raise a_copy(f"{where}/{copy}", f"{where}/{original}")
+        raise a_copy(where, copy, original)
     return found
 
 

@@ -546,11 +546,13 @@ class _Pull:
                 continue
             self._refused.add(name)
             said = "no position" if position is None else f"position {position}"
+            to = "POSITION" if position is None else position
             self._untrusted.append(
                 NotTrusted(
                     f"{self._url}/{name} says {said}, and {self._model} is at {least}",
                     cause="a hold is not signed: it is not taken where it would lead back",
-                    hint=f"to go back, publish that: export-model rollback {quoted(self._url)} --to POSITION",
+                    hint="to go back, publish that: "
+                    f"export-model rollback {quoted(self._url)} --to {quoted(to)}",
                 )
             )
         self._stored = replace(self._stored, items=items, holds=holds)

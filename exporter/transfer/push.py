@@ -108,6 +108,15 @@ def is_restoration(item: Item) -> bool:
     return isinstance(entry, DeltaEntry) and entry.made in (DeltaOrigin.ROLLBACK, DeltaOrigin.RESUME)
 
 
+def _back_to(item: Item) -> int | None:
+    """Return the position whose values a rollback or resumption brought back; None for any other item."""
+    entry = item.manifest.incremental
+    return entry.back_to if isinstance(entry, DeltaEntry) else None
+
+
+_OF_ITS_OWN = "push to a URL of its own, or begin from the store's: export-model pull {} MODEL"
+
+
 class PushPlan(Struct, frozen=True):
     """What a push would upload and remove; `position` is the newest local one, `holds` those to be set."""
 
@@ -204,12 +213,12 @@ def _plan(
         if path in ours and ours[path].digest != item.digest:
             raise ForeignLineage(
                 f"{place}/{path} is another publication than {model / path}",
-                hint="push to a URL of its own, or begin from the store's: export-model pull URL MODEL",
+                hint=_OF_ITS_OWN.format(quoted(place)),
             )
     if not head.path and (foreign := stored.items.keys() - ours.keys()):
         raise ForeignLineage(
             f"{place} holds {min(foreign)}, which {model} does not",
-            hint="push to a URL of its own, or begin from the store's: export-model pull URL MODEL",
+            hint=_OF_ITS_OWN.format(quoted(place)),
         )
     upload = tuple(item for path, item in ours.items() if path not in stored.items)
     known = recall(model, place)
@@ -218,10 +227,11 @@ def _plan(
     newest = max((item.manifest.position for item in stored.items.values()), default=-1)
     for item in upload:
         if is_restoration(item) and last < item.manifest.position <= newest:
+            again = f"export-model rollback {quoted(place)} --to {quoted(_back_to(item))}"
             raise PositionMoved(
                 f"{place} has gone on from what {model / item.path} took back",
                 cause="that was decided for the servers of this directory alone",
-                hint=f"roll the store's back, too: export-model rollback {quoted(place)} --to POSITION",
+                hint=f"roll the store's back, too: {again}",
             )
     gone = tuple(sorted(stored.items.keys() - ours.keys())) if prune else ()
     position = list(ours.values())[-1].manifest.position

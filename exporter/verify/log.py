@@ -121,7 +121,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
     trusted = [child.version for child in versions if child.path.name in manifests]
     damage = [each for each in damage if not _is_before(each, min(trusted, default=-1))]
     for copy, original in originals(manifests).items():
-        damage.append(Damage(model / copy, a_copy(model / copy, model / original)))
+        damage.append(Damage(model / copy, a_copy(model, copy, original)))
     try:
         log = read_log(model)
     except NotUpdatable:

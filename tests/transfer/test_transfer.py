@@ -586,6 +586,7 @@ def test_a_canarys_rollback_in_a_copy_is_a_decision_about_its_servers(
     assert "waiting" in export_model("pull", url, copy).out
     refused = export_model("push", copy, url, "--json")
     assert (refused.code, refused.error["error"]) == (5, "PositionMoved"), refused.err
+    assert refused.error["hint"] == f"roll the store's back, too: export-model rollback {url} --to 20"
 
     assert export_model("merge", url).code == 0
     assert pull(url, copy).fetched == (f"deltas/{10:020d}/{10:020d}-{40:020d}",)

@@ -278,7 +278,9 @@ def test_a_version_under_a_second_number(tmp_path: Path) -> None:
         ran = export_model("verify", model, "--json")
         assert (ran.code, ran.error["error"]) == (6, "ManifestError"), ran.out
         assert str(model / second) in ran.error["message"]
-        assert "copied" in ran.error["cause"] or "is a copy of" in ran.error["message"]
+        is_copy = "is a copy of" in ran.error["message"]
+        assert is_copy or "copied" in ran.error["cause"]
+        assert not is_copy or f"export-model rollback {model} --to {first}" in ran.error["hint"]
         assert export_model("push", model, "s3://nowhere/m", "--json").error["error"] == "ManifestError"
         found = export_model("doctor", model, "--json")
         assert (found.code, str(model / second) in found.out) == (6, True), found.out
