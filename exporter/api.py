@@ -637,9 +637,9 @@ def doctor(
 ) -> Examination:
     """Find present and coming problems of a published model: `findings`, each with the command that helps.
 
-    With `ckpt_dir` also problems of the checkpoints that the next export would read, unless `model` is a URL;
-    with `targets` (HOST:PORT) those of these servers, which call the model `model_name` (by default the last
-    part of its path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication.
+    With `ckpt_dir` also problems of the checkpoints that the next export would read; with `targets`
+    (HOST:PORT) those of these servers, which call the model `model_name` (by default the last part of its
+    path), have `deadline` seconds for an answer, and `patience` seconds to serve a publication.
 
     Nothing is changed, but for moments there is a staging directory beside the versions.
 

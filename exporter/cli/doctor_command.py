@@ -20,6 +20,7 @@ from exporter.terminal.output import Output, escape, labelled
 from exporter.terminal.server_access import WITHOUT_TLS, ServerAccess
 
 if TYPE_CHECKING:
+    from exporter.cli.documents.diagnosis import Diagnosis
     from exporter.pipeline.doctor import Examination
     from exporter.publish.judge import Finding
 
@@ -55,6 +56,7 @@ class ServerFlags(Struct, frozen=True):
 
 NO_SERVER = ServerFlags()
 _LONGEST_ANSWER = 64 << 20
+_COMMANDS = ("export-model ", "serve-model ", "cd ", "curl ", "df ", "du ")
 
 
 def doctor(
@@ -109,7 +111,7 @@ def doctor(
             name = servers.model_name or seen.model.resolve().name
             told = _ask_agent(servers.agent, name, servers.deadline)
             seen = replace(seen, findings=(*seen.findings, *told))
-        _report(seen, sink)
+        _report(seen, Url.parse(str(model)), sink, has_agent=servers.agent is not None)
         error = diagnosis(model, seen.findings)
         if error is not None:
             raise error
@@ -142,13 +144,14 @@ def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
     levels = {level.on_page: level for level in Level}
     for code, each in found:
         if (level := levels.get(each["level"], Level.WARNING)) in (Level.WRONG, Level.WARNING):
-            text, why, then = (str(each.get(name, "")) for name in ("text", "why", "command"))
+            text, why, then = (str(each.get(name, "")) for name in ("text", "details", "command"))
             yield Finding(code, text, why, then, known_level=level, check="agent")
 
 
-def _report(seen: Examination, sink: Output) -> None:
+def _report(seen: Examination, url: Url | None, sink: Output, *, has_agent: bool) -> None:
     from exporter.cli.documents import diagnosis as documents
     from exporter.pipeline.doctor import check_of
+    from exporter.publish.hold import this_user
     from exporter.publish.judge import Level
 
     found, findings = seen.found, seen.findings
@@ -183,10 +186,14 @@ def _report(seen: Examination, sink: Output) -> None:
             for each in findings
         ],
     )
-    sink.result(document, _lines(seen))
+    if url is not None:
+        from exporter.storage.objects import variables
+
+        document = replace(document, read_by=this_user(), variables=variables(url.scheme))
+    sink.result(document, _lines(seen, document, has_agent=has_agent))
 
 
-def _lines(seen: Examination) -> Iterator[str]:
+def _lines(seen: Examination, document: Diagnosis, *, has_agent: bool) -> Iterator[str]:
     from exporter.pipeline.doctor import check_of
     from exporter.terminal.progress import count
 
@@ -203,6 +210,14 @@ def _lines(seen: Examination) -> Iterator[str]:
     ]
     if asked:
         yield labelled("asked", ", ".join(asked))
+    if document.read_by is not None:
+        yield labelled(
+            "read by", f"{document.read_by}, with {', '.join(document.variables) or 'no variables'}"
+        )
+        if not has_agent:
+            yield labelled(
+                "not asked", "what others meet there: type this where the agent runs, or --agent URL"
+            )
     wrong = sum(finding.level.value == "wrong" for finding in findings)
     told = f"{wrong} wrong, {count(len(findings) - wrong, 'warning')}" if findings else "nothing wrong"
     yield labelled("found", told)
@@ -213,5 +228,5 @@ def _lines(seen: Examination) -> Iterator[str]:
         yield f"{level} [bold]{check_of(finding).value}[/]: {escape(finding.text)}"
         if finding.why:
             yield f"{'':<9}cause: {escape(finding.why)}"
-        is_command = finding.command.startswith(("export-model ", "serve-model ", "cd ", "curl ", "df "))
+        is_command = finding.command.startswith(_COMMANDS)
         yield f"{'':<9}{'$' if is_command else 'hint:'} {escape(finding.command)}"

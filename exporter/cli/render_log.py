@@ -246,7 +246,10 @@ def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
 
 
 def history(found: Model, sink: Output, last: int | None, *, changes: bool = False) -> None:
-    """Print a model's publications, all or the `last` ones; with `changes` also the changes of each delta."""
+    """Print a model's publications, all or the `last` ones; with `changes` also the changes of each delta.
+
+    Who published each is a column of the table if it was not the same user of the same machine.
+    """
     events = found.publications[-last:] if last else found.publications
     if changes:
         events = tuple(_with_changes(found, event) for event in events)
@@ -266,14 +269,16 @@ def history(found: Model, sink: Output, last: int | None, *, changes: bool = Fal
         for change in event.changes or ()
     ]
     sink.result(document, [*_history_lines(found, len(events)), *changed])
+    several = len({event.publisher for event in events} - {None}) > 1
     columns = {
         "time (UTC)": "left",
         "what": "left",
         "position": "right",
         "step": "right",
+        **({"who": "left"} if several else {}),
         "": "left",
     }
-    sink.table("", columns, (_row(event) for event in events))
+    sink.table("", columns, (_row(event, several=several) for event in events))
 
 
 def _with_changes(found: Model, event: Event) -> Event:
@@ -316,10 +321,11 @@ def _tag(found: ListedTag) -> str:
     return f"{found.name} {found.position}" + (f" (gone{keeps})" if found.gone else "")
 
 
-def _row(event: Event) -> tuple[Any, ...]:
+def _row(event: Event, *, several: bool) -> tuple[Any, ...]:
     when = "" if event.created is None else event.created.strftime("%Y-%m-%d %H:%M:%S")
     step = "" if event.step is None else event.step
-    return when, event.what.value, event.position, step, "; ".join(_notes(event))
+    who = (event.publisher or "",) if several else ()
+    return when, event.what.value, event.position, step, *who, "; ".join(_notes(event))
 
 
 def _notes(event: Event) -> Iterator[str]:

@@ -58,6 +58,7 @@ from exporter.publish.mapped_state import mapped_elsewhere, network_file_system,
 from exporter.publish.model import Model
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
+from exporter.publish.room import Room
 from exporter.publish.staging import Staging, dead_leftovers
 from exporter.publish.tags import ListedTag, tags_of
 from exporter.publish.versions import (
@@ -179,16 +180,16 @@ def permissions(model: Path) -> Iterator[Finding]:
     yield from _not_writable(model)
 
 
-def checkpoint(model: Path, ckpt_dir: Path) -> Iterator[Finding]:
+def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
     """Yield findings about a checkpoint that the next full export cannot read, or must copy instead of
-    linking.
+    linking; with None for a model in a store, to which nothing is linked.
     """
     try:
         catalog = open_checkpoint(ckpt_dir)
     except CheckpointError as error:
         yield Finding(Code.CHECKPOINT, error.message, error.cause, _as_command(error.hint))
         return
-    if not catalog.is_bundle:  # its values are rewritten in any case
+    if model is None or not catalog.is_bundle:  # its values are rewritten in any case
         return
     yield from _written_over(model, catalog, ckpt_dir)
     try:
@@ -551,16 +552,13 @@ def room(model: Path) -> Iterator[Finding]:
     newest = newest_version(model)
     if newest is None:
         return
-    free = os.statvfs(model)
-    files = [path.lstat() for path in newest.path.rglob("*") if path.is_file()]
-    needed = sum(found.st_blocks * 512 for found in files if found.st_nlink == 1)
-    there = free.f_bavail * free.f_frsize
-    if needed > there:
+    there = Room.of(model)
+    if (needed := there.own[-1]) > there.free:
         yield Finding(
             Code.ROOM,
-            f"the next base needs {human_bytes(needed)}, and {human_bytes(there)} are free",
-            f"as much as {newest.path} takes of its own",
-            command("df", "-h", model),
+            f"the next base needs {human_bytes(needed)}, and {human_bytes(there.free)} are free",
+            f"as much as {newest.path} takes of its own; {there.text}",
+            there.command(model),
         )
 
 
@@ -807,9 +805,9 @@ def examine(
     ]
     if is_remote:
         looks = [(check, look) for check, look in looks if check not in _OF_THIS_MACHINE]
-    elif ckpt_dir is not None:
-        directory = ckpt_dir
-        looks.append((Check.LINKS, lambda: checkpoint(model, directory)))
+    if ckpt_dir is not None:
+        directory, linked_to = ckpt_dir, None if is_remote else model
+        looks.append((Check.LINKS, lambda: checkpoint(linked_to, directory)))
     findings = [finding for check, look in looks for finding in _each(check, look)]
     if servers:
         at = datetime.fromtimestamp(now, timezone.utc)

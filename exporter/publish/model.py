@@ -84,6 +84,8 @@ class Event(Struct, frozen=True):
     """The position at which a delta starts; null for a version."""
     created: datetime | None = None
     """The time of publication; null if damaged."""
+    publisher: str | None = None
+    """Who published it, as `user@machine`; null if that is not recorded."""
     step: int | None = None
     """The training step of its values."""
     log: int | None = None
@@ -653,6 +655,7 @@ def _event(what: PublicationKind, path: Path, manifest: Manifest) -> Event:
         path,
         manifest.position,
         created=manifest.created,
+        publisher=manifest.publisher,
         step=manifest.step,
         from_position=manifest.from_position,
         checkpoint=manifest.source.checkpoint,

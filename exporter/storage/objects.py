@@ -622,6 +622,13 @@ HINTS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or what else identifies you",
 }
 
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+
+
+def variables(scheme: str) -> list[str]:
+    """The names of the variables that are set for the stores of a scheme, sorted; never their values."""
+    return sorted(name for name in os.environ if name.startswith(_PREFIXES[scheme]) and os.environ[name])
+
 
 def missing_credentials(scheme: str, said: str) -> str:
     """Say in a clause why a store got no credentials; "" if the text `said` is of another error."""

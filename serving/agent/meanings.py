@@ -29,8 +29,9 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.DISK_FULL: Meaning(
         "What comes next in the store has no room on the disk of the copy. Replicas serve what was fetched.",
-        "Make room there, or keep fewer versions where they are published (`--keep`): a copy needs two "
-        "bases. The agent goes on by itself.",
+        "Run the command of the finding: where the copy has more than the two bases that it needs, it "
+        "removes older ones in the store, and the agent then those here; else it shows what else is on the "
+        "disk, for a person to remove. The agent goes on by itself.",
     ),
     Code.NO_WAY: Meaning(
         "No chain of deltas leads from a base to the newest position: servers that load the base stay "
@@ -157,12 +158,13 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.TWO_PUBLISHERS: Meaning(
         "Several machines publish what trainers make of this model in turn, as their manifests say.",
-        "Find out which one is meant, and end the other: two trainers overwrite each other's values, and two "
-        "exporters of one trainer do the same work.",
+        "`export-model history` says who published what. Find out which one is meant, and end the other: two "
+        "trainers overwrite each other's values, and two exporters of one trainer do the same work.",
     ),
     Code.RESTARTS: Meaning(
         "A server came back three times or more within ten minutes, after nothing had listened there.",
-        "Read its log, and the machine's: two bases are in memory when a version is exchanged.",
+        "Read its log, and the machine's: two bases are in memory when a version is exchanged. The finding "
+        "goes by itself, within ten minutes, once the server stays up.",
     ),
     Code.CANARY_LATE: Meaning(
         "Publications wait for a canary, for longer than it should need.",
@@ -178,7 +180,8 @@ MEANINGS: Mapping[Code, Meaning] = {
         "The agent cannot read the store that it fetches from, or has had no answer for 15 seconds. Replicas "
         "serve what was fetched.",
         "Look at the reason, which has the call and its answer: credentials, the network, the name of the "
-        "bucket. The command asks the store once more, and says what to correct.",
+        "bucket. The command asks the store once more, and says what to correct: type it on the agent's "
+        "machine, as its user, since elsewhere the store may well be seen.",
     ),
     Code.WITHHELD: Meaning(
         "Publications of the store do not fit after the rollback that a canary made here.",

@@ -25,6 +25,7 @@ from exporter.errors import (
 )
 from exporter.options import Trusting
 from exporter.publish.judge import Code
+from exporter.publish.room import Room
 from exporter.storage.waiting import Calls, GivenUp, counted, until
 from exporter.transfer.opened import trust_in
 from exporter.transfer.pull import LocalCopy
@@ -49,7 +50,8 @@ class Trouble(Struct, frozen=True):
     """The reason why a look into a store failed, or is pending: `text` is the problem, `why` the call and its
     answer.
 
-    `code` is the finding's; `since` is when looks began to fail.
+    `code` is the finding's; `since` is when looks began to fail. `hint` is what to do; of a full disk it is a
+    command.
     """
 
     code: Code
@@ -129,7 +131,7 @@ class Puller:
         except TargetBusy:  # another agent fetches into the directory; if it hangs, `complete` shows it
             return
         except ExportError as error:
-            self._fail(_trouble(error, at), copy)
+            self._fail(self._trouble(error, at), copy)
         except Exception as error:  # noqa: BLE001 - report any error, and try again
             self._fail(
                 Trouble(Code.STORE, "the store cannot be fetched", f"{type(error).__name__}: {error}", at),
@@ -165,23 +167,25 @@ class Puller:
     def _report(self, what: EventKind, message: str) -> None:
         self._journal.write(AgentEvent(what, message, self._model.name))
 
-
-def _trouble(error: ExportError, at: datetime) -> Trouble:
-    """The trouble that an error of a look means."""
-    text, why = error.message, error.cause
-    match error:
-        case PublicationDamaged():
-            code = Code.DAMAGED
-        case DiskFull():
-            code, text, why = Code.DISK_FULL, f"no space left: {error.cause}", error.message
-        case NotTrusted():
-            code = Code.UNTRUSTED
-        case StoreUnavailable():
-            code, text = Code.STORE, "the store cannot be read"
-            why = f"{error.message}: {error.cause}" if error.cause else error.message
-        case _:
-            code = Code.STORE
-    return Trouble(code, text, why, at, error.hint)
+    def _trouble(self, error: ExportError, at: datetime) -> Trouble:
+        """The trouble that an error of a look means."""
+        text, why, hint = error.message, error.cause, error.hint
+        match error:
+            case PublicationDamaged():
+                code = Code.DAMAGED
+            case DiskFull():
+                code, text, why = Code.DISK_FULL, f"no space left: {error.cause}", error.message
+                with suppress(OSError, ExportError):
+                    room = Room.of(self._model.path)
+                    why, hint = f"{why}; {room.text}", room.command(self._url)
+            case NotTrusted():
+                code = Code.UNTRUSTED
+            case StoreUnavailable():
+                code, text = Code.STORE, "the store cannot be read"
+                why = f"{error.message}: {error.cause}" if error.cause else error.message
+            case _:
+                code = Code.STORE
+        return Trouble(code, text, why, at, hint)
 
 
 def pullers_of(

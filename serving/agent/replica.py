@@ -211,12 +211,12 @@ class Replica:
         return self.served_version is not None and not is_wrong and not self.observed.failures
 
     @property
-    def restarts(self) -> int:
-        """The number of times, in the last ten minutes, that it answered again after nothing had listened
-        there.
+    def restarts(self) -> list[float]:
+        """The seconds since it answered again after nothing had listened there, for each time in the last ten
+        minutes, the last one first.
         """
-        since = time.monotonic() - RESTARTS_S
-        return sum(at >= since for at in tuple(self._restarted))
+        now = time.monotonic()
+        return [now - at for at in reversed(tuple(self._restarted)) if now - at <= RESTARTS_S]
 
     def _pacer(self) -> Pacer | None:
         pace, access = self._settings.pace, self._settings.access

@@ -280,13 +280,15 @@ def _of_publications(model: ModelView) -> Iterator[Finding]:
 
 def _of_hold(model: ModelView) -> Iterator[Finding]:
     """Yield the finding about a hold that a person or a rollback set, if there is one."""
-    waits = "nothing waits yet" if not model.waiting else _waits(model)
+    waits = "what is published from now on waits" if not model.waiting else _waits(model)
     by = model.held_by
     if model.rollback is not None:
+        why = [model.rollback.reason if by is None else by.text]
+        why += ["replicas stay there until this is typed, once the cause is mended"]
         yield Finding(
             Code.ROLLED_BACK,
             f"rolled back to the values of {model.rollback.back_to}: {waits}",
-            model.rollback.reason if by is None else by.text,
+            "; ".join(filter(None, why)),
             _past(model),
         )
     elif model.is_held and model.hold is not None and model.hold < 0:
@@ -334,10 +336,11 @@ def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
             why = f"{trouble.why}; servers stay where they are until something takes its place: {doctor}"
             return Finding(Code.DAMAGED, text, why, _new_base(model))
         case Code.DISK_FULL:
-            return Finding(Code.DISK_FULL, text, trouble.why, command("df", "-h", model.path))
+            return Finding(Code.DISK_FULL, text, trouble.why, trouble.hint)
         case Code.UNTRUSTED:
             return Finding(Code.UNTRUSTED, text, trouble.why, command("export-model", "history", store.url))
-    return Finding(trouble.code, text, trouble.why or trouble.hint, doctor, known_level=level)
+    why = f"{trouble.why or trouble.hint}; from elsewhere it may be seen: type this as {store.read_by}"
+    return Finding(trouble.code, text, why, doctor, known_level=level)
 
 
 def _place(model: ModelView) -> str:
@@ -371,10 +374,13 @@ def _of_restarts(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
         found.sort(key=lambda row: -row.replica.restarts)
         names = few([f"{row.replica.address} ({row.replica.restarts} times)" for row in found], _NAMED)
         said = "restarts" if len(found) == 1 else "restart"
+        ages = [row.replica.restarted_s for row in found if row.replica.restarted_s is not None]
+        latest = f", the last time {human_time(min(ages))} ago" if ages else ""
         yield Finding(
             Code.RESTARTS,
             f"{len(found)} of {count(len(rows), 'replica')} {said} again and again: {names}",
-            "in the last ten minutes; its log says why it ended, the machine's whether it had memory",
+            f"in the last ten minutes{latest}; its log says why it ended, the machine's whether it had "
+            "memory; this goes by itself within ten minutes once it stays up",
             _ask(Code.RESTARTS, model, found[0]),
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct, field, to_builtins
 from msgspec.structs import replace
 
-from exporter.publish.hold import HeldBy
+from exporter.publish.hold import HeldBy, this_user
 from exporter.publish.judge import Code, Silence, lag, seconds_since, superseded_since
 from exporter.publish.model import Model, Published, Rollback
 from exporter.publish.served import Served, ServedTables
@@ -71,7 +71,7 @@ class ReplicaView(Struct, frozen=True):
     `is_answering` is False after a call without a response; `audited` is the result of the last audit; `pace`
     is None without pacing. `is_ready`: it serves a version, and has caught up once since it started (see
     `readiness`). `restarts` is the number of times that it came back in the last ten minutes after nothing
-    had listened.
+    had listened, `restarted_s` the seconds since the last of them; None without one.
     """
 
     model: str
@@ -83,6 +83,7 @@ class ReplicaView(Struct, frozen=True):
     pace: PaceView | None = None
     is_ready: bool = False
     restarts: int = 0
+    restarted_s: float | None = None
 
     @property
     def others(self) -> tuple[VersionView, ...]:
@@ -132,7 +133,7 @@ class StoreView(Struct, frozen=True):
     `age_s`: seconds since the directory last held everything in the store; the agent does not know later
     publications. `trouble` says why the last look into the store failed, or is pending, and since when; None
     if it succeeded. `newest` is the newest position that was seen in the store; `waiting` lists publications
-    that do not fit after a canary's rollback.
+    that do not fit after a canary's rollback. `read_by` is the user and machine of the agent.
     """
 
     url: str
@@ -140,6 +141,7 @@ class StoreView(Struct, frozen=True):
     trouble: Trouble | None
     waiting: tuple[str, ...]
     newest: int | None = None
+    read_by: str = ""
 
     @property
     def problem(self) -> str:
@@ -340,7 +342,7 @@ def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
     newest = None if fetched.newest is None else fetched.newest[0]
-    store = StoreView(fetched.url, age, fetched.trouble, fetched.waiting, newest)
+    store = StoreView(fetched.url, age, fetched.trouble, fetched.waiting, newest, this_user())
     return replace(model, store=store, untrusted=fetched.untrusted)
 
 
@@ -406,7 +408,7 @@ def _doing(action: Action | None) -> tuple[str | None, str]:
 
 
 def _replica(replica: Replica, now: datetime) -> ReplicaView:
-    observed = replica.observed
+    observed, restarts = replica.observed, replica.restarts
     published = replica.publications.current
     versions = tuple(_version(version, published, now) for version in observed.versions)
     answering = bool(observed.versions) and not observed.failures
@@ -419,7 +421,8 @@ def _replica(replica: Replica, now: datetime) -> ReplicaView:
         replica.audited,
         _pace(replica),
         replica.readiness.is_ready,
-        replica.restarts,
+        len(restarts),
+        restarts[0] if restarts else None,
     )
 
 

@@ -13,6 +13,7 @@ from exporter.delta.spans import Span
 from exporter.publish.hold import HeldBy
 from exporter.publish.judge import Code, Level
 from exporter.publish.model import Rollback
+from exporter.publish.served import ServedTables
 from serving.agent.audit import Audited
 from serving.agent.puller import Trouble
 from serving.agent.rollout import Quarantined
@@ -87,7 +88,7 @@ MODELS: dict[str, tuple[ModelView, str]] = {
     ),
     "held, at the newest": (
         model(replica(), hold=120, is_held=True),
-        "Held at 120: nothing waits yet",
+        "Held at 120: what is published from now on waits",
     ),
     "a hold that cannot be read": (
         model(replica(), **{**HELD, "hold": -1}),
@@ -96,6 +97,10 @@ MODELS: dict[str, tuple[ModelView, str]] = {
     "rolled back": (
         model(replica(**AT_65), replica("r2", position=66), **HELD, rollback=Rollback(65, 60, "NaN")),
         "Rolled back to the values of 60: 3 publications wait (newest 120, serving 65 to 66)",
+    ),
+    "rolled back, and nothing newer": (
+        model(replica(), hold=120, is_held=True, rollback=Rollback(120, 60, "NaN")),
+        "Rolled back to the values of 60: what is published from now on waits",
     ),
     "golden requests": (
         model(replica(), canary=CanaryView(120, 0.0, None, "", "score is NaN")),
@@ -172,6 +177,10 @@ MODELS: dict[str, tuple[ModelView, str]] = {
         model(replica(), store=StoreView("s3://b/m", 0.0, None, ("66-80", "80-95"))),
         "2 publications of the store cannot be fetched after the rollback here",
     ),
+    "an overlay that fills": (
+        model(replica(tables=ServedTables(1, 1, 30)), replica("r2", tables=ServedTables(1, 1, 80))),
+        "The overlay of mapped tables is 80 % full",
+    ),
     "a new version": (
         model(replica(position=None), published=41, newest_version=41, position=None),
         "1 of 1 replica is late: r1:8500",
@@ -202,7 +211,31 @@ def test_the_headline(case: str) -> None:
 @pytest.mark.parametrize("rollback", [None, Rollback(65, 60, "NaN in scores")])
 def test_who_holds_a_model_and_why_is_told(rollback: Rollback | None) -> None:
     one = model(replica(**AT_65), **HELD, held_by=BY_ANN, rollback=rollback)
-    assert found(one).findings[0].why == "set by ann@web-1 at 2026-01-02 03:04:05 UTC: NaN in scores"
+    told = "set by ann@web-1 at 2026-01-02 03:04:05 UTC: NaN in scores"
+    until = "; replicas stay there until this is typed, once the cause is mended" if rollback else ""
+    assert found(one).findings[0].why == f"{told}{until}"
+
+
+def test_a_store_is_to_be_asked_where_the_agent_runs() -> None:
+    """From a person's own machine it may be seen, and nothing be wrong."""
+    store = StoreView("s3://b/m", 90.0, trouble(Code.STORE, "it is silent"), (), read_by="agent@pod-3")
+    (finding,) = found(model(replica(), store=store)).findings
+    assert finding.why.endswith("; from elsewhere it may be seen: type this as agent@pod-3")
+    assert finding.command == "export-model doctor s3://b/m"
+
+
+def test_a_server_that_restarts_says_when_this_ends() -> None:
+    (finding,) = found(model(replace(replica(), restarts=3, restarted_s=40.0))).findings
+    assert finding.why.startswith("in the last ten minutes, the last time 40 s ago; its log says why")
+    assert finding.why.endswith("this goes by itself within ten minutes once it stays up")
+
+
+def test_an_overlay_is_a_warning_from_four_fifths_on_with_the_command_that_empties_it() -> None:
+    fills = {fill: found(model(replica(tables=ServedTables(1, 1, fill)))).findings for fill in (79, 80)}
+    assert not fills[79]
+    (finding,) = fills[80]
+    assert (finding.code, finding.level) == (Code.OVERLAY, Level.WARNING)
+    assert "--new-base always --again" in finding.command
 
 
 def test_a_version_that_is_loaded_is_not_late() -> None:

@@ -110,6 +110,12 @@ def test_two_machines_that_publish_in_turn_are_named(tmp_path: Path, monkeypatch
         assert tuple(each.partition("@")[0] for each in Model.read(model).publishers) == found
     codes = {each["code"]: each for each in export_model("doctor", model, "--json").document["findings"]}
     assert codes["two-publishers"]["message"].startswith("ann@")
+    typed = export_model(*codes["two-publishers"]["command"].split()[1:])
+    rows = [name for line in typed.out.splitlines() for name in ("ann@", "bob@") if name in line]
+    assert (typed.code, rows) == (0, ["ann@", "ann@", "bob@", "ann@"])
+    told = [event["publisher"] for event in export_model("history", model, "--json").document["events"]]
+    assert [each.partition("@")[0] for each in told[1:]] == ["ann", "ann", "bob", "ann"]
+    assert "ann@" not in export_model("history", model, "--last", 1).out, "all that is shown is one user's"
 
 
 def test_silence_of_a_copy_is_that_of_its_store() -> None:

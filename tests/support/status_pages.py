@@ -151,7 +151,7 @@ def scenes() -> dict[str, FleetView]:
     away = Trouble(
         Code.STORE, "the store does not answer", "s3://models/ranker/head.json was asked for", NOON
     )
-    store = StoreView("s3://models/ranker", 400.0, away, ())
+    store = StoreView("s3://models/ranker", 400.0, away, (), read_by="agent@ranker-0")
     return {
         "none": fleet(model()),
         "two": fleet(model(*two())),

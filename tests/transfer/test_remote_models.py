@@ -25,7 +25,7 @@ from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
 from tests.support.commands import export_model
 from tests.support.logs import Serving, Trainer, assert_same_bits, served_now, values_at
-from tests.support.object_stores import BASE, Bucket
+from tests.support.object_stores import BASE, SECRET, Bucket
 from tests.support.remote_models import incr, went_on
 from tests.support.setting import Setting, followed
 
@@ -100,6 +100,22 @@ def test_versions_go_to_a_url(
     assert {path.name for path in pulled(url, tmp_path / "here").iterdir()} >= {"20", "21"}
     refused = export_model(*command, "--again", "--data", "link")
     assert (refused.code, refused.error["error"]) == (2, "UsageError")
+
+
+def test_the_doctor_reads_checkpoints_and_says_from_where_it_looks(
+    followed_there: Trainer, url: str, tmp_path: Path
+) -> None:
+    """What an agent on another machine meets, with other credentials, it cannot see."""
+    ran = export_model("doctor", url, "--ckpt-dir", tmp_path / "nothing", "--json")
+    assert (ran.code, [each["code"] for each in ran.document["findings"]]) == (3, ["checkpoint"])
+    assert ran.document["read_by"].endswith(f"@{os.uname().nodename}")
+    assert {"AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"} <= {*ran.document["variables"]}
+    told = export_model("doctor", url).out
+    assert ("read by " in told, "type this where the agent runs" in told, SECRET in told) == (
+        True,
+        True,
+        False,
+    )
 
 
 def test_every_command_of_the_log(followed_there: Trainer, url: str, bucket: Bucket, tmp_path: Path) -> None:

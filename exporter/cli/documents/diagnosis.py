@@ -63,3 +63,7 @@ class Diagnosis(Struct, frozen=True):
     """The model servers that were asked."""
     findings: Sequence[Finding]
     """What is wrong or will be."""
+    read_by: str | None = None
+    """Of a model in a store: the user and machine that read it; elsewhere the store may be seen otherwise."""
+    variables: Sequence[str] = ()
+    """The names of the environment's variables that are set for such a store."""
