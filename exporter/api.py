@@ -53,8 +53,6 @@ from exporter.transfer.opened import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from typing_extensions import Unpack
 
     from exporter.catalog import Catalog
@@ -293,11 +291,7 @@ def merge(
         if position is not None:
             _position(name, position, model)
 
-    def work(path: Path) -> Merged | None:
-        if dry_run:
-            return log_maintenance.plan_merge(path, start, end, jobs)
-        return log_maintenance.merge(path, start, end, jobs, progress)
-
+    work = partial(log_maintenance.merge, start=start, end=end, jobs=jobs, progress=progress, dry_run=dry_run)
     return _with_model(model, work, read_only=dry_run, deciding="merge", signing=signing)
 
 
@@ -327,13 +321,14 @@ def rebase(
 
     if keep is not None and given.whole("keep", keep, "keep=2") < 1:
         raise UsageError(f"keep={keep} would leave no version to serve", hint="leave out keep, or give 1")
-    kept = None if keep is None else Keep(keep)
-
-    def work(path: Path) -> Rebased | None:
-        if dry_run:
-            return bases.plan_rebase(path, despite_hold=despite_hold, jobs=jobs)
-        return bases.rebase(path, keep=kept, despite_hold=despite_hold, jobs=jobs, progress=progress)
-
+    work = partial(
+        bases.rebase,
+        keep=None if keep is None else Keep(keep),
+        despite_hold=despite_hold,
+        jobs=jobs,
+        progress=progress,
+        dry_run=dry_run,
+    )
     return _with_model(model, work, read_only=dry_run, deciding="merge --rebase", signing=signing)
 
 
@@ -366,11 +361,7 @@ def rollback(
 
     _position("to", to, model)
 
-    def work(path: Path) -> RollbackResult:
-        if dry_run:
-            return log_maintenance.plan_rollback(path, to, if_canary=if_canary)
-        return log_maintenance.rollback(path, to, reason=reason, if_canary=if_canary)
-
+    work = partial(log_maintenance.rollback, to=to, reason=reason, if_canary=if_canary, dry_run=dry_run)
     return _with_model(model, work, read_only=dry_run, deciding="rollback", signing=signing)
 
 
@@ -396,14 +387,8 @@ def resume(
     """
     from exporter.pipeline import log_maintenance
 
-    act = log_maintenance.plan_resume if dry_run else log_maintenance.resume
-    return _with_model(
-        model,
-        lambda path: act(path, lift_only=lift_only, lift_canary=lift_canary),
-        read_only=dry_run,
-        deciding="resume",
-        signing=signing,
-    )
+    work = partial(log_maintenance.resume, lift_only=lift_only, lift_canary=lift_canary, dry_run=dry_run)
+    return _with_model(model, work, read_only=dry_run, deciding="resume", signing=signing)
 
 
 @given.named_misfit

@@ -13,7 +13,7 @@ import pytest
 
 from exporter.pipeline import incremental
 from exporter.pipeline.incremental import export_incremental
-from exporter.pipeline.log_maintenance import merge, plan_rollback, resume, rollback
+from exporter.pipeline.log_maintenance import merge, resume, rollback
 from exporter.publish.delta_log import read_log
 from exporter.publish.model import Model
 from exporter.storage.layout import DELTAS_DIRECTORY
@@ -77,7 +77,7 @@ def test_a_rollback_lists_its_log_under_the_lock_alone(trainer: Trainer, tmp_pat
     """The log, and the directory of all logs, are listed once more for what killed rollbacks left in them."""
     model = tmp_path / "model"
     before = read_log(model).deltas[-1].start
-    assert scans(model, lambda: plan_rollback(model, before)) == (1, 1, 1)
+    assert scans(model, lambda: rollback(model, before, dry_run=True)) == (1, 1, 1)
     assert scans(model, lambda: rollback(model, before)) == (3, 2, 2)
     assert scans(model, lambda: resume(model)) == (3, 2, 2)
 

@@ -1,6 +1,6 @@
 """Operators' work on a published model: merge its deltas, roll it back, resume, and tidy.
 
-Each operation has a plan that reads and checks the same input, and writes nothing.
+With `dry_run` an operation reads and checks the same input, writes nothing, and returns its plan.
 `exporter.pipeline.restoration` restores earlier values, and says what servers see of it.
 
 Other processes publish to a log meanwhile, and tidy it. `undisturbed` repeats a command's work if they
@@ -103,12 +103,15 @@ def merge(
     end: int | str | None = None,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
+    *,
+    dry_run: bool = False,
 ) -> Merged | None:
     """Merge the deltas between `start` (by default the newest base) and `end` (by default the newest
     position).
 
     Returns None if there is nothing to merge: at most one delta is between them. Positions are numbers or
-    names (`exporter.publish.tags`).
+    names (`exporter.publish.tags`). A `dry_run` reads and checks the deltas, writes nothing, and returns the
+    plan; None also if they are merged already.
 
     Raises:
         UsageError: `start` is not before `end`.
@@ -121,44 +124,34 @@ def merge(
     """
     start, end = _positions(model, start, end)
 
-    def merge_all(log: DeltaLog) -> Merged | None:
-        run = _run(log, start, end)
-        if len(run) > 1 and end is None:
-            log = skip_abandoned(log, delta_path(log, merged(run)))
-            run = _run(log, start, end)
-        return None if len(run) < 2 else merge_run(log, run, jobs, progress)
-
-    return undisturbed(model, merge_all)
-
-
-def plan_merge(model: Path, start: int | str | None, end: int | str | None, jobs: Jobs) -> Merged | None:
-    """The plan of `merge`, now: the deltas are read and checked, and nothing is written.
-
-    None if there are not two deltas to merge, or they are merged already.
-
-    Raises:
-        UsageError, PositionUnknown, DeltaGap, StaleDelta, ModelHeld, NotFinite, CheckpointError: as `merge`.
-    """
-    start, end = _positions(model, start, end)
-
-    def plan(log: DeltaLog) -> Merged | None:
+    def work(log: DeltaLog) -> Merged | None:
         run = _run(log, start, end)
         if len(run) < 2:
             return None
-        for delta in run:
-            log.open(delta)
-        span = merged(run)
-        require_on_way(log, span)
-        path = delta_path(log, span)
-        if path.exists():
-            return None
-        _require_finite(log, run)
-        tasks = _merger(log, run, path, jobs)[0].tasks
-        if end is None and (position := position_of_merger(log, path)) != span.end:
-            run, span = (*run, LogDelta(log.path, span.end, position)), Span(span.start, position)
-        return Merged(run, span, delta_path(log, span), tasks)
+        if dry_run:
+            return _planned(log, run, jobs, is_whole=end is None)
+        if end is None:
+            log = skip_abandoned(log, delta_path(log, merged(run)))
+            run = _run(log, start, end)
+        return merge_run(log, run, jobs, progress)
 
-    return undisturbed(model, plan)
+    return undisturbed(model, work)
+
+
+def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: bool) -> Merged | None:
+    """The plan of merging these deltas, now; None if they are merged already."""
+    for delta in run:
+        log.open(delta)
+    span = merged(run)
+    require_on_way(log, span)
+    path = delta_path(log, span)
+    if path.exists():
+        return None
+    _require_finite(log, run)
+    tasks = _merger(log, run, path, jobs)[0].tasks
+    if is_whole and (position := position_of_merger(log, path)) != span.end:
+        run, span = (*run, LogDelta(log.path, span.end, position)), Span(span.start, position)
+    return Merged(run, span, delta_path(log, span), tasks)
 
 
 def _positions(model: Path, *named: int | str | None) -> list[int | None]:
@@ -224,9 +217,9 @@ def _merger(
     from exporter.pipeline.restoration import packing_of
 
     newest, parts = run[-1], [log.tensors(delta) for delta in run]
-    what = Publication.of(log, merged(run), newest.at.step, DeltaOrigin.MERGE, newest.entry.trained)
-    entry = replace(what.entry, state=newest.manifest.state_id)
-    what = replace(what, entry=entry, packing=packing_of(part.header for part in parts))
+    packing, state = packing_of(part.header for part in parts), newest.manifest.state_id
+    step, trained = newest.at.step, newest.entry.trained
+    what = Publication.of(log, merged(run), step, DeltaOrigin.MERGE, trained, packing, state=state)
     header, hint = header_of(log, what), BROKEN_LOG_HINT
     prefix = directory / DELTA_NAME
     return DeltaMerger(prefix, log.schema, header, parts, task_bytes=jobs.task_bytes, hint=hint), what
@@ -321,13 +314,14 @@ class RollbackResult(Struct, frozen=True):
 
 
 def rollback(
-    model: Path, to: int | str, *, reason: str | None = None, if_canary: bool = False
+    model: Path, to: int | str, *, reason: str | None = None, if_canary: bool = False, dry_run: bool = False
 ) -> RollbackResult:
     """Publish the values of position `to`, a number or a name, as the next position; hold the model there.
 
     Values of a log that has ended are published as a new base; those of a version that takes no deltas, as
     the newest version. The `reason` is kept in the manifest, with characters that are not Unicode escaped.
-    `if_canary`: only if a canary's hold is at `to`, as others may have decided meanwhile.
+    `if_canary`: only if a canary's hold is at `to`, as others may have decided meanwhile. A `dry_run` reads
+    and checks its input, writes nothing, and returns the plan.
 
     Raises:
         PositionUnknown: `to` is not a published position, or its values are gone.
@@ -339,6 +333,16 @@ def rollback(
         VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold
             is as it was.
     """
+    if dry_run:
+        first, at = restorer_of(model), resolve_position(to, model)
+        _require_canary(first.hold, at, if_canary)  # not in `plan`, which is repeated for such an error
+
+        def plan(restorer: Restorer) -> RollbackResult:
+            _require_own(model, restorer, "rollback", f"--to {at}")
+            found = _rollback_plan(restorer, restorer.rollback_of(at))
+            return replace(found, replaced=_replaced(restorer.hold))
+
+        return _undisturbed(model, first, plan)
     if reason is not None:
         reason = reason.encode(errors="backslashreplace").decode()
     with _operating(model) as (restorer, staging):
@@ -367,24 +371,6 @@ def _replaced(hold: Hold) -> HeldBy | None:
     return hold.by if hold.binds else None
 
 
-def plan_rollback(model: Path, to: int | str, *, if_canary: bool = False) -> RollbackResult:
-    """The plan of `rollback`, now: its input is read and checked, and nothing is written.
-
-    Raises:
-        PositionUnknown, UsageError, ModelHeld, PositionMoved, NotFinite, VerificationError, CheckpointError:
-            as `rollback`.
-    """
-    first, to = restorer_of(model), resolve_position(to, model)
-    _require_canary(first.hold, to, if_canary)  # not in `plan`, which is repeated for such an error
-
-    def plan(restorer: Restorer) -> RollbackResult:
-        _require_own(model, restorer, "rollback", f"--to {to}")
-        found = _rollback_plan(restorer, restorer.rollback_of(to))
-        return replace(found, replaced=_replaced(restorer.hold))
-
-    return _undisturbed(model, first, plan)
-
-
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
     """With `if_canary`, raise PositionMoved unless a canary's hold is at `to`."""
     if if_canary and hold.approved() != to:
@@ -409,7 +395,9 @@ def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> 
             )
 
 
-def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
+def resume(
+    model: Path, *, lift_only: bool = False, lift_canary: bool = False, dry_run: bool = False
+) -> RollbackResult:
     """Lift the hold; after a rollback without later publications, publish the values before it again.
 
     Where a canary had approved publications, its hold replaces the rollback's: it must approve the resumed
@@ -417,7 +405,8 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
     approved. After several rollbacks, the values are those before the first that is still in force. With
     `lift_only` the values stay the rollback's.
 
-    Without a hold, or with a canary's hold alone, nothing is done.
+    Without a hold, or with a canary's hold alone, nothing is done. A `dry_run` reads and checks its input,
+    writes nothing, and returns the plan.
 
     Raises:
         UsageError: the rollback was accepted by a resumption with `lift_only`.
@@ -428,6 +417,12 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
         VerificationError, CheckpointError, ManifestError, PublishError: see errors.py; the model is still
             held, whether or not the values are published: running it again continues.
     """
+    if dry_run:
+
+        def plan(restorer: Restorer) -> RollbackResult:
+            return _rollback_plan(restorer, *_resumption(model, restorer, lift_only, lift_canary))
+
+        return _undisturbed(model, restorer_of(model), plan)
     with _operating(model) as (restorer, staging):
         asked, approved, was_held = _resumption(model, restorer, lift_only, lift_canary)
         done, at = None, restorer.at
@@ -451,19 +446,6 @@ def resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -
         is_canary = approved is not None
         made = None if asked is None else restorer.form_of(asked)
         return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done, made=made)
-
-
-def plan_resume(model: Path, *, lift_only: bool = False, lift_canary: bool = False) -> RollbackResult:
-    """The plan of `resume`, now: its input is read and checked, and nothing is written.
-
-    Raises:
-        UsageError, ModelHeld, PositionUnknown, TargetBusy, VerificationError, CheckpointError: as `resume`.
-    """
-
-    def plan(restorer: Restorer) -> RollbackResult:
-        return _rollback_plan(restorer, *_resumption(model, restorer, lift_only, lift_canary))
-
-    return _undisturbed(model, restorer_of(model), plan)
 
 
 def _rollback_plan(
@@ -589,8 +571,8 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
     if end == last.position:
         return log
     span = Span(last.position, end)
-    what = Publication.of(log, span, last.step, DeltaOrigin.COMPARISON, log.trained)
-    what = replace(what, entry=replace(what.entry, state=log.newest.manifest.state_id))
+    state = log.newest.manifest.state_id
+    what = Publication.of(log, span, last.step, DeltaOrigin.COMPARISON, log.trained, state=state)
     with Staging(log.model) as staging:
         return publish_changes(log, staging, {}, what, last=log.last).log
 

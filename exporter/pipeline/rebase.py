@@ -38,34 +38,6 @@ class Rebased(Struct, frozen=True):
     meets: tuple[str, ...] = ()
 
 
-def plan_rebase(model: Path, *, despite_hold: bool, jobs: Jobs) -> Rebased | None:
-    """Return the plan of `rebase`, now: the deltas are read and checked, the base's values are not.
-
-    None if the newest base is at the newest position that is approved.
-
-    Raises:
-        NotUpdatable, UsageError, ModelHeld, ManifestError, CheckpointError, NotFinite, PositionMoved: as
-            `rebase`.
-    """
-    permission = Permission(despite_hold)
-
-    def plan(log: DeltaLog) -> Rebased | None:
-        permission.check(model, takes_deltas=True, versions=log.versions)
-        at = _newest_approved(log).at
-        if log.base.at.position >= at.position:
-            return None
-        require_local(log.base)
-        log.state(at.position)
-        chain = log.chain(log.base.at.position, at.position)
-        require_merger_finite(log, chain, merged(chain))
-        position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
-        path, deltas = model / str(position), len(chain) + (position != at.position)
-        tasks = merger_of(log, log.base, chain, path, jobs.task_bytes).tasks
-        return Rebased(path, Position(position, at.step), deltas, tasks)
-
-    return undisturbed(model, plan)
-
-
 def rebase(
     model: Path,
     *,
@@ -73,11 +45,13 @@ def rebase(
     despite_hold: bool = False,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
+    dry_run: bool = False,
 ) -> Rebased | None:
     """Publish a base at the newest position of the log; None if there is one already.
 
     Deltas that are published meanwhile apply to it, too. Servers load a base by themselves, so under a
-    canary's hold it has the newest position that is approved.
+    canary's hold it has the newest position that is approved. A `dry_run` reads and checks the deltas, not
+    the base's values; it writes nothing, and returns the plan.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
@@ -89,7 +63,27 @@ def rebase(
         PositionMoved, PublishError: see errors.py; nothing was published.
     """
     permission = Permission(despite_hold)
-    return undisturbed(model, lambda log: _rebase(log, keep, permission, jobs, progress))
+
+    def work(log: DeltaLog) -> Rebased | None:
+        permission.check(model, takes_deltas=True, versions=log.versions)
+        if log.base.at.position >= _newest_approved(log).at.position:
+            return None
+        require_local(log.base)
+        return _planned(log, jobs) if dry_run else _rebase(log, keep, permission, jobs, progress)
+
+    return undisturbed(model, work)
+
+
+def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
+    """The plan of a new base, now."""
+    model, at = log.model, _newest_approved(log).at
+    log.state(at.position)
+    chain = log.chain(log.base.at.position, at.position)
+    require_merger_finite(log, chain, merged(chain))
+    position = position_of_merger(log, model / str(at.position)) if at == log.at else at.position
+    path, deltas = model / str(position), len(chain) + (position != at.position)
+    tasks = merger_of(log, log.base, chain, path, jobs.task_bytes).tasks
+    return Rebased(path, Position(position, at.step), deltas, tasks)
 
 
 def _rebase(
@@ -98,12 +92,8 @@ def _rebase(
     permission: Permission,
     jobs: Jobs = LOCALLY,
     progress: ProgressFactory = no_progress,
-) -> Rebased | None:
-    permission.check(log.model, takes_deltas=True, versions=log.versions)
+) -> Rebased:
     model, base, newest = log.model, log.base, _newest_approved(log)
-    if base.at.position >= newest.at.position:
-        return None
-    require_local(base)
     if newest.at == log.at:
         log = skip_abandoned(log, model / str(newest.at.position))
         newest = _newest_approved(log)

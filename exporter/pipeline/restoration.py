@@ -85,7 +85,7 @@ from exporter.publish.delta_log import DeltaLog, LogDelta, log_path
 from exporter.publish.delta_publication import Publication, publish_changes
 from exporter.publish.finite import require_finite, require_merger_finite
 from exporter.publish.hold import Hold
-from exporter.publish.manifest import DeltaEntry, DeltaOrigin, Manifest, ManifestDraft, RestoredValues
+from exporter.publish.manifest import DeltaOrigin, Manifest, ManifestDraft, RestoredValues
 from exporter.publish.permission import Permission
 from exporter.publish.tags import Standing
 from exporter.publish.versions import (
@@ -344,20 +344,20 @@ class _ByDelta(_Way):
         touched = [delta.changes for delta in taken_back]
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
-        entry = DeltaEntry(
-            log=log.number,
-            schema=log.schema.digest,
-            made=restoration.made,
-            rows=0,
+        what = Publication.of(
+            log,
+            self._span(restoration),
+            step,
+            restoration.made,
+            trained,
+            packing_of(delta.header for delta in taken_back),
+            self._instead(restoration),
             back_to=of,
             before=restoration.before,
             reason=restoration.reason,
             canary=restoration.is_canaried,
             failed=restoration.by_canary,
-            trained=trained,
         )
-        packing = packing_of(delta.header for delta in taken_back)
-        what = Publication(self._span(restoration), step, entry, packing, self._instead(restoration))
         how = UnderLock(
             is_ours=True,
             holds=restoration.is_rollback,

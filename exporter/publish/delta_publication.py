@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -37,11 +38,23 @@ class Publication(Struct, frozen=True):
 
     @classmethod
     def of(
-        cls, log: DeltaLog, span: Span, step: int | None, made: DeltaOrigin, trained: TrainerVersion
+        cls,
+        log: DeltaLog,
+        span: Span,
+        step: int | None,
+        made: DeltaOrigin,
+        trained: TrainerVersion,
+        packing: DeltaDtype | None = None,
+        hint: str = "",
+        **more: Any,
     ) -> Publication:
-        """A publication in a log; `step` and `trained` describe the values at the end of the span."""
-        entry = DeltaEntry(log=log.number, schema=log.schema.digest, made=made, rows=0, trained=trained)
-        return cls(span, step, entry)
+        """A publication in a log; `step` and `trained` describe the values at the end of the span.
+
+        `more` are further fields of its entry.
+        """
+        schema = log.schema.digest
+        entry = DeltaEntry(log=log.number, schema=schema, made=made, rows=0, trained=trained, **more)
+        return cls(span, step, entry, packing, hint)
 
 
 def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:

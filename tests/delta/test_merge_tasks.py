@@ -22,7 +22,7 @@ from exporter.jobs.execute import decode, encode, execute
 from exporter.jobs.runner import LocalEngine
 from exporter.jobs.task import Input, Range
 from exporter.options import EngineName, Jobs
-from exporter.pipeline.log_maintenance import merge, plan_merge
+from exporter.pipeline.log_maintenance import merge
 from exporter.pipeline.rebase import rebase
 from exporter.publish.delta_log import read_log
 from exporter.storage.layout import JOBS_DIRECTORY, VARIABLES_PREFIX
@@ -57,7 +57,7 @@ def digest(directory: Path) -> str:
 def test_a_divided_merger_holds_what_a_small_one_holds(model: Path, tmp_path: Path) -> None:
     before = values_at(read_log(model))
     other = shutil.copytree(model, tmp_path / "other")
-    plan = plan_merge(model, None, None, TINY)
+    plan = merge(model, jobs=TINY, dry_run=True)
     divided, whole = merge(model, jobs=TINY), merge(other)
     assert plan is not None
     assert divided is not None
@@ -133,10 +133,10 @@ def test_a_new_base_names_the_checkpoint_that_its_values_are_of(tmp_path: Path) 
 
 def test_one_delta_is_no_merger(tmp_path: Path) -> None:
     trainer, model = followed(tmp_path), tmp_path / "model"
-    assert (plan_merge(model, None, None, TINY), merge(model)) == (None, None)
+    assert (merge(model, jobs=TINY, dry_run=True), merge(model)) == (None, None)
     went_on(trainer, 20)
     assert incr(trainer, str(model)).code == 0
-    assert (plan_merge(model, None, None, TINY), merge(model)) == (None, None)
+    assert (merge(model, jobs=TINY, dry_run=True), merge(model)) == (None, None)
 
 
 class ByColumns(Trainer):
