@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Struct, field
 
 from exporter.options import DeltaDtype, OnWild
 from exporter.wire.json_documents import Count, Measure, Moment, Text, doc
+
+if TYPE_CHECKING:
+    from exporter.delta.format import Change, Rows
+    from exporter.wire.dtypes import Array
 
 
 class LeftOut(Struct, frozen=True, omit_defaults=True):
@@ -107,3 +111,21 @@ class Tolerance(Struct, frozen=True):
     def is_nothing(self) -> bool:
         """True if served values must equal the trainer's bit for bit."""
         return self == Tolerance(overdue=self.overdue)
+
+
+class Divided(Struct, frozen=True):
+    """The `changes` to send: without the rows that are held back, others rounded.
+
+    By table, `held_back` has the rows left out, with the trainer's values, `since` when each began to wait
+    (only if time matters), and `stale` the numbers int64 [n] of all rows that will differ from the trainer's.
+    `left_out`, `rounded` and `used` are None if there is nothing to report.
+    """
+
+    changes: dict[str, Change]
+    left_out: LeftOut | None = None
+    rounded: Rounded | None = None
+    used: Used | None = None
+    wild: tuple[WildRows, ...] = ()
+    held_back: Mapping[str, Rows] = field(default_factory=dict)
+    since: Mapping[str, Array] = field(default_factory=dict)
+    stale: Mapping[str, Array] = field(default_factory=dict)

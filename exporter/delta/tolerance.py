@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.delta.compare_rows import differing_rows
-from exporter.delta.deviation import LeftOut, Rounded, Tolerance, Used, WildRows
+from exporter.delta.deviation import Divided, LeftOut, Rounded, Tolerance, Used, WildRows
 from exporter.delta.format import Change, Rows, Schema, ServedVariable
 from exporter.delta.layered_state import LayeredState
 from exporter.delta.packing import ChosenRows, round_rows, shrinks
@@ -44,24 +43,6 @@ _SAME, _WILD, _HELD = -3.0, -2.0, -1.0
 """Scores of rows that are served already in the form in which they would be sent, and of rows that are held
 back in any case: beyond their norm, or below `--min-change`."""
 _FURTHEST = sys.float_info.max  # infinity is no number of JSON
-
-
-class Divided(Struct, frozen=True):
-    """The `changes` to send: without the rows that are held back, others rounded.
-
-    By table, `held_back` has the rows left out, with the trainer's values, `since` when each began to wait
-    (only if time matters), and `stale` the numbers int64 [n] of all rows that will differ from the trainer's.
-    `left_out`, `rounded` and `used` are None if there is nothing to report.
-    """
-
-    changes: dict[str, Change]
-    left_out: LeftOut | None
-    rounded: Rounded | None
-    used: Used | None
-    wild: tuple[WildRows, ...]
-    held_back: Mapping[str, Rows]
-    since: Mapping[str, Array]
-    stale: Mapping[str, Array]
 
 
 def divide(

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from exporter.catalog import Catalog
 from exporter.checkpoint import is_named, open_checkpoint
-from exporter.delta.deviation import Budgeted, LeftOut, Rounded, Tolerance, WildRows
-from exporter.delta.format import Change, DeltaHeader, Rows, Schema, count_rows
+from exporter.delta.deviation import Budgeted, Divided, LeftOut, Rounded, Tolerance, WildRows
+from exporter.delta.format import Change, Rows, Schema, count_rows
 from exporter.delta.layered_state import Changes, CheckedFiles, LayeredState
 from exporter.delta.layers import fold_whole, merge_changes, needs_folding
 from exporter.delta.spans import Position, Span
@@ -49,7 +49,7 @@ from exporter.pipeline.table_deltas import has_room, ordinary, table_changes, wi
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import PublishedDelta, Staging, next_delta_position
 from exporter.publish.delta_log import DeltaLog, log_of, read_log
-from exporter.publish.delta_publication import Publication, publish_changes
+from exporter.publish.delta_publication import Publication, header_of, publish_changes
 from exporter.publish.manifest import DeltaEntry, DeltaOrigin, overwritten_notes
 from exporter.publish.permission import require_not_taken_back
 from exporter.publish.versions import (
@@ -69,7 +69,6 @@ from exporter.wire.dtypes import Array
 if TYPE_CHECKING:
     from exporter.delta.residual import Waiting
     from exporter.delta.row_hashes import HashIndex
-    from exporter.delta.tolerance import Divided
     from exporter.jobs.runner import Runner
     from exporter.pipeline.delta_budget import Allowance
     from exporter.pipeline.full import Exported
@@ -182,7 +181,7 @@ class IncrementalPlan(Struct, frozen=True):
     @property
     def step(self) -> int | None:
         """The training step at the end of the next delta; None if the checkpoint does not record steps."""
-        return None if self.trainer.catalog.step is None else self.trainer.plan.step
+        return self.trainer.step
 
     @property
     def span(self) -> Span:
@@ -261,9 +260,8 @@ def _plan(
     # A watch may idle while the next model is being prepared; only a delta needs the same graph.
     is_idle = is_watching and is_nothing
     graph = SameGraph() if is_idle else check_same_graph(log, request, trainer.catalog, files)
-    step = None if trainer.catalog.step is None else trainer.plan.step
     # With nothing to do, no other log has to be listed.
-    position = log.at.position if is_nothing else next_delta_position(log, step)
+    position = log.at.position if is_nothing else next_delta_position(log, trainer.step)
     return IncrementalPlan(
         request, log, trainer, position, is_nothing, allowed, allowance, waiting, resends, graph, lookups
     )
@@ -348,11 +346,11 @@ class ExportedDelta(Struct, frozen=True):
     """
 
     plan: IncrementalPlan
-    published: PublishedDelta | None
-    rows: int
-    variables: int
-    compared_bytes: int
-    seconds: float
+    published: PublishedDelta | None = None
+    rows: int = 0
+    variables: int = 0
+    compared_bytes: int = 0
+    seconds: float = 0.0
     warnings: tuple[ExportError, ...] = ()
 
     def __repr__(self) -> str:
@@ -360,32 +358,30 @@ class ExportedDelta(Struct, frozen=True):
         return f"ExportedDelta({what}, position={self.at.position}, rows={self.rows})"
 
     @property
+    def _entry(self) -> DeltaEntry | None:
+        """The entry in the published delta's manifest; None if none was published."""
+        entry = None if self.published is None else self.published.manifest.incremental
+        return entry if isinstance(entry, DeltaEntry) else None
+
+    @property
     def left_out(self) -> LeftOut | None:
         """Rows that were held back, and their distance from the trainer's; None if there are none."""
-        if self.published is None:
-            return self.plan.log.trained.left_out
-        entry = self.published.manifest.incremental
-        return None if entry is None else entry.trained.left_out
+        return (self._entry or self.plan.log).trained.left_out
 
     @property
     def rounded(self) -> Rounded | None:
         """The changed rows that are served rounded, or all such rows if nothing changed; None without any."""
-        if self.published is None:
-            return self.plan.log.trained.rounded
-        entry = self.published.manifest.incremental
-        return entry.rounded if isinstance(entry, DeltaEntry) else None
+        return self.plan.log.trained.rounded if self._entry is None else self._entry.rounded
 
     @property
     def budgeted(self) -> Budgeted | None:
         """The delta's use of its budget; None without a delta, or a budget."""
-        entry = None if self.published is None else self.published.manifest.incremental
-        return entry.budget if isinstance(entry, DeltaEntry) else None
+        return None if self._entry is None else self._entry.budget
 
     @property
     def wild(self) -> tuple[WildRows, ...]:
         """The rows beyond `--max-norm`, by table."""
-        entry = None if self.published is None else self.published.manifest.incremental
-        return entry.wild if isinstance(entry, DeltaEntry) else ()
+        return () if self._entry is None else self._entry.wild
 
     @property
     def at(self) -> Position:
@@ -411,39 +407,41 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         CheckpointError, NotFinite, PublishError: see errors.py; nothing was published.
     """
     started = time.monotonic()
+    nothing = partial(ExportedDelta, planned)
     if planned.is_nothing:
         planned.graph.save(planned.log.path)
-        return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
+        return nothing(seconds=time.monotonic() - started)
     log, plan = planned.log, planned.trainer.plan
     with Staging(planned.request.out) as staging, writing(staging.path):
         scratch = staging.path.with_name("scratch")
         scratch.mkdir()
         found = _changes(planned, scratch, progress)
-        if plan.is_nothing and not found.changes:  # the budget has no room for any of the rows that wait
-            return ExportedDelta(planned, None, 0, 0, 0, time.monotonic() - started)
-        overlaid = _overlaid(planned, found.changes)
-        made = DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON
-        left_out, rounded, budgeted, wild = found.told(planned.allowance)
-        trained = replace(plan.target, left_out=left_out, rounded=_rounded_so_far(planned, rounded))
-        span = replace(planned.span, only_from=bool(left_out or rounded))
-        what = Publication.of(log, span, planned.step, made, trained)
-        entry = replace(what.entry, rounded=rounded, budget=budgeted, wild=wild)
-        what = replace(what, entry=entry, packing=planned.request.delta_dtype)
+        sent = found.divided
+        if plan.is_nothing and not sent.changes:  # the budget has no room for any of the rows that wait
+            return nothing(seconds=time.monotonic() - started)
+        overlaid = OverlaidRows.of(log)
+        overlaid.add({name: each.ids for name, each in sent.changes.items() if isinstance(each, Rows)})
+        overlaid.require_room()
+        used = sent.used and planned.allowance and planned.allowance.told(sent.used)
+        what = Publication.of(
+            log,
+            replace(planned.span, only_from=bool(sent.left_out or sent.rounded)),
+            planned.step,
+            DeltaOrigin.INCREMENTS if plan.is_known else DeltaOrigin.COMPARISON,
+            replace(plan.target, left_out=sent.left_out, rounded=_rounded_so_far(planned, sent.rounded)),
+            planned.request.delta_dtype,
+            rounded=sent.rounded,
+            budget=used,
+            wild=sent.wild,
+        )
         check = _verify_bytes if planned.request.verify is Verify.BYTES else None
-        published = publish_changes(log, staging, found.changes, what, last=log.last, check=check)
+        published = publish_changes(log, staging, sent.changes, what, last=log.last, check=check)
         # Inside the staging, as changes may be in its scratch files.
-        _keep_for_next_time(planned, found, overlaid, published.manifest.state_id)
-    rows = count_rows(without_index(found.changes, log.base.entry.mapping_spec))
-    variables = len(found.changes)
-    return ExportedDelta(
-        planned,
-        published,
-        rows,
-        variables,
-        found.compared_bytes,
-        time.monotonic() - started,
-        published.warnings,
-    )
+        _keep_for_next_time(planned, found, overlaid, what, published.manifest.state_id)
+    rows = count_rows(without_index(sent.changes, log.base.entry.mapping_spec))
+    seconds = time.monotonic() - started
+    variables, compared, warnings = len(sent.changes), found.compared_bytes, published.warnings
+    return ExportedDelta(planned, published, rows, variables, compared, seconds, warnings)
 
 
 def _verify_bytes(written: Catalog) -> None:
@@ -452,17 +450,11 @@ def _verify_bytes(written: Catalog) -> None:
     verify_bytes(written)
 
 
-def _overlaid(planned: IncrementalPlan, changes: Mapping[str, Change]) -> OverlaidRows:
-    """All rows of mapped tables that the log, with these changes, has changed; OverlayFull if too many."""
-    overlaid = OverlaidRows.of(planned.log)
-    overlaid.add({name: change.ids for name, change in changes.items() if isinstance(change, Rows)})
-    overlaid.require_room()
-    return overlaid
-
-
-def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, state: str) -> None:
+def _keep_for_next_time(
+    planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, what: Publication, state: str
+) -> None:
     """Write the caches of the new state. Errors are ignored: the delta is published."""
-    log = planned.log
+    log, sent = planned.log, found.divided
     planned.graph.save(log.path)
     with suppress(OSError, PublishError):
         overlaid.save(log, planned.position, state)
@@ -470,11 +462,11 @@ def _keep_for_next_time(planned: IncrementalPlan, found: _Found, overlaid: Overl
             from exporter.delta.row_hashes import write_index
 
             write_index(log.path / HASHES_DIRECTORY, replace(found.hashes, state=state))
-        if (divided := found.divided) is not None and divided.held_back:
+        if sent.held_back:
             from exporter.delta.residual import save_residual
 
-            caches, header = log.path / CACHES_DIRECTORY, _header(planned)
-            save_residual(caches, log.schema, header, state, divided.held_back, divided.since)
+            caches, header = log.path / CACHES_DIRECTORY, replace(header_of(log, what), packing=None)
+            save_residual(caches, log.schema, header, state, sent.held_back, sent.since)
 
 
 def export_incremental(
@@ -509,62 +501,55 @@ def export_incremental(
             if mirror.is_remote(request.out) or request.check_graph or not is_begun(request):
                 raise
         versions = None
-    for attempt in range(1, _ATTEMPTS + 1):
+    look = partial(
+        plan_incremental,
+        request,
+        is_watching=is_watching,
+        marker_seconds=marker_seconds,
+        look_seconds=look_seconds,
+    )
+    attempts = 1
+    while True:
         try:
-            planned = _planned(request, versions, is_watching, marker_seconds, look_seconds)
+            planned = look(versions)
+            if not is_watching:
+                planned = _marked(planned, look)
             done = execute_incremental(planned, progress)
             break
-        except (TableFull, OverlayFull) as error:
-            is_known = isinstance(error, TableFull) and has_room(planned.log, planned.trainer)
-            if not (full_on_mismatch or is_watching) or is_known:
+        except (PositionMoved, CheckpointChanged) as error:  # others published or removed something
+            if attempts == _ATTEMPTS or _is_final(error, request):
+                raise
+            attempts, versions = attempts + 1, None
+        except PositionError as error:
+            is_full = isinstance(error, TableFull | OverlayFull)
+            if not (full_on_mismatch or (is_full and is_watching)):
+                raise
+            if isinstance(error, TableFull) and has_room(planned.log, planned.trainer):
                 raise
             # An increment too large for the overlay would be so again: the new base includes it.
             beyond = planned.trainer.plan.step if isinstance(error, OverlayFull) else 0
             return _new_log(request, progress, error, is_watching=is_watching, beyond=beyond)
-        except PositionMoved:
-            if attempt == _ATTEMPTS or mirror.is_remote(request.out):  # `carry` refreshes and tries again
-                raise
-        except PositionError as error:
-            if not full_on_mismatch:
-                raise
-            return _new_log(request, progress, error, is_watching=is_watching)
-        except CheckpointChanged:
-            if attempt == _ATTEMPTS or is_named(request.ckpt_dir):
-                raise
-        versions = None  # others published or removed something: look again
-    else:
-        raise AssertionError("the loop is left, or raises")
     if done.published is None:
         return done
     return replace(done, warnings=(*done.warnings, *_tidied(done.plan.log, done.published)))
 
 
-def _planned(
-    request: ExportRequest,
-    versions: Sequence[VersionDir] | None,
-    is_watching: bool,
-    marker_seconds: float,
-    look_seconds: float,
-) -> IncrementalPlan:
-    """Plan; unless the caller is a watch, which looks again, wait until no marker is awaited any more.
-
-    Raises the errors of `plan_incremental`, including PositionErrors.
-    """
-    planned = plan_incremental(
-        request,
-        versions,
-        is_watching=is_watching,
-        marker_seconds=marker_seconds,
-        look_seconds=look_seconds,
+def _is_final(error: PositionMoved | CheckpointChanged, request: ExportRequest) -> bool:
+    """True if another look would find the same, or `carry` takes it, which refreshes its copy first."""
+    return (
+        is_named(request.ckpt_dir) if isinstance(error, CheckpointChanged) else mirror.is_remote(request.out)
     )
-    if is_watching or not planned.trainer.awaits_marker:
-        return planned
-    from exporter.storage.arrivals import Arrivals  # few deltas wait for anything
 
-    arrivals = Arrivals.of_trainer(planned.trainer.catalog.prefix.parent)
-    while planned.trainer.awaits_marker:
-        arrivals.sleep(_MARKER_POLL_S)
-        planned = plan_incremental(request, marker_seconds=marker_seconds)
+
+def _marked(planned: IncrementalPlan, look: Callable[[], IncrementalPlan]) -> IncrementalPlan:
+    """The plan once no marker is awaited any more; `look` makes another."""
+    if planned.trainer.awaits_marker:
+        from exporter.storage.arrivals import Arrivals  # few deltas wait for anything
+
+        arrivals = Arrivals.of_trainer(planned.trainer.catalog.prefix.parent)
+        while planned.trainer.awaits_marker:
+            arrivals.sleep(_MARKER_POLL_S)
+            planned = look()
     return planned
 
 
@@ -577,17 +562,14 @@ def _new_log(
     beyond: int = 0,
 ) -> Exported:
     """Publish a base instead of a delta; unless its checkpoint is named, at no earlier step than served."""
-    beyond = 0 if is_named(request.ckpt_dir) else max(beyond, _served_step(request.out))
+    if is_named(request.ckpt_dir):
+        beyond = 0
+    else:
+        with suppress(NotUpdatable, ManifestError, CheckpointError):
+            beyond = max(beyond, read_log(request.out).at.step or 0)
     done = export_base(request, progress, beyond=beyond, is_watching=is_watching)
     said = f"a new base, not a delta: {why.message}" + (f" ({why.cause})" if why.cause else "")
     return replace(done, plan=replace(done.plan, target_notes=(said, *done.plan.target_notes)))
-
-
-def _served_step(model: Path) -> int:
-    """The training step of the log's newest position; 0 if there is no log, or it cannot be read."""
-    with suppress(NotUpdatable, ManifestError, CheckpointError):
-        return read_log(model).at.step or 0
-    return 0
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:
@@ -607,28 +589,12 @@ def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]
     return ()
 
 
-def _header(planned: IncrementalPlan) -> DeltaHeader:
-    log, span = planned.log, planned.span
-    step = planned.trainer.plan.step
-    return DeltaHeader(log.lineage, log.schema.digest, span.start, span.end, step, only_from=True)
-
-
 class _Found(Struct, frozen=True):
-    """The changes of a delta, and their caches and figures."""
+    """The changes to send, the number of bytes that were compared, and the hashes of all rows."""
 
-    changes: dict[str, Change]
+    divided: Divided
     compared_bytes: int = 0
     hashes: HashIndex | None = None
-    divided: Divided | None = None
-
-    def told(
-        self, allowance: Allowance | None
-    ) -> tuple[LeftOut | None, Rounded | None, Budgeted | None, tuple[WildRows, ...]]:
-        """The manifest's records of rows left out and rounded, of the budget, and of wild rows."""
-        if (found := self.divided) is None:
-            return None, None, None, ()
-        budgeted = None if found.used is None or allowance is None else allowance.told(found.used)
-        return found.left_out, found.rounded, budgeted, found.wild
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
@@ -640,6 +606,7 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
     from exporter.delta.residual import Waiting  # late: of exact deltas, which are most
     from exporter.delta.tolerance import divide
 
+    changes = found.divided.changes
     state, allowed, spec = published(), planned.allowed, log.base.entry.mapping_spec
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, state.stored.values())
     state.trust(known := files.known(state.stored.values()))
@@ -650,19 +617,19 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
         allowed = replace(allowed, norms=norm_bounds(log, request.max_norm, coded), on_wild=request.on_wild)
     lost, now = log.trained.left_out if planned.waiting is None else None, time.time()
     divided = divide(
-        found.changes,
+        changes,
         state,
         log.schema,
         allowed,
         scratch,
         planned.waiting or Waiting(otherwise=now if lost is None else _since(lost, now)),
         coded=coded,
-        first=_new_rows(found.changes, spec),
+        first=_new_rows(changes, spec),
     )
     if state.checked:
         files.save(state.checked | known)
     hashes = None if found.hashes is None else _of_published(found.hashes, divided.stale, log.schema)
-    return _Found(divided.changes, found.compared_bytes, hashes, divided)
+    return replace(found, divided=divided, hashes=hashes)
 
 
 def _new_rows(changes: Mapping[str, Change], spec: MappingSpec) -> dict[str, Array]:
@@ -702,7 +669,7 @@ def _all_changes(
         if needs_folding(layers, log.schema):
             layers = fold_whole(layers, log.schema, published())
         layers = (*layers, table_changes(log, trainer, scratch).changes)
-        return _Found({**merge_changes(layers, log.schema, scratch), **planned.lookups})
+        return _Found(Divided({**merge_changes(layers, log.schema, scratch), **planned.lookups}))
     from exporter.delta.diff import Comparison, diff
     from exporter.delta.row_hashes import BlockHasher, HashIndex, most_bytes, read_index
 
@@ -721,7 +688,8 @@ def _all_changes(
         found = diff(published(), trainer.state(), compared, how)
     tables = table_changes(log, trainer, scratch)
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
-    return _Found(found.changes | tables.changes, found.bytes_ + tables.compared_bytes, hashes)
+    compared_bytes = found.bytes_ + tables.compared_bytes
+    return _Found(Divided(found.changes | tables.changes), compared_bytes, hashes)
 
 
 def _runner(request: ExportRequest) -> Runner | None:

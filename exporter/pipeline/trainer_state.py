@@ -53,6 +53,11 @@ class TrainerState(Struct, frozen=True):
     abandoned: str = ""
     archive: Identity | None = None
 
+    @property
+    def step(self) -> int | None:
+        """The training step of its newest state; None if the checkpoint does not record steps."""
+        return None if self.catalog.step is None else self.plan.step
+
     def in_bundle(self, spec: MappingSpec, prefix: Path, progress: ProgressFactory) -> TrainerState:
         """The same state with rows that can be read one by one: an archive is copied into a bundle at
         `prefix`.
