@@ -25,11 +25,12 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import CheckpointChanged, CheckpointError, os_error
@@ -57,6 +58,22 @@ _CHECKPOINTS: dict[Url, Mirror] = {}
 _LOCK = threading.Lock()
 
 
+class Held(Struct, frozen=True):
+    """An object, the inode of the file that stands for it, and the ranges that were fetched into it."""
+
+    object: RemoteObject
+    inode: int
+    fetched: Ranges
+
+    def lacks(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The parts of these ranges that were not fetched."""
+        missing = Ranges()
+        for asked in ranges:
+            for gap in self.fetched.gaps(*asked):
+                missing.add(*gap)
+        return [*missing]
+
+
 class Mirror:
     """A local directory with the names, sizes and times of the objects at a URL."""
 
@@ -66,11 +83,9 @@ class Mirror:
         from exporter.storage.objects import ObjectReader  # late, as `waiting` is: most commands open no URL
 
         self._reader = ObjectReader(url)
-        self._found: dict[str, RemoteObject] = {}
-        self._fetched: dict[str, Ranges] = {}
-        self._inodes: dict[str, int] = {}
+        self._shown: dict[str, Held] = {}  # what was listed, by name
+        self._stand_ins: dict[int, Held] = {}  # by inode: they may be renamed
         self._ahead = ReadAhead()
-        self._stand_ins: dict[int, tuple[RemoteObject, Ranges]] = {}  # by inode: they may be renamed
         self.spent: set[str] = set()
         """Directories of jobs in a store, to be removed after this mirror's files were uploaded."""
         self.on_lock: Callable[[], None] | None = None
@@ -111,41 +126,48 @@ class Mirror:
             self._directories |= _directories(found)
             # so is an object with the name of a directory: consoles and TensorFlow mark directories by these
             found = {name: each for name, each in found.items() if name not in self._directories}
-            for name in self._found.keys() - found.keys():
+            for name in self._shown.keys() - found.keys():
                 (self.root / name).unlink(missing_ok=True)
-                del self._found[name], self._fetched[name], self._inodes[name]
+                del self._shown[name]
             for name, each in found.items():
-                if self._found.get(name) != each:
+                if name not in self._shown or self._shown[name].object != each:
                     self._place(name, each)
-                    self._found[name], self._fetched[name] = each, Ranges()
-            self._ahead.show(self._found)
+            self._ahead.show(self._shown)
 
-    def forget(self, name: str) -> None:
-        """Free the disk space of a large file; opening it fetches it again."""
-        with self._lock:
-            each = self._found.get(name)
-            # an existing memory map keeps its bytes; the caller makes sure that no thread opens it now
-            if each is not None and each.size > GAP_BYTES and not self.is_made_here(name):
-                self._place(name, each)
-                self._fetched[name] = Ranges()
+    def held(self, name: str) -> Held | None:
+        """What the file of this name stands for; None if there is none, or a process put it here."""
+        try:
+            inode = (self.root / name).stat().st_ino
+        except FileNotFoundError:
+            return None
+        shown = self._shown.get(name)
+        return shown if shown is not None and shown.inode == inode else self._stand_ins.get(inode)
+
+    def has(self, name: str) -> bool:
+        """True if a local file stands for the listed object of its name, and nothing has replaced it."""
+        held = self.held(name)
+        return held is not None and held is self._shown.get(name)
 
     def listed(self, name: str) -> RemoteObject:
         """The object of a file; CheckpointChanged if there is none."""
-        each = self._found.get(name) or self.standing_in(name)
-        if each is None:
+        held = self.held(name)
+        if held is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
-        return each
+        return held.object
 
     def is_made_here(self, name: str) -> bool:
         """True for a local file that a process put here, and that stands for no object.
 
         False if there is no such file.
         """
-        try:
-            inode = (self.root / name).stat().st_ino
-        except FileNotFoundError:
-            return False
-        return inode not in self._stand_ins and inode != self._inodes.get(name)
+        return (self.root / name).exists() and self.held(name) is None
+
+    def forget(self, name: str) -> None:
+        """Free the disk space of a large file; opening it fetches it again."""
+        with self._lock:
+            # an existing memory map keeps its bytes; the caller makes sure that no thread opens it now
+            if self.has(name) and self._shown[name].object.size > GAP_BYTES:
+                self._place(name, self._shown[name].object)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
         """Make a new file that stands for an object of the bucket, even after a rename below the root.
@@ -162,17 +184,17 @@ class Mirror:
         except OSError as error:
             raise os_error(error, path) from error
         with self._lock:
-            self._stand_ins[inode] = (each, Ranges())
+            self._stand_ins[inode] = Held(each, inode, Ranges())
 
     def standing_in(self, name: str) -> RemoteObject | None:
         """The object of a file that `stand_in` made; None for any other file."""
-        found = self._stand_in_of(name)
-        return None if found is None else found[0]
+        held = None if self.has(name) else self.held(name)
+        return None if held is None else held.object
 
     @property
     def stand_ins(self) -> list[RemoteObject]:
         """The objects of all files that `stand_in` made."""
-        return [each for each, _ in self._stand_ins.values()]
+        return [held.object for held in self._stand_ins.values()]
 
     def close(self) -> None:
         """Remove all files; messages name the URL instead of their paths while the process lives."""
@@ -181,13 +203,6 @@ class Mirror:
                 shutil.rmtree(path, ignore_errors=True)
             self._stand_ins.clear()
 
-    def _stand_in_of(self, name: str) -> tuple[RemoteObject, Ranges] | None:
-        if not self._stand_ins:
-            return None
-        with suppress(FileNotFoundError):
-            return self._stand_ins.get((self.root / name).stat().st_ino)
-        return None
-
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         """Fetch those ranges (start, stop) of a file, by default all of it, that are not here yet.
 
@@ -195,33 +210,25 @@ class Mirror:
         the store cannot be read, DiskFull or PublishError if writing to the disk fails.
         """
         with self._asking(), self._lock:
-            found = self._stand_in_of(name)
-            if found is None and name in self._found:
-                found = self._found[name], self._fetched[name]
-            if found is None:
+            held = self.held(name)
+            if held is None:
                 return  # if the file does not exist, its reader reports that
-            each, fetched = found
-            wanted = [(0, each.size)] if ranges is None else [aligned(*asked, each.size) for asked in ranges]
-            missing = Ranges()
-            for start, stop in wanted:
-                for gap in fetched.gaps(start, stop):
-                    missing.add(*gap)
-            if any(missing):
-                with self._reading_ahead(self._neighbours(name) if each.size <= GAP_BYTES else []):
-                    self._fill(name, each, fetched, missing)
+            size = held.object.size
+            wanted = [(0, size)] if ranges is None else [aligned(*asked, size) for asked in ranges]
+            if missing := held.lacks(wanted):
+                with self._reading_ahead(self._neighbours(name) if size <= GAP_BYTES else []):
+                    self._fill(name, held, missing)
 
     def ask_store(
         self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
         """The result of `ask` for the object itself; None if the file has all of these ranges already."""
         with self._lock:
-            found = self._stand_in_of(name)
-            if found is None and name in self._found and not self.is_made_here(name):
-                found = self._found[name], self._fetched[name]
-            if found is None or not any(gap for each in ranges for gap in found[1].gaps(*each)):
+            held = self.held(name)
+            if held is None or not held.lacks(ranges):
                 return None
         with self._asking():
-            return ask(self._reader, found[0])
+            return ask(self._reader, held.object)
 
     def _asking(self) -> AbstractContextManager[None]:
         """A context for requests to the store about listed objects; subclasses override it."""
@@ -229,10 +236,11 @@ class Mirror:
 
     def _neighbours(self, name: str) -> Sequence[str]:
         def is_there(other: str) -> bool:
-            return other in self._found and not any(self._fetched[other].gaps(0, self._found[other].size))
+            held = self._shown[other]
+            return not held.lacks([(0, held.object.size)])
 
         def is_wanted(other: str) -> bool:
-            return other in self._found and self._found[other].size <= GAP_BYTES and not is_there(other)
+            return self._shown[other].object.size <= GAP_BYTES and not is_there(other)
 
         return self._ahead.with_neighbours(name, is_there, is_wanted)
 
@@ -246,28 +254,26 @@ class Mirror:
 
         with workers(len(names), "read-ahead") as pool:
             for name in names:
-                each, fetched = self._found[name], self._fetched[name]
-                pool.submit(self._fill, name, each, fetched, [(0, each.size)])
+                held = self._shown[name]
+                pool.submit(self._fill, name, held, [(0, held.object.size)])
             yield
 
-    def _fill(
-        self, name: str, each: RemoteObject, fetched: Ranges, missing: Iterable[tuple[int, int]]
-    ) -> None:
+    def _fill(self, name: str, held: Held, missing: Sequence[tuple[int, int]]) -> None:
         path = self.root / name
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        before = os.fstat(descriptor)
-        if before.st_ino not in self._stand_ins and before.st_ino != self._inodes[name]:
-            os.close(descriptor)  # a local file has taken its place
-            return
         try:
-            pieces = [(start, stop, start) for start, stop in missing]
-            self._reader.copy(each, descriptor, pieces, path)
+            before = os.fstat(descriptor)
+            if before.st_ino != held.inode:
+                return  # a local file has taken its place
+            try:
+                pieces = [(start, stop, start) for start, stop in missing]
+                self._reader.copy(held.object, descriptor, pieces, path)
+            finally:  # the object did not change: keep its time
+                os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
         finally:
-            # the object did not change: keep its time
-            os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.close(descriptor)
         for start, stop in missing:
-            fetched.add(start, stop)
+            held.fetched.add(start, stop)
 
     def copy(
         self,
@@ -309,7 +315,7 @@ class Mirror:
             self._new.replace(path)
         except OSError as error:
             raise os_error(error, path) from error
-        self._inodes[name] = inode
+        self._shown[name] = Held(each, inode, Ranges())
 
 
 def local(path: Path) -> Path:
@@ -380,10 +386,13 @@ def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
     Raises:
         CheckpointChanged: it was listed, and no longer exists.
     """
-    if (found := _find(path)) is None or found[0].is_made_here(found[1]):
+    if (found := _find(path)) is None:
         return None
-    each = found[0].listed(found[1])
-    return replace(found[0].url, path=each.key), each
+    mirror, name = found
+    if mirror.is_made_here(name):
+        return None
+    each = mirror.listed(name)
+    return replace(mirror.url, path=each.key), each
 
 
 def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
@@ -422,18 +431,12 @@ def is_same_file(a: Path, b: Path) -> bool:
     """True if two paths are one file, or stand for one object; False also if that is not known."""
     if a == b:
         return True
-    found = _find(a), _find(b)
-    if found[0] is not None and found[1] is not None:
-        if any(mirror.is_made_here(name) for mirror, name in (found[0], found[1])):
-            return False
-        with suppress(CheckpointChanged):
-            objects = [mirror.listed(name) for mirror, name in (found[0], found[1])]
-            places = [(mirror.url.scheme, mirror.url.bucket) for mirror, _ in (found[0], found[1])]
-            # equal sizes and times without tags prove nothing
-            return places[0] == places[1] and objects[0] == objects[1] and objects[0].tag is not None
-    if found == (None, None):
-        with suppress(OSError):
+    with suppress(CheckpointChanged, OSError):
+        objects = pinned(a), pinned(b)
+        if objects == (None, None):
             return a.samefile(b)
+        # equal sizes and times without tags prove nothing
+        return objects[0] == objects[1] and objects[0] is not None and objects[0][1].tag is not None
     return False
 
 
@@ -510,11 +513,8 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
     """
-
-    def take(reader: ObjectReader, each: RemoteObject) -> int:
-        return reader.checksums(each, [(start, stop)])[0]
-
-    return _ask(path, [(start, stop)], take)
+    ranges = [(start, stop)]
+    return _ask(path, ranges, lambda reader, each: reader.checksums(each, ranges)[0])
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
@@ -528,16 +528,14 @@ def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
 
     def take(reader: ObjectReader, each: RemoteObject) -> IO[bytes]:
         place = Path(tempfile.gettempdir())
-        try:
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-        except OSError as error:
-            raise os_error(error, place) from error
-        try:
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(tempfile.TemporaryFile())
+            except OSError as error:
+                raise os_error(error, place) from error
             reader.copy(each, file.fileno(), [(start, stop, 0)], place)
-        except BaseException:
-            file.close()
-            raise
-        return file
+            stack.pop_all()  # the caller closes it
+            return file
 
     return _ask(path, [(start, stop)], take)
 

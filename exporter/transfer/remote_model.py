@@ -91,8 +91,7 @@ class _ModelMirror(Mirror):
     def show(self, found: Mapping[str, RemoteObject]) -> None:
         """Show these objects as `Mirror.show` does, and restore files that a failed command removed."""
         with self._lock:
-            for name in [name for name in self._found if not (self.root / name).exists()]:
-                del self._found[name], self._fetched[name], self._inodes[name]
+            self._shown = {name: held for name, held in self._shown.items() if (self.root / name).exists()}
             super().show(found)
         self.is_outdated = False
 
@@ -111,12 +110,6 @@ class _ModelMirror(Mirror):
             raise PositionMoved(
                 f"another machine published to {self.url} meanwhile", cause=error.message
             ) from error
-
-    def has(self, name: str) -> bool:
-        """Return True if a local file represents this object, and no command has replaced it."""
-        with self._lock:
-            path = self.root / name
-            return name in self._found and path.exists() and path.stat().st_ino == self._inodes[name]
 
 
 class RemoteModel:
