@@ -108,11 +108,15 @@ def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersio
     )
     if target.current is None or log is None or log.number != target.current.number:
         return replace(found, newer_version=newer, problem=None if newer is None else "its log has ended")
-    steps = None
-    if found.step is not None and target.at is not None and target.at.step is not None:
-        steps = target.at.step - found.step
     behind = None if at.gap else len(at.left)
+    steps = _steps_behind(found.step, target)
     return replace(found, behind_deltas=behind, behind_steps=steps, problem=at.gap or None)
+
+
+def _steps_behind(step: int | None, target: Model) -> int | None:
+    """The steps from a served one to the newest published; None if either is not recorded."""
+    newest = None if target.at is None else target.at.step
+    return None if step is None or newest is None else newest - step
 
 
 def _seconds_since(time: datetime | None, now: datetime) -> float | None:

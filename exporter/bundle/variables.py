@@ -430,21 +430,27 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
     reads = _Boxes((box for box, _, _ in stored), source.gather_parts)
     writes = _Boxes(outputs, source.scatter_parts)
     count = tensor.shape[0] if tensor.shape else 1
-    step = max(1, count)
-    most = piece_bytes(tensor.bytes_, task_bytes)
-    # pieces become slices, which RestoreV2 joins of these types alone
-    if source.dtype in JOINABLE and tensor.shape and most is not None:
-        # each piece begins at a multiple of the turns of both sides: see `_Boxes.shares`
-        turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
-        row_bytes = max(1, tensor.bytes_ // max(1, count))
-        step = max(1, most // row_bytes // turn) * turn
     ranges = [whole for _, whole, _ in stored]
     if source.is_mapped:
         for rows in map(_rows_of, outputs):
             yield replace(_rows(source, reads, ranges, writes, rows.start, rows.stop), alone=True)
         return
+    step = _rows_at_once(source, count, task_bytes)
     for start in range(0, max(1, count), step):
         yield _rows(source, reads, ranges, writes, start, min(start + step, count))
+
+
+def _rows_at_once(source: TensorSource, count: int, task_bytes: int) -> int:
+    """The number of a source's `count` rows that are written to one place, at least 1."""
+    tensor = source.tensor
+    most = piece_bytes(tensor.bytes_, task_bytes)
+    # pieces become slices, which RestoreV2 joins of these types alone
+    if source.dtype not in JOINABLE or not tensor.shape or most is None:
+        return max(1, count)
+    # each piece begins at a multiple of the turns of both sides: see `_Boxes.shares`
+    turn = math.lcm(source.gather_parts or 1, source.scatter_parts or 1)
+    row_bytes = max(1, tensor.bytes_ // max(1, count))
+    return max(1, most // row_bytes // turn) * turn
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:

@@ -411,10 +411,6 @@ def _nothing_in(directory: Path) -> CheckpointError:
     """Return the error that no checkpoint was found, with the files that were found instead as its cause."""
     names, named = sorted(_names(directory)), _named_by_state(directory)
     state = f"its state file names {named}, which is not there" if named else ""
-    metas = sum(name.endswith(".meta") for name in names)
-    shards = sum(".data-" in name for name in names)
-    kinds = [f"{count} {kind} files" for count, kind in ((metas, ".meta"), (shards, ".data-*")) if count]
-    found = f"found: {' and '.join(kinds)} but no .index" if kinds else "" if names else "it is empty"
     # left-overs of writers: unfinished shards, and copies that workers save
     kept = [name for name in names if "_temp_" not in name and not name.startswith(WORKER_PREFIX)]
     below = next(_below(directory, kept), None)
@@ -425,5 +421,15 @@ def _nothing_in(directory: Path) -> CheckpointError:
     elif below is None and (models := [name for name in kept if _is_published(directory / name)]):
         state = state or "it holds published models, and not what a trainer saves"
         hint = f"see what is published: export-model inspect {quoted(directory / models[0])}"
-    cause = "; ".join(filter(None, (state, found)))
+    cause = "; ".join(filter(None, (state, _parts_among(names))))
     return CheckpointNotFound(f"there is no complete checkpoint in {directory}", cause=cause, hint=hint)
+
+
+def _parts_among(names: list[str]) -> str:
+    """The parts of checkpoints among the files of a directory, in words; "" if there are only other files."""
+    if not names:
+        return "it is empty"
+    metas = sum(name.endswith(".meta") for name in names)
+    shards = sum(".data-" in name for name in names)
+    kinds = [f"{count} {kind} files" for count, kind in ((metas, ".meta"), (shards, ".data-*")) if count]
+    return f"found: {' and '.join(kinds)} but no .index" if kinds else ""

@@ -353,6 +353,11 @@ def _notes(event: Event) -> Iterator[str]:
         yield f"{count(event.left_out.rows, 'row')} held back"
     if event.wild:
         yield f"{count(sum(each.rows for each in event.wild), 'row')} beyond --max-norm"
+    yield from _standing(event)
+
+
+def _standing(event: Event) -> Iterator[str]:
+    """Yield what a publication was trained on, and what became of it."""
     if event.event_time is not None:
         yield f"trained on events up to {in_utc(event.event_time):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:

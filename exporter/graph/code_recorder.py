@@ -162,18 +162,14 @@ class Recorder:
         by_name = set[str]()
         for file, module in found.users.items():
             real, name = Path(file).resolve(), _name_of(module)
-            content = content_of(file)
-            is_known = content is not None and _is_as_imported(module, file, content)
-            if is_loaded and not is_known and file in _imported:
+            known = _digests(module, file, real)
+            if is_loaded and not known and file in _imported:
                 raise BuilderError(
                     f"{name} ({file}) was edited while it was used", hint="run the command again"
                 )
-            known: tuple[str, ...] = ()
-            if is_known and content is not None:
-                known = digest_of(content), code_of(content, real)
-            if main is not None and real == main.path.resolve() and is_known:
+            if main is not None and known and real == main.path.resolve():
                 own = SourceFile(real.relative_to(main.root).as_posix(), *known)
-            elif main is not None and is_known and real in _places_of(main.root, name):
+            elif main is not None and known and real in _places_of(main.root, name):
                 files.append(SourceFile(real.relative_to(main.root).as_posix(), *known))
             else:
                 while name in places:  # two files that were loaded by hand under one name
@@ -467,6 +463,14 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _inside(constant)
+
+
+def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
+    """The digests of a module's file and of its code; () if the file is not what was imported."""
+    content = content_of(file)
+    if content is None or not _is_as_imported(module, file, content):
+        return ()
+    return digest_of(content), code_of(content, real)
 
 
 def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:

@@ -308,10 +308,10 @@ def _parted(
     """
     inputs = data_inputs(stitch)
     count = len(inputs) // 2
-    gathers = [_origin(index, tensor) for tensor in inputs[count:]]
-    if not gathers or len(inputs) % 2 or any(node is None or node.op not in GATHERS for node in gathers):
+    origins = [_origin(index, tensor) for tensor in inputs[count:]]
+    reads = [node for node in origins if node is not None and node.op in GATHERS]
+    if not reads or len(inputs) != 2 * len(reads):
         return None
-    reads = [node for node in gathers if node is not None]
     handle, *others = {handle_of(node) for node in reads}
     if others or handle is None:
         return None

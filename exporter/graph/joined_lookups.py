@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 from msgspec import Struct
@@ -99,12 +99,12 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
     if not free or not groups:
         return graph
     meta_graph = deepcopy(graph.meta_graph)
-    names = {lookup.table.name for group in groups for lookup in group}
+    names = {lookup.table.name for lookup in chain.from_iterable(groups)}
     tables = [table for table in graph.dynamic_tables if table.name in names]
     scope = free_name({name.partition("/")[0] for name in index.nodes}, "joined_tables")
     joined, handles = _join_variables(meta_graph.graph_def, graph, tables, scope)
     shapes = {variable.node: variable.shape for variable in graph.variables}
-    named = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
+    named = set[str]().union(*(each.nodes for each in ends.values()))
     moved: dict[str, str] = {}
     for number, group in enumerate(groups):
         find = f"{scope}/find_{number}"
@@ -115,7 +115,7 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
         for position, text in enumerate(node.input):
             node.input[position] = moved.get(text.removesuffix(":0"), text)
     gone = {name for table in tables for name in table.nodes[: len(INDEX)]}
-    for lookup in (each for group in groups for each in group):
+    for lookup in chain.from_iterable(groups):
         gone |= lookup.own | ({lookup.nodes.rows, lookup.nodes.found} - named)
     drop_nodes(meta_graph.graph_def.node, gone)
     return replace(graph, meta_graph=meta_graph, joined=joined)
@@ -169,7 +169,7 @@ def _asked_together(
 ) -> list[list[_Lookup]]:
     """Return the lookups that the same signatures need, in groups that are large enough to join."""
     needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
-    given = {tensor.node for each in ends.values() for tensor in (*each.inputs, *each.outputs)}
+    given = set[str]().union(*(each.nodes for each in ends.values()))
     asking: dict[frozenset[str], list[_Lookup]] = defaultdict(list)
     left = set[str]()
     for lookup in lookups:
@@ -291,17 +291,22 @@ def separate_lookups(meta_graph: Proto) -> None:
         nodes = add_rows(made, lookup.scope, table.name, table.nodes, ids, defaults=defaults)
         moved |= dict.fromkeys(lookup.rows, nodes.rows) | dict.fromkeys(lookup.found, nodes.found)
     names = {node.name for node in made.node}
-    taken = [index.nodes[name] for name in names & index.nodes.keys()]
-    if len(names) < len(made.node) or any(node.op not in ("Const", "Identity") for node in taken):
-        raise GraphError(
-            "the graph has other nodes under the names of lookups that are joined", hint=_NAME_SOURCE
-        )
+    _require_free(index, names, len(made.node))
     put_nodes(graph_def.node, [node for node in graph_def.node if node.name not in names])
     for node in graph_def.node:
         node.attr.pop(JOINED, None)
         for position, text in enumerate(node.input):
             node.input[position] = moved.get(endpoint(text), text)
     graph_def.node.extend(made.node)
+
+
+def _require_free(index: GraphIndex, names: set[str], count: int) -> None:
+    """Raise GraphError unless `count` new nodes have different names, which only joining's own nodes have."""
+    taken = [index.nodes[name] for name in names & index.nodes.keys()]
+    if len(names) < count or any(node.op not in ("Const", "Identity") for node in taken):
+        raise GraphError(
+            "the graph has other nodes under the names of lookups that are joined", hint=_NAME_SOURCE
+        )
 
 
 class _Joined(Struct, frozen=True):

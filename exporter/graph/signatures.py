@@ -80,6 +80,11 @@ class SignatureEnds(Struct, frozen=True):
         return cls(inputs, outputs)
 
     @property
+    def nodes(self) -> set[str]:
+        """The nodes of all its tensors."""
+        return {tensor.node for tensor in (*self.inputs, *self.outputs)}
+
+    @property
     def computed(self) -> list[str]:
         """Return the nodes that make the outputs, each once, without outputs that are inputs as well."""
         return [*dict.fromkeys(tensor.node for tensor in self.outputs if tensor not in self.inputs)]

@@ -100,9 +100,7 @@ def plan_changes(
     if chain is not None:
         event_time = newest([last_event, _last_event(published, chain)])
         return ChangePlan(TrainerVersion.of(full, tip, event_time), step, chain)
-    reason = _reason(published, full, history)
-    if is_alone and published.is_exact and history.after(full):
-        reason = f"{full.name} is named, and not what came after it"
+    reason = _reason(published, full, history, is_alone=is_alone)
     return ChangePlan(target, step, after, is_known=False, reason=reason)
 
 
@@ -131,10 +129,12 @@ def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> 
     return newest([published.newest_event, *[stored.increment.event_time for stored in chain]])
 
 
-def _reason(published: TrainerVersion, full: CheckpointId, history: History) -> str:
+def _reason(published: TrainerVersion, full: CheckpointId, history: History, *, is_alone: bool) -> str:
     """Explain to a person why states have to be compared: the first of these reasons that applies."""
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
+    if is_alone and history.after(full):
+        return f"{full.name} is named, and not what came after it"
     if not history.increments:
         return "the trainer writes no increments"
     if not history.markers_of(full):

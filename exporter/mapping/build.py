@@ -267,26 +267,38 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     ]
     twins = _twin_notes(sources, catalog) if not by_object and catalog.naming is Naming.NAMES else ()
     used = {name for match in matches.values() for name in (match.name, match.trained_name)}
-    beside: Iterable[str] = ()
-    whole: ServedWhole | None = None
-    if side is not None:
+    if side is None:
+        whole, beside = _beside_names(catalog, used, graph, rules)
+    else:
         from exporter.mapping.extras import whole_objects
 
         whole, beside = whole_objects(side, walked, used, graph, rules)
         rules = _with_tables(rules, graph.tables, walked.tables)
-    elif graph.meta_graph is not None or catalog.naming is not Naming.NAMES or _has_layers(catalog):
-        # The base already reported variables beside the served names; most deltas need not import this.
-        from exporter.mapping.extras import left_out_by_names, names_of
-
-        beside = left_out_by_names(catalog, used, graph, rules)
-        if left := {name for name, ref in catalog.tensors.items() if rules.ignores(names_of(ref))} - used:
-            whole = ServedWhole(tuple(sorted(left)))
     notes = (*_notes(sources, rules, catalog, side), *twins, *beside)
     tables = tuple(find_tables(graph.tables, catalog, rules))
-    contents = {ref.name: ref for _, *refs in tables for ref in refs}
-    sources += [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
+    sources += _contents(tables)
     sources += _state(graph, catalog)
     return VariableMapping(catalog, tuple(sources), notes, tuple(table for table, _, _ in tables), whole)
+
+
+def _contents(tables: Iterable[tuple[GraphTable, TensorRef, TensorRef]]) -> list[TensorSource]:
+    """The sources of the keys and values of lookup tables."""
+    contents = {ref.name: ref for _, *refs in tables for ref in refs}
+    return [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
+
+
+def _beside_names(
+    catalog: Catalog, used: set[str], graph: InferenceGraph, rules: MappingRules
+) -> tuple[ServedWhole | None, Iterable[str]]:
+    """The tensors that `--ignore` leaves out, None without any; and notes on others beside served ones."""
+    # The base already reported variables beside the served names; most deltas need not import this.
+    if graph.meta_graph is None and catalog.naming is Naming.NAMES and not _has_layers(catalog):
+        return None, ()
+    from exporter.mapping.extras import left_out_by_names, names_of
+
+    left = {name for name, ref in catalog.tensors.items() if rules.ignores(names_of(ref))} - used
+    whole = ServedWhole(tuple(sorted(left))) if left else None
+    return whole, left_out_by_names(catalog, used, graph, rules)
 
 
 def _source(

@@ -152,36 +152,23 @@ def whole_objects(
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
-    paths = trained.objects.paths
     beside, containers, left, noted = set[str](), set[str](), list[LeftOut](), list[LeftOut]()
-    for number, members in _members(trained).items():
-        served = next((member for member in members if member.tensor.name in used), None)
-        is_container = served is None and (
-            number in matches.paired or (before is not None and paths[number] in before.objects)
-        )
-        if served is None and not is_container:
-            continue
-        if is_container:
-            containers.add(paths[number])
-        else:
-            members = [*members, *_members_inside(trained, number, used)]
+    for number, members, served in _served_objects(trained, matches, used, before):
+        path = trained.objects.paths[number]
+        if served is None:
+            containers.add(path)
         for member in members:
             name = member.tensor.name
             if name in used:
                 continue
-            is_known = (
-                name in matches.met
-                or name in stayed
-                or (not matches.met and stems(member.trained_name) in known)
-                or rules.ignores(member.names)
-                or _is_state(member, members, used)
-            )
-            if is_known:
+            is_met = name in matches.met | stayed
+            is_known = is_met or (not matches.met and stems(member.trained_name) in known)
+            if is_known or rules.ignores(member.names) or _is_state(member, members, used):
                 beside.add(name)
-            elif is_container and number == matches.wrapped:
-                noted.append(LeftOut(member, served, paths[number] or "."))
+            elif served is None and number == matches.wrapped:
+                noted.append(LeftOut(member, served, path or "."))
             else:
-                left.append(LeftOut(member, served, paths[number]))
+                left.append(LeftOut(member, served, path))
     # The recipe of a base that an older release published does not have this, either.
     by_names = before is None and not matches.met
     if left and not by_names:
@@ -190,6 +177,21 @@ def whole_objects(
     found = ServedWhole(tuple(sorted(beside)), tuple(sorted(containers)))
     noted += left if left and left[0].beside else []
     return found, [_note_on(noted)] if noted else []
+
+
+def _served_objects(
+    trained: TrainedObjects, matches: ObjectMatches, used: frozenset[str], before: ServedWhole | None
+) -> Iterator[tuple[int, list[Member], Member | None]]:
+    """Yield each object that is served, with its variables, and a served one of its own.
+
+    That is None for a container of models, as it was known `before` or is found now.
+    """
+    for number, members in _members(trained).items():
+        served = next((member for member in members if member.tensor.name in used), None)
+        if served is not None:
+            yield number, [*members, *_members_inside(trained, number, used)], served
+        elif number in matches.paired or (before and trained.objects.paths[number] in before.objects):
+            yield number, members, None
 
 
 def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:

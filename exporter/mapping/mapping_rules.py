@@ -66,11 +66,31 @@ def row_order(
         return _STAYS
     stored_parts, served_parts = _parts_of_rows(stored_boxes), _parts_of_rows(served_boxes)
     same_boxes = set(stored_boxes) == set(served_boxes)
-    if same_boxes and (trained is None or served is None):
+    if same_boxes and None in (trained, served):
         return RowOrder()
+    if trained is None and stored_parts > 1 and served is PartitionStrategy.NONE:
+        return RowOrder()
+    _require_strategies(key, trained, served, stored_parts, served_parts)
+    was_mod = trained is PartitionStrategy.MOD and stored_parts > 1
+    is_mod = served is PartitionStrategy.MOD and served_parts > 1
+    if was_mod and is_mod and same_boxes:
+        return RowOrder()
+    if was_mod:
+        _require_mod_lengths(key, stored_boxes, "checkpoint")
+    if is_mod:
+        _require_mod_lengths(key, served_boxes, "graph")
+    return RowOrder(stored_parts if was_mod else 0, served_parts if is_mod else 0)
+
+
+def _require_strategies(
+    key: str,
+    trained: PartitionStrategy | None,
+    served: PartitionStrategy | None,
+    stored_parts: int,
+    served_parts: int,
+) -> None:
+    """Raise PartitionStrategyUnknown for a side of several partitions whose strategy is unknown."""
     if trained is None and stored_parts > 1:
-        if served is PartitionStrategy.NONE:
-            return RowOrder()
         raise PartitionStrategyUnknown(
             f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, "
             "and it is not known whether training looked it up by mod or by div",
@@ -83,15 +103,6 @@ def row_order(
             "looks its parts up neither by mod nor by div",
             hint="export with the trainer's own partitioner, so that the table keeps its partitions",
         )
-    was_mod = trained is PartitionStrategy.MOD and stored_parts > 1
-    is_mod = served is PartitionStrategy.MOD and served_parts > 1
-    if was_mod and is_mod and same_boxes:
-        return RowOrder()
-    if was_mod:
-        _require_mod_lengths(key, stored_boxes, "checkpoint")
-    if is_mod:
-        _require_mod_lengths(key, served_boxes, "graph")
-    return RowOrder(stored_parts if was_mod else 0, served_parts if is_mod else 0)
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:

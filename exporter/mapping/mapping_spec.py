@@ -213,15 +213,8 @@ class MappingSpec(
             replace(table, key_shape=stored.key_shape or (), value_shape=stored.value_shape or ())
             for table, stored in zip(graph.tables, mapping.tables, strict=True)
         )
-        names = {variable.key for variable in graph.variables}
-        names |= {name for table in graph.tables for name in (table.keys, table.values)}
-        names |= {table.name for table in graph.dynamic_tables}
-        by_object = {
-            name: found
-            for table, stored in zip(graph.tables, mapping.tables, strict=True)
-            for name, found in ((table.keys, stored.keys), (table.values, stored.values))
-            if found != name
-        }
+        has_layers = mapping.catalog.naming is Naming.LAYERS or any(source.tensor.owner for source in ours)
+        layers = _sorted(graph.layers).items() if has_layers else ()
         return cls(
             tuple(map(VariableDocument.of, graph.variables)),
             _sorted(graph.lookups),
@@ -233,14 +226,8 @@ class MappingSpec(
             tuple(
                 s.key for s in ours if not s.is_in_8_bits and cast_for(s.key, s.tensor, rules) is DType.INT8
             ),
-            {key: tuple(map(PlaceDocument.of, at)) for key, at in _sorted(graph.layers).items()}
-            if mapping.catalog.naming is Naming.LAYERS or any(source.tensor.owner for source in ours)
-            else {},
-            {
-                name: new
-                for name in sorted(names)
-                if (new := rules.renamed(name) or by_object.get(name)) is not None
-            },
+            {key: tuple(map(PlaceDocument.of, at)) for key, at in layers},
+            _renamed(graph, rules, mapping),
             _sorted({s.key: s.cast.label for s in ours if s.cast is not None}),
             mapping.whole,
         )
@@ -339,6 +326,21 @@ class MappingSpec(
                 "the base was exported with other rules",
                 cause="; ".join(f"{_option(name)} was {was[name]!r}, is {now[name]!r}" for name in differing),
             )
+
+
+def _renamed(graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> dict[str, str]:
+    """The trainer's names of variables and tables, where a rule or the tables' objects gave others."""
+    names = {variable.key for variable in graph.variables}
+    names |= {name for table in graph.tables for name in (table.keys, table.values)}
+    names |= {table.name for table in graph.dynamic_tables}
+    by_object = {
+        name: found
+        for table, stored in zip(graph.tables, mapping.tables, strict=True)
+        for name, found in ((table.keys, stored.keys), (table.values, stored.values))
+        if found != name
+    }
+    found = {name: rules.renamed(name) or by_object.get(name) for name in sorted(names)}
+    return {name: new for name, new in found.items() if new is not None}
 
 
 def _sorted(by_name: Mapping[str, T]) -> dict[str, T]:

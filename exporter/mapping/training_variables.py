@@ -62,14 +62,7 @@ def unserved_statistics(
 ) -> Iterator[Unserved]:
     """Yield the moving statistics of served layers that are not served."""
     names = _names(catalog)
-    served = set[str]()
-    for source in sources:
-        if all(variable.node in graph.training.idle for variable in source.variables):
-            continue  # read in a branch alone that is switched off
-        tensor = source.tensor.name
-        served |= {source.key, *names.get(tensor, (tensor,))}
-        if source.via == "average":
-            served |= {name.rpartition("/")[0] for name in names.get(tensor, (tensor,))}
+    served = _served_names(graph, names, sources)
     known = {name: None for aliases in names.values() for name in aliases}
     if catalog.naming is not Naming.NAMES:  # the file numbers a layer's values, the model names them
         known |= dict.fromkeys(graph.layers)
@@ -84,6 +77,20 @@ def unserved_statistics(
         scope, _, leaf = name.rpartition("/")
         if leaf == TF_AVERAGE and "moments" in scope.split("/") and scope in computed and name not in served:
             yield Unserved(name, scope)
+
+
+def _served_names(
+    graph: InferenceGraph, names: Mapping[str, Iterable[str]], sources: Iterable[TensorSource]
+) -> set[str]:
+    """All names of the served variables; those that only a switched-off branch reads are left out."""
+    served = set[str]()
+    for source in sources:
+        if not all(variable.node in graph.training.idle for variable in source.variables):
+            own = names.get(source.tensor.name, (source.tensor.name,))
+            served |= {source.key, *own}
+            if source.via == "average":
+                served |= {name.rpartition("/")[0] for name in own}
+    return served
 
 
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:

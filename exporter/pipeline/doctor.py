@@ -421,14 +421,8 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
     limit = log.hold.read() if log.hold.binds else None
     deltas = [delta for delta in log.deltas if limit is None or delta.end <= limit]
     bad = [delta for delta in deltas if refused(log, delta)]
-    if not bad:
+    if not bad or (lowest := _stuck_at(log, deltas, bad)) is None:
         return
-    taken = [delta for delta in deltas if delta not in bad]
-    places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
-    ends = {_end(taken, place) for place in places if _end(taken, place) < _end(deltas, place)}
-    if not ends:
-        return
-    lowest = min(ends)
     before = next(delta for delta in bad if delta.accepts(lowest))
     is_healed = not lasting(log, plan_chain(deltas, lowest))
     yield Finding(
@@ -442,6 +436,14 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
         if is_healed
         else command("export-model", "rollback", model, "--to", str(lowest)),
     )
+
+
+def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]) -> int | None:
+    """The lowest position at which servers stay because they refuse the `bad` deltas; None if they pass."""
+    taken = [delta for delta in deltas if delta not in bad]
+    places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
+    ends = {_end(taken, place) for place in places if _end(taken, place) < _end(deltas, place)}
+    return min(ends, default=None)
 
 
 def _end(deltas: Collection[LogDelta], start: int) -> int:

@@ -115,7 +115,7 @@ def check_same_graph(
             hint="give --verify files or bytes; compare values by "
             f"export-model diff {quoted(log.model)} {quoted(request.ckpt_dir)}",
         )
-    base, origin = f"of base {log.base.at.position}", log.base.entry.origin
+    origin = log.base.entry.origin
     is_beside = origin is not None and origin.is_beside
     asked = GraphRequest.of(request, model_beside(catalog.prefix) if is_beside else None, catalog.naming)
     differences = [*(origin or GraphOrigin()).differences(asked)]
@@ -125,11 +125,22 @@ def check_same_graph(
             hint="publish a base that remembers it: the same export with --new-base always, once",
         )
     if origin is None:
-        return SameGraph(f"{base}; what it was made from is not known")
+        return SameGraph(f"of base {log.base.at.position}; what it was made from is not known")
     if request.check_graph and not differences:
         return _check_built(log, origin, asked)
+    return _check_files(log, origin, asked, before, differences)
+
+
+def _check_files(
+    log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, before: SourceFiles, differences: list[str]
+) -> SameGraph:
+    """Compare the files of a graph and of its tables; build it if files differ that its code only read.
+
+    SchemaChanged for any difference, and for the given `differences` of options.
+    """
+    base = f"of base {log.base.at.position}"
     files, more = _source_files(log, origin, asked, before)
-    differences += more
+    differences = [*differences, *more]
     changed, unknown = origin.code_differences(asked, before.code, files.digests, before.same)
     differences += changed
     differences += [f"{n} has changed" for n in changed_assets(origin.assets, files.places, files.digests)]

@@ -261,17 +261,22 @@ def code_of(
         code = Code.LATE if served.superseded_s > limits.late_s else Code.UPDATING
         return code, "it has not loaded the newest base"
     if not is_of_log:
-        is_newer = model.newest_version is not None and model.newest_version > served.number
-        if is_newer and model.position is None:  # no version takes deltas: the server loads each by itself
-            code = Code.UPDATING if is_loading else Code.LATE
-            return code, f"version {model.newest_version} is newer"
-        why = "its version takes no deltas" if served.position is None else "its log is not published here"
-        return Code.NOT_UPDATABLE, why
+        return _code_without_log(served, model, is_loading=is_loading)
     if (served.stale_s or 0.0) > limits.late_s:
         return Code.LATE, ""
     if not served.behind_deltas and model.waiting:
         return Code.HELD if model.is_held else Code.CANARY, ""
     return Code.UPDATING, ""
+
+
+def _code_without_log(served: Distance, model: Release, *, is_loading: bool) -> tuple[Code, str]:
+    """The state of a server whose version is not of a published log, and why."""
+    is_newer = model.newest_version is not None and model.newest_version > served.number
+    if is_newer and model.position is None:  # no version takes deltas: the server loads each by itself
+        code = Code.UPDATING if is_loading else Code.LATE
+        return code, f"version {model.newest_version} is newer"
+    why = "its version takes no deltas" if served.position is None else "its log is not published here"
+    return Code.NOT_UPDATABLE, why
 
 
 class Silence(Struct, frozen=True):

@@ -342,6 +342,12 @@ class _Known(Struct):
             if lineage in lineages or self.bases_of(lineage)
         }
 
+    def forget_versions_but(self, there: Collection[Path]) -> None:
+        """Forget versions that are no longer there, and what was not trusted."""
+        self.bases = {path: base for path, base in self.bases.items() if path in there}
+        self.plain = {path: created for path, created in self.plain.items() if path in there}
+        self.untrusted = {}
+
     def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, int] | None:
         """A delta and its size in bytes; None if it was just removed, or is damaged."""
         try:
@@ -439,11 +445,7 @@ class Model(Struct, frozen=True, dict=True):
         held = Hold(path).for_servers()
         holds = {place: Hold(place).for_servers() for place in log_directories(path)}
         deltas = {place: list_deltas(place) for place in holds}
-        # Before logs are made: a log begins with the oldest of its bases that is there.
-        there = {child.path for child in versions}
-        known.bases = {path: base for path, base in known.bases.items() if path in there}
-        known.plain = {path: created for path, created in known.plain.items() if path in there}
-        known.untrusted = {}
+        known.forget_versions_but({child.path for child in versions})  # a log begins with its oldest base
         bases = {child.version: known.base(child.path) for child in versions if child.has_manifest}
         if (base := bases[newest.version]) is not None:
             place = log_path(path, base.entry.log)

@@ -149,16 +149,12 @@ def retire_deltas(
     younger than `GRACE_SECONDS` is not removed, and makes no other unneeded: a reader that listed the
     directory before must find what it listed. Nothing is removed while the tags cannot be read.
     """
-    try:
-        tagged = {tag.position for tag in read_tags(log.model).values()}
-    except ManifestError:
-        return RetiredDeltas()
     settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
-    known = {position for delta in log.deltas for position in (delta.start, delta.end)}
-    needed = [*sorted({*known, *bases})[-rollback_positions:], *tagged & known]
-    if (approved := log.approved) is not None:
-        needed.append(approved)
+    try:
+        needed = _needed(log, bases, rollback_positions)
+    except ManifestError:
+        return RetiredDeltas()
     while unneeded := expendable(settled, bases, needed=needed):
         removable = {delta.path for delta in unneeded}  # their manifests need not be read: they may be many
         new = {d.path for d in settled if d.path not in removable and now - _created(d) < GRACE_SECONDS}
@@ -174,6 +170,14 @@ def retire_deltas(
             trash.append(move_away(delta.path, log.model))
             removed.append(delta.path.name)
     return RetiredDeltas(tuple(removed), tuple(trash))
+
+
+def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> list[int]:
+    """The positions that must stay within reach; ManifestError if the tags cannot be read."""
+    tagged = {tag.position for tag in read_tags(log.model).values()}
+    known = {position for delta in log.deltas for position in (delta.start, delta.end)}
+    approved = () if log.approved is None else (log.approved,)
+    return [*sorted({*known, *bases})[-rollback_positions:], *tagged & known, *approved]
 
 
 def _unreadable_bases(log: DeltaLog) -> list[int]:

@@ -545,9 +545,13 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
             raise refused(error) from None
         if said[:3] == "404" and key is None:
             raise absent from None
-        is_ill = said[:3] == "429" or (said[:1] == "5" and said[:3] != NOT_IMPLEMENTED)
-        hint = _LATER if is_ill else _advice(url.scheme, said)
+        hint = _LATER if _is_ill(said) else _advice(url.scheme, said)
         raise StoreUnavailable(f"{where}: the store cannot be read", cause=said, hint=hint) from None
+
+
+def _is_ill(status: str) -> bool:
+    """True for an answer that another try may get past: too many requests, or an error of the server."""
+    return status[:3] == "429" or (status[:1] == "5" and status[:3] != NOT_IMPLEMENTED)
 
 
 _VARIABLES_OF = {

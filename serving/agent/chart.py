@@ -99,21 +99,31 @@ def chart(
     def x(at: datetime) -> float:
         return round(WIDTH * max(0.0, min(1.0, (at - began).total_seconds() / span_s)), 1)
 
+    rolled = [one for one in recent if one.is_rollback]
+    marks = [Mark("rollback", x(one.created), f"rollback at {one.position}") for one in rolled]
+    marks += [Mark("swap", x(at), text) for at, text in swaps if at >= began]
+    return Chart(tuple(_panels(x, before, recent, taken, seconds, size)), tuple(marks), span_s)
+
+
+def _panels(
+    x: Callable[[datetime], float],
+    before: int | None,
+    recent: Sequence[Published],
+    taken: Sequence[Hour],
+    seconds: Callable[[float], str],
+    size: Callable[[float], str],
+) -> Iterator[Panel]:
+    """Yield the panels of publications and samples; `before` is the position at the left edge."""
     steps = [
         *([] if before is None else [(0.0, before)]),
         *((x(one.created), one.position) for one in recent),
     ]
     lowest, highest = [(x(one.at), one.lowest) for one in taken], [(x(one.at), one.highest) for one in taken]
-    panels = [
-        _positions([*steps, *((WIDTH, at) for _, at in steps[-1:])], lowest, highest),
-        _behind([(x(one.at), one.stale_s) for one in taken], seconds),
-        *_sizes("Rows a delta", [(x(one.created), one.rows) for one in recent], lambda rows: f"{rows:,.0f}"),
-        *_sizes("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size),
-    ]
-    rolled = [one for one in recent if one.is_rollback]
-    marks = [Mark("rollback", x(one.created), f"rollback at {one.position}") for one in rolled]
-    marks += [Mark("swap", x(at), text) for at, text in swaps if at >= began]
-    return Chart(tuple(panels), tuple(marks), span_s)
+    yield _positions([*steps, *((WIDTH, at) for _, at in steps[-1:])], lowest, highest)
+    yield _behind([(x(one.at), one.stale_s) for one in taken], seconds)
+    rows = [(x(one.created), one.rows) for one in recent]
+    yield from _sizes("Rows a delta", rows, lambda count: f"{count:,.0f}")
+    yield from _sizes("Bytes a delta", [(x(one.created), one.bytes_) for one in recent], size)
 
 
 def _positions(published: Points, lowest: Points, highest: Points) -> Panel:

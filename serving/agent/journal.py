@@ -195,24 +195,29 @@ def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
     if not _is_of_delta(newest):
         return Line(newest.at, newest.model, where, newest.what, newest.message, "", newest.is_trouble)
     applied = [event for event in group if event.what is EventKind.APPLIED]
+    if not applied:
+        return Line(newest.at, newest.model, where, newest.what, newest.message)
+    text = newest.message if len(group) == 1 else f"position {newest.position}: {_amount(applied)}"
+    text += _went_first(group)
+    return Line(newest.at, newest.model, where, EventKind.APPLIED, text, _waited(applied, seconds))
+
+
+def _went_first(group: Sequence[AgentEvent]) -> str:
+    """The replica that went first, as the end of a line; "" if none did."""
     approved = [event.message for event in group if event.what is EventKind.APPROVED]
+    if approved:
+        return f"; {approved[-1].partition(': ')[2]}"  # names the replica that went first
     first = [event.replica for event in group if event.what is EventKind.CANARY and event.replica]
-    what = EventKind.APPLIED if applied else newest.what
-    if len(group) == 1 or not applied:
-        text = newest.message
-    else:
-        text = f"position {newest.position}: {_amount(applied)}"
-    if applied and approved:
-        text += f"; {approved[-1].partition(': ')[2]}"  # names the replica that went first
-    elif applied and first:
-        text += f"; {first[-1]} went first"
+    return f"; {first[-1]} went first" if first else ""
+
+
+def _waited(applied: Iterable[AgentEvent], seconds: Callable[[float], str]) -> str:
+    """The time until a delta was served, the shortest and the longest; "" if it is not known."""
     waits = [event.behind_seconds for event in applied if event.behind_seconds is not None]
-    aside = ""
-    if waits:
-        best, worst = seconds(min(waits)), seconds(max(waits))
-        span = best if best == worst else f"{best} to {worst}"
-        aside = f"served after {span}"
-    return Line(newest.at, newest.model, where, what, text, aside)
+    if not waits:
+        return ""
+    best, worst = seconds(min(waits)), seconds(max(waits))
+    return f"served after {best if best == worst else f'{best} to {worst}'}"
 
 
 def _amount(applied: Sequence[AgentEvent]) -> str:

@@ -98,18 +98,22 @@ def sparse_inputs(
         of_node = sum(other.node == tensor.node for other in inputs) > 1
         key = f"alias {alias}" if is_one else tensor.node if of_node else tensor.node.rpartition("/")[0]
         groups.setdefault(key, []).append(tensor)
-    found = list[tuple[Endpoint, Endpoint, Endpoint]]()
-    for tensors in groups.values():
-        int64 = [tensor for tensor in tensors if inputs[tensor].dtype is DType.INT64]
-        indices = [tensor for tensor in int64 if len(inputs[tensor].shape or ()) == 2]
-        vectors = [tensor for tensor in tensors if len(inputs[tensor].shape or (0,)) == 1]
-        if len(tensors) == 3 and len(indices) == 1 and len(vectors) == 2:
-            # the dense shape has a known length, or alone is of integers; else it is the last, as of its node
-            shapes = [t for t in vectors if (inputs[t].shape or (-1,))[0] > 0 and t in int64]
-            shapes = shapes or sorted(tensor for tensor in vectors if tensor in int64)
-            (values,) = (tensor for tensor in vectors if tensor != shapes[-1])
-            found.append((indices[0], values, shapes[-1]))
-    return found
+    found = (_sparse({tensor: inputs[tensor] for tensor in tensors}) for tensors in groups.values())
+    return [parts for parts in found if parts is not None]
+
+
+def _sparse(group: Mapping[Endpoint, InputKind]) -> tuple[Endpoint, Endpoint, Endpoint] | None:
+    """The (indices, values, dense shape) that three inputs are; None if they are something else."""
+    int64 = [tensor for tensor, kind in group.items() if kind.dtype is DType.INT64]
+    indices = [tensor for tensor in int64 if len(group[tensor].shape or ()) == 2]
+    vectors = [tensor for tensor, kind in group.items() if len(kind.shape or (0,)) == 1]
+    if (len(group), len(indices), len(vectors)) != (3, 1, 2):
+        return None
+    # the dense shape has a known length, or alone is of integers; else it is the last, as of its node
+    shapes = [tensor for tensor in vectors if (group[tensor].shape or (-1,))[0] > 0 and tensor in int64]
+    shapes = shapes or sorted(tensor for tensor in vectors if tensor in int64)
+    (values,) = (tensor for tensor in vectors if tensor != shapes[-1])
+    return indices[0], values, shapes[-1]
 
 
 class Laboratory(Struct, frozen=True):

@@ -68,17 +68,23 @@ class Slot(NamedTuple):
 
 def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
     """Yield the numbers of a node that may stand for the batch; of a batch of 1, only ones."""
-
-    def multiple(number: int) -> int:
-        is_one = number == batch if batch == 1 else number > 0 and number % batch == 0
-        return number // batch if is_one else 0
-
-    if node.op != "Const":
-        for name in DECLARED if node.op not in _KEEP_SHAPES else ():
-            for at, size in enumerate(attr_shape(node, name) or ()):
-                if each := multiple(size):
-                    yield Slot(scope, node.name, name, at, each)
+    if node.op == "Const":
+        yield from _slots_of_constant(node, batch, scope)
         return
+    for name in DECLARED if node.op not in _KEEP_SHAPES else ():
+        for at, size in enumerate(attr_shape(node, name) or ()):
+            if each := _multiple(size, batch):
+                yield Slot(scope, node.name, name, at, each)
+
+
+def _multiple(number: int, batch: int) -> int:
+    """How many times a number is the batch; 0 if it cannot stand for it."""
+    is_one = number == batch if batch == 1 else number > 0 and number % batch == 0
+    return number // batch if is_one else 0
+
+
+def _slots_of_constant(node: Proto, batch: int, scope: str) -> Iterator[Slot]:
+    """Yield the values, and the lengths of equal rows, that may stand for the batch."""
     tensor = attr(node, "value").tensor
     shape = shape_of(tensor.tensor_shape) or ()
     if min(shape, default=0) < 0:
@@ -86,10 +92,10 @@ def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
     if base_dtype(tensor.dtype) in _INTEGERS and len(shape) < 2 and math.prod(shape) <= _MOST_NUMBERS:
         value = const_value(node)
         for at, number in enumerate([] if value is None else value.ravel().tolist()):
-            if each := multiple(number):
+            if each := _multiple(number, batch):
                 yield Slot(scope, node.name, "value", at, each)
     for at, size in enumerate(shape):
-        if (each := multiple(size)) and rows_are_equal(node, at):
+        if (each := _multiple(size, batch)) and rows_are_equal(node, at):
             yield Slot(scope, node.name, "length", at, each)
 
 
