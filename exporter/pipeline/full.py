@@ -23,12 +23,18 @@ from exporter.errors import CheckpointChanged
 from exporter.graph.load import GraphSource, run_builders_once
 from exporter.graph.old_servers import text_of
 from exporter.options import ExportFormat, ExportRequest
-from exporter.pipeline.check_staged import check_published, check_staged
 from exporter.pipeline.full_plan import Plan, made_plan, permission, plan, require_new
-from exporter.pipeline.stage_graph import mapped_record, name_plain_version, write_graph
 from exporter.pipeline.stage_hot_rows import lay_chosen_rows
-from exporter.pipeline.stage_values import write_values
-from exporter.pipeline.staged import Staged, Step
+from exporter.pipeline.staged import (
+    Staged,
+    Step,
+    check_published,
+    check_staged,
+    mapped_record,
+    name_plain_version,
+    write_graph,
+    write_values,
+)
 from exporter.publish.commit import PublishedVersion, Staging, publish_version
 from exporter.publish.made_by import keep_command
 from exporter.publish.manifest import ManifestDraft, Origin, tensor_entries
@@ -36,7 +42,7 @@ from exporter.publish.model import PublishedAlready
 from exporter.publish.retention import Keep
 from exporter.publish.versions import read_manifest
 from exporter.terminal.progress import ProgressFactory, no_progress
-from exporter.verify.difference import Difference
+from exporter.verify.outputs import Difference
 from exporter.version import __version__
 
 __all__ = ["Exported", "Plan", "execute", "export", "export_unless_published", "plan"]

@@ -38,9 +38,8 @@ from exporter.options import Updates
 from exporter.pipeline.full_plan import Plan
 from exporter.pipeline.overlay_room import room_of_mapped
 from exporter.pipeline.same_graph import SourceFiles
-from exporter.pipeline.stage_graph import write_graph
 from exporter.pipeline.stage_hot_rows import lay_chosen_rows
-from exporter.pipeline.staged import Staged
+from exporter.pipeline.staged import Staged, write_graph
 from exporter.pipeline.table_deltas import note_index_written, told_changes
 from exporter.pipeline.trainer_state import TrainerState, read_trainer
 from exporter.publish.commit import PublishedVersion, reserve_position

@@ -1,29 +1,52 @@
-"""A full export in progress: the values that its steps pass to each other."""
+"""A full export in progress: the values that its steps pass to each other, and the steps.
+
+They write `variables/`, write the graph, and check what is staged before it is published; hot rows are
+appended by `exporter.pipeline.stage_hot_rows`.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from exporter.bundle.hot_rows import HotTable
+from exporter.bundle.made_up_requests import made_up_requests
 from exporter.bundle.mapped_tables import NOTHING_MAPPED, MappedTables
-from exporter.bundle.variables import VariablesReport
+from exporter.bundle.saved_model_writer import write_saved_model
+from exporter.bundle.variables import VariablesReport, as_rewritten, mapped_files, write_variables
 from exporter.bundle.warmup import WarmupRequest
+from exporter.checkpoint.tensor_bundle import write_bundle
+from exporter.errors import AccessRefused, LinkRefused, TensorFlowNeeded
 from exporter.graph.inference_graph import InferenceGraph
+from exporter.graph.joined_lookups import join_lookups
+from exporter.graph.lookup_tables import table_geometries
+from exporter.graph.outside import require_harmless
+from exporter.graph.table_marks import mark_tables
+from exporter.jobs.runner import Runner
 from exporter.mapping.build import VariableMapping
-from exporter.pipeline.full_plan import Plan
-from exporter.publish.commit import ReservedPosition, Staging, VersionRule
-from exporter.publish.manifest import BaseEntry
+from exporter.mapping.served_graph import as_served
+from exporter.options import DataMode, Verify
+from exporter.pipeline.full_plan import Plan, served_at
+from exporter.pipeline.overlay_room import room_of_mapped
+from exporter.pipeline.table_layout import write_tables
+from exporter.publish.commit import ReservedPosition, Staging, VersionRule, reserve_position
+from exporter.publish.finite import require_base_finite
+from exporter.publish.manifest import BaseEntry, MappedRecord, MappedTable, UnmappedTable, tensor_entries
+from exporter.publish.versions import is_trusting
 from exporter.terminal.progress import ProgressFactory
+from exporter.verify.outputs import Difference, Probe, Running, compare_outputs, require_golden
+from exporter.verify.table_index import verify_tables
+from exporter.verify.version_files import verify_bytes, verify_files
 from exporter.wire.server_ops import OLDEST, Version
 
 if TYPE_CHECKING:
     from exporter.pipeline.trainer_state import TrainerState
-    from exporter.verify.difference import Difference
 
 
 class Staged(Struct):
@@ -74,3 +97,193 @@ class Staged(Struct):
 
 Step: TypeAlias = Callable[[Staged], object]
 """A function that writes into the bundle and sets fields for later steps, or raises."""
+
+
+def write_values(staged: Staged) -> None:
+    """Write `variables/`; a checkpoint that is not a tensor bundle is first converted into one.
+
+    Raises:
+        CheckpointChanged: the trainer removed or replaced files since the plan was made.
+        LinkRefused: links are asked for, and the checkpoint is not a tensor bundle.
+    """
+    request, catalog = staged.plan.request, staged.plan.catalog
+    data, runner = (
+        staged.plan.data,
+        Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out)),
+    )
+    indexer = runner
+    if not catalog.is_bundle:
+        if data is DataMode.LINK:
+            raise LinkRefused(f"{catalog.prefix} is not a tensor bundle: its bytes have to be rewritten")
+        _convert(staged)
+        # The new bundle is only on this machine, so its keys are indexed here, too.
+        data, indexer = DataMode.AUTO, Runner(task_bytes=runner.task_bytes)
+    index_tasks, index_bytes = _write_indexes(staged, indexer)
+    # Indexes first: they are sources of this mapping, linked like the checkpoint's own shards.
+    with staged.progress("variables", staged.plan.mapping.bytes_) as bar:
+        made = staged.bundle.parent
+        variables = write_variables(
+            staged.plan.mapping, staged.bundle, data=data, runner=runner, made=made, progress=bar
+        )
+    if variables.job is not None:
+        staged.jobs.push(variables.job)
+    tasks, size = variables.work
+    variables = replace(variables, work=(tasks + index_tasks, size + index_bytes))
+    if not catalog.is_bundle:
+        variables = as_rewritten(variables, catalog.prefix, catalog.family)
+    staged.variables, staged.mapping = variables, staged.plan.mapping
+    # After the last read: a shard that was replaced while it was linked or copied is not published.
+    staged.plan.checkpoint.require_same_files()
+
+
+def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
+    """Write the indexes of dynamic tables; return the number of tasks, and the bytes that they read."""
+    layout, admission = staged.plan.layout, staged.plan.admission
+    if layout is None:
+        return 0, 0
+    work = layout.index_job(admission, runner.task_bytes).size_of_work
+    with staged.progress("indexes", work[1]) as bar:
+        tables = write_tables(layout, staged.plan.mapping, admission, staged.scratch("tables"), runner, bar)
+    staged.jobs.push(tables.job)
+    tables.job.keep_until_stored(staged.plan.request.out)
+    staged.plan = replace(staged.plan, mapping=tables.mapping)
+    return work
+
+
+def _convert(staged: Staged) -> None:
+    """Write the tensors that the mapping needs from an archive into a bundle beside the staged one; map from
+    there.
+    """
+    mapping, layout = staged.plan.mapping, staged.plan.layout
+    laid_out = layout.shapes if layout is not None else {}
+    # By name: one tensor may be served with a cast, and kept without it for a training graph.
+    needed = {item.tensor.name: item.tensor for item in mapping.sources if item.tensor.name not in laid_out}
+    if layout is not None:
+        needed |= {name: staged.plan.catalog.tensors[name] for name in layout.stored_names}
+    with staged.progress("read", sum(ref.bytes_ for ref in needed.values())) as bar:
+        prefix = staged.scratch("source") / "model.ckpt"
+        catalog = write_bundle(staged.plan.catalog, needed.values(), prefix, bar)
+    if layout is not None:
+        layout = layout.with_source(catalog)
+        catalog = layout.catalog
+    staged.plan = replace(staged.plan, mapping=mapping.over(catalog), layout=layout)
+
+
+def name_plain_version(staged: Staged) -> None:
+    """Decide a plain version's tables by keys and warm-up; reserve its number if paths of mapped tables need
+    it.
+    """
+    planned = staged.plan
+    mapped = [source for source in staged.mapping.sources if source.is_mapped]
+    apart = [variable.node for source in mapped for variable in source.variables]
+    staged.graph = join_lookups(mark_tables(staged.graph), apart)
+    staged.warmup = _plain_warmup(planned)
+    if any(source.is_mapped for source in staged.mapping.sources) and planned.version.choice == "position":
+        staged.place = reserve_position(planned.request.out, planned.catalog.step)
+
+
+def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
+    """The given warm-up requests; without any, generated ones if tables are mapped: first reads of these are
+    slow.
+    """
+    request = planned.request
+    if request.warmup or request.no_warmup or not request.map_tables:
+        return planned.warmup
+    try:
+        # Requests run here while they are made.
+        require_harmless(planned.graph.outside, "warm-up", is_allowed=request.allows("code"))
+        return made_up_requests(as_served(planned.graph, planned.mapping)[0])
+    except (AccessRefused, ImportError, TensorFlowNeeded):  # a plain export of a given graph needs no warm-up
+        return ()
+
+
+def write_graph(staged: Staged) -> None:
+    """Write `saved_model.pb` and assets; if tables are mapped, with the paths of the staged shards."""
+    files = mapped_files(staged.plan.mapping, staged.variables.catalog)
+    staged.tables = NOTHING_MAPPED
+    if files:
+        place = staged.place
+        number = place.position if isinstance(place, ReservedPosition) else place.choice
+        directory = served_at(staged.plan.request) / str(number)
+        variables = (v for source in staged.plan.mapping.sources for v in source.variables)
+        hot = {v.node: staged.hot[v.served_name] for v in variables if v.served_name in staged.hot}
+        staged.tables = MappedTables.of(directory, files, staged.counter, hot)
+    plan = staged.plan
+    staged.oldest_server = write_saved_model(
+        staged.graph, staged.mapping, staged.bundle, plan.training, staged.tables, plan.server
+    )
+    if files:
+        staged.tables.write_id(staged.bundle)
+
+
+def mapped_record(staged: Staged) -> MappedRecord | None:
+    """Return the manifest's record of the mapped tables, and of those that could not be mapped.
+
+    None if mapping is not asked for.
+    """
+    if not staged.plan.request.map_tables:
+        return None
+    written = {shard.path.name: shard.bytes_ for shard in staged.variables.shards}
+    overlays = room_of_mapped(staged.plan.mapping, staged.plan.request)
+    mapped = [
+        MappedTable(
+            variable.served_name,
+            file,
+            written[file],
+            overlays.get(variable.node),
+            hot.rows if (hot := staged.tables.hot.get(variable.node)) else 0,
+            hot.file if hot else "",
+        )
+        for source in staged.plan.mapping.sources
+        for variable in source.variables
+        if (file := staged.tables.files.get(variable.node)) is not None
+    ]
+    restored = [UnmappedTable(each.key, each.bytes_, each.why) for each in staged.plan.unmapped]
+    # A path need not be UTF-8.
+    place = os.fsencode(staged.tables.directory).decode(errors="backslashreplace") if mapped else ""
+    return MappedRecord(staged.tables.id, place, tuple(mapped), tuple(restored))
+
+
+def check_staged(staged: Staged) -> None:
+    """Check files, bytes, indexes of tables and outputs against the checkpoint, to the extent of `--verify`.
+
+    VerificationError for a difference; differences of outputs within the tolerance are recorded in `staged`.
+    """
+    planned, catalog = staged.plan, staged.variables.catalog
+    request, layout = planned.request, planned.layout
+    if request.verify.includes(Verify.FILES):
+        verify_files(staged.bundle, tensor_entries(catalog))
+    if request.verify.includes(Verify.BYTES):
+        with staged.progress("verify", catalog.bytes_) as bar:
+            verify_bytes(catalog, runner=Runner.of(request.jobs), progress=bar)
+    if layout is not None and request.verify is not Verify.NONE:
+        verify_tables(layout, catalog, is_filtered=not planned.admission.is_everyone)
+    if request.verify.includes(Verify.OUTPUTS):
+        staged.differences = compare_outputs(
+            planned.source,
+            planned.mapping,
+            staged.bundle,
+            requests=[Probe(each.signature, each.inputs) for each in planned.probes or planned.warmup],
+            tolerance=request.tolerance,
+            traced_rows=planned.graph.traced_rows,
+            tables=table_geometries(planned.graph),
+            running=_running(staged),
+        )
+
+
+def check_published(staged: Staged) -> None:
+    """Check the values that servers get, including increments: finite, and as golden requests expect.
+
+    NotFinite or VerificationError if they are not.
+    """
+    request = staged.plan.request
+    if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
+        require_base_finite(staged.variables.catalog)
+    require_golden(staged.bundle, staged.plan.golden, _running(staged))
+
+
+def _running(staged: Staged) -> Running:
+    """The settings for running graphs: in this process only if the user allowed code or loads operations."""
+    planned = staged.plan
+    trusted = planned.source.trust.code or bool(planned.graph.foreign)
+    return Running(staged.variables.catalog.bytes_, trusted)

@@ -7,8 +7,9 @@ docs/reference/findings.md explains each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,6 @@ from msgspec import Struct
 from exporter.delta.spans import Span, plan_chain
 from exporter.errors import CallFailed, ManifestError, PositionError
 from exporter.newer_python import StrEnum
-from exporter.publish.habit import longest_silence_s
 from exporter.publish.made_by import look_at_trainer
 from exporter.publish.model import Log, Model, Published
 from exporter.publish.served import Served
@@ -440,3 +440,25 @@ def _age(published: Path, now: datetime) -> float:
         return seconds_since(read_head(published).created, now)
     except ManifestError:
         return 0.0
+
+
+_LAST, _LEAST = 64, 8
+"""The number of newest intervals that count, and the least number needed."""
+_ONE_IN = 20
+"""One in this many intervals may be a pause."""
+_TIMES, _SHORTEST_S = 3.0, 60.0
+"""A publisher is silent after this many of its usual intervals, but not before a minute (seconds)."""
+
+
+def longest_silence_s(times: Iterable[datetime]) -> float | None:
+    """The seconds without a publication from which a publisher is unusually silent; None with too few.
+
+    One day's pause of training is not a habit, and neither are a few quick publications after a start: the
+    longest few of the last intervals do not count.
+    """
+    newest = sorted(set(times))[-_LAST - 1 :]
+    intervals = sorted((later - earlier).total_seconds() for earlier, later in pairwise(newest))
+    if len(intervals) < _LEAST:
+        return None
+    usual = intervals[-1 - len(intervals) // _ONE_IN]
+    return max(_SHORTEST_S, _TIMES * usual)

@@ -38,7 +38,6 @@ from exporter.tables.geometry import TableGeometry
 from exporter.tables.lookup import set_sizes
 from exporter.tables.parts import PARTS
 from exporter.terminal.tensorflow_import import require_tensorflow
-from exporter.verify.difference import Difference
 from exporter.verify.golden import Answer, Gates, GoldenRequest, summary
 from exporter.wire import protos
 from exporter.wire.dtypes import DType, is_floating
@@ -486,3 +485,11 @@ def _reported(what: str) -> Iterator[None]:
             cause=str(error),
             hint="give inputs that it accepts with --requests FILE, or use --verify bytes",
         ) from error
+
+
+class Difference(Struct, frozen=True):
+    """The largest difference found in one output: |a - b| / max(1, |a|); for other types 0 or infinity."""
+
+    signature: str
+    output: str
+    max_error: float

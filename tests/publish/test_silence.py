@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.publish.habit import longest_silence_s
-from exporter.publish.judge import Code, Habit, Level, Silence
+from exporter.publish.judge import Code, Habit, Level, Silence, longest_silence_s
 from exporter.publish.model import Model
 from serving.agent.standing import assess
 from tests.support.commands import export_model
