@@ -180,11 +180,11 @@ def _verify_files(
     directory: Path, manifest: Manifest, *, every_byte: bool, prefix: Path | None = None
 ) -> None:
     """Compare files with the manifest; with `every_byte` or trusted keys also their SHA-256 digests in it."""
-    found = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
+    unlisted = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
     is_trusted = trust_of(directory) is not None
-    if is_trusted and found.unlisted:
+    if is_trusted and unlisted:
         raise VerificationError(
-            f"{directory} holds {found.unlisted[0]!r}, which its manifest does not list",
+            f"{directory} holds {unlisted[0]!r}, which its manifest does not list",
             cause="servers may read it, and nobody has signed it",
             hint="remove it",
         )

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from msgspec import Struct
 
 from exporter.catalog import Catalog, Extent
 from exporter.checkpoint.bundle_writer import shard_path
@@ -61,25 +60,8 @@ class Checksum(Task, frozen=True, kw_only=True):
 _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged, name an older one"
 
 
-class FilesReport(Struct, frozen=True):
-    """The number and bytes of the files compared, and the number of tensors; `unlisted` files do no harm."""
-
-    files: int
-    tensors: int
-    bytes_: int
-    unlisted: tuple[str, ...] = ()
-
-
-class BytesReport(Struct, frozen=True):
-    """The tensors and bytes that were read; the checksums of `unchecked` dtypes have no known form."""
-
-    tensors: int
-    bytes_: int
-    unchecked: tuple[str, ...] = ()
-
-
-def verify_published(version: Path) -> FilesReport:
-    """Run `verify_files` on a published version against its own manifest.
+def verify_published(version: Path) -> tuple[str, ...]:
+    """The result of `verify_files` for a published version and its own manifest.
 
     Raises:
         ManifestError: there is no valid manifest.
@@ -96,8 +78,10 @@ def verify_files(
     *,
     prefix: Path | None = None,
     passed: Passed | None = None,
-) -> FilesReport:
+) -> tuple[str, ...]:
     """Compare a SavedModel directory with the tensors and, if given, the files it should hold.
+
+    Returns the files beside those, which do no harm; () if no `files` are given.
 
     Reads the index and the files that have a checksum in the manifest and have not `passed`; for data shards
     it compares only the sizes. With `prefix` the directory has a bundle of this prefix and no SavedModel,
@@ -122,8 +106,7 @@ def verify_files(
         _verify_index(bundle, prefix, expected)  # blocks of the index have checksums; O(number of tensors)
     if written:
         _verify_written(read_catalog(bundle / prefix), written)
-    unlisted = () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
-    return FilesReport(len(found), len(expected), sum(found.values()), unlisted)
+    return () if files is None else tuple(sorted(found.keys() - listed.keys() - {MANIFEST_FILE}))
 
 
 def verify_bytes(
@@ -133,10 +116,11 @@ def verify_bytes(
     progress: Progress | None = None,
     passed: Passed | None = None,
     shards: Collection[Path] | None = None,
-) -> BytesReport:
+) -> int:
     """Read the bundle's bytes that have not `passed`, in parallel, and compare their checksums to the index.
 
-    With `shards` only the bytes of these files. Waits for all tasks.
+    With `shards` only the bytes of these files. Waits for all tasks. Returns the number of bytes compared;
+    there are no checksums of dtypes without a known form.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are missing.
@@ -158,11 +142,7 @@ def verify_bytes(
         except CheckpointError as error:
             raise _damage(run, "is damaged", cause=error.message) from error
         progress.advance(run.extent.size)
-    checked = {run.tensor.name for run in numeric + strings}
-    unchecked = {run.tensor.name for run in runs} - checked
-    return BytesReport(
-        len(checked), sum(run.extent.size for run in numeric + strings), tuple(sorted(unchecked))
-    )
+    return sum(run.extent.size for run in numeric + strings)
 
 
 class Passed:

@@ -67,27 +67,24 @@ def flip(path: Path, position: int, mask: int = 1) -> None:
 
 def test_a_published_version_is_what_its_manifest_says(tmp_path: Path) -> None:
     version = publish_bundle(tmp_path)
-    report = verify_published(version)
-    assert (report.files, report.tensors, report.unlisted) == (4, 5, ())
-    assert report.bytes_ == sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
+    assert verify_published(version) == ()
 
 
 def test_a_staged_bundle_is_what_its_catalog_says(tmp_path: Path) -> None:
     catalog = write_bundle(tmp_path)
-    report = verify_files(tmp_path, tensor_entries(catalog))
-    assert (report.files, report.tensors, report.unlisted) == (3, 5, ())
+    assert verify_files(tmp_path, tensor_entries(catalog)) == ()
 
 
 def test_a_model_without_variables(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").touch()
-    assert verify_files(tmp_path, ()).tensors == 0
+    assert verify_files(tmp_path, ()) == ()
 
 
 def test_files_that_nobody_listed_are_reported(tmp_path: Path) -> None:
     version = publish_bundle(tmp_path)
     (version / "assets").mkdir()
     (version / "assets" / "vocabulary.txt").touch()
-    assert verify_published(version).unlisted == ("assets/vocabulary.txt",)
+    assert verify_published(version) == ("assets/vocabulary.txt",)
 
 
 def cut(path: Path) -> None:
@@ -195,8 +192,7 @@ def runner(request: pytest.FixtureRequest) -> Runner:
 def test_intact_bytes(tmp_path: Path, runner: Runner, workers: int) -> None:
     catalog, progress = write_bundle(tmp_path), Counter()
     runner = structs.replace(runner, engine=LocalEngine(workers))
-    report = verify_bytes(catalog, runner=runner, progress=progress)
-    assert (report.tensors, report.bytes_, report.unchecked) == (5, catalog.bytes_, ())
+    assert verify_bytes(catalog, runner=runner, progress=progress) == catalog.bytes_
     assert progress.total == catalog.bytes_
 
 
@@ -227,7 +223,7 @@ def test_any_flipped_bit_is_found_and_its_tensor_named(
         flip(shard, position, mask)
     assert repr(name) in caught.value.message
     assert f"{shard}, bytes {extent.offset}-{extent.offset + extent.size}" in caught.value.message
-    assert verify_bytes(intact).tensors == 5
+    assert verify_bytes(intact) == intact.bytes_
 
 
 def test_the_first_damage_in_the_file_is_the_one_named(tmp_path: Path, runner: Runner) -> None:
@@ -242,7 +238,7 @@ def test_only_kept_ranges_are_read(tmp_path: Path) -> None:
     catalog = write_bundle(tmp_path)
     flip(catalog.shards[0], 0)
     kept = {name: ref for name, ref in catalog.tensors.items() if name != "a/large"}
-    assert verify_bytes(structs.replace(catalog, tensors=kept)).bytes_ == catalog.bytes_ - 4000
+    assert verify_bytes(structs.replace(catalog, tensors=kept)) == catalog.bytes_ - 4000
 
 
 def test_a_run_that_two_names_share_is_read_once(tmp_path: Path) -> None:
