@@ -70,7 +70,7 @@ from exporter.publish.versions import (
     version_dirs,
 )
 from exporter.storage.files import sync, writing
-from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES
+from exporter.storage.layout import DELTAS_DIRECTORY, LOCK_FILE, SAVED_MODEL_FILES, TURN_FILE
 from exporter.terminal.progress import count, human_bytes
 from exporter.terminal.server_access import ServerAccess
 from exporter.verify.log import Damage, VerifiedModel, verify_model
@@ -309,7 +309,7 @@ def _closed_above(model: Path) -> Iterator[Finding]:
 
 def _not_writable(model: Path) -> Iterator[Finding]:
     logs = [path for path in (model / DELTAS_DIRECTORY).glob("*") if path.is_dir()]
-    for path in (model, model / LOCK_FILE, model / DELTAS_DIRECTORY, *logs):
+    for path in (model, model / LOCK_FILE, model / TURN_FILE, model / DELTAS_DIRECTORY, *logs):
         need = os.W_OK | (os.X_OK if path.is_dir() else 0)
         if path.exists() and not os.access(path, need):
             said, helps = f"this user (uid {os.getuid()}) cannot publish", command("ls", "-ld", path)

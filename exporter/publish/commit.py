@@ -65,7 +65,7 @@ from exporter.storage.files import (
     write_durably,
     writing,
 )
-from exporter.storage.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE
+from exporter.storage.layout import HOLD_FILE, LOCK_FILE, MANIFEST_FILE, TURN_FILE
 from exporter.storage.local_paths import quoted
 from exporter.wire.crc32c import crc_of, mask
 
@@ -560,22 +560,36 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
     """Lock a model against other exporters, on any machine that shares the file system.
 
     Raises:
-        TargetBusy: another exporter held it for `seconds`.
+        TargetBusy: other exporters held it for `seconds`.
     """
-    path = model / name
+    path, is_published_to = model / name, name == LOCK_FILE
     lock = open_lock(path)
     try:
-        if not lock_within(lock, seconds):
+        if not (_lock_in_turn(model, lock, seconds) if is_published_to else lock_within(lock, seconds)):
             holder = os.pread(lock, 200, 0).decode("ascii", "replace").strip() or "unknown"
             raise TargetBusy(f"{path} stayed locked for {seconds:g} s", cause=f"it is held by {holder}")
         with suppress(OSError):  # for a waiting process's message; a full disk is reported where it matters
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        if name == LOCK_FILE:
+        if is_published_to:
             mirror.locked(model)
         yield
     finally:
         close_quietly(lock)
+
+
+def _lock_in_turn(model: Path, lock: int, seconds: float) -> bool:
+    """Acquire the model's lock before anybody who comes later; False if that takes more than `seconds`.
+
+    Whoever waits looks every 20 ms, and a process that publishes without a pause would nearly always have the
+    lock again by then. So each locks the turn first, and keeps it until it has the lock.
+    """
+    deadline = time.monotonic() + seconds
+    turn = open_lock(model / TURN_FILE)
+    try:
+        return lock_within(turn, seconds) and lock_within(lock, deadline - time.monotonic())
+    finally:
+        close_quietly(turn)
 
 
 def _locked(model: Path, *, is_ours: bool) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@
 <model>/deltas/<log>/.state/                     caches of the exporter
 <model>/tags.json                                names of positions, see `exporter.publish.tags`
 <model>/.jobs/<plan>/  receipts/                 work of an engine that the next run continues
-<model>/.lock  .watch  .canary  .staging-*  .trash-*   work in progress; servers skip other names than numbers
+<model>/.lock  .turn  .watch  .canary  .staging-*  .trash-*   work in progress; servers read numbers only
 <model>/.made-by.json                            the arguments of the last export, for people
 <model>/.pushed                                  heads of the stores that hold a copy of the model
 <model>/.identity                                of a copy: the only model that it accepts with `--trust`
@@ -61,6 +61,7 @@ NORMS_FILE = CACHES_DIRECTORY / "norms.json"
 RESIDUAL_PREFIX = "left-out-"
 OVERLAID_PREFIX = "overlaid-"
 LOCK_FILE = ".lock"
+TURN_FILE = ".turn"  # locked by whoever gets `.lock` next
 WATCH_LOCK_FILE = ".watch"
 CANARY_LOCK_FILE = ".canary"
 MADE_BY_FILE = ".made-by.json"

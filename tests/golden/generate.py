@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 MODEL = "tests/golden/model.py"
 IDS = itertools.count(1)
-NOT_KEPT = (".lock", "checked")
+NOT_KEPT = (".lock", ".turn", "checked")
 """What says nothing to a later release: a lock; a cache of the inodes of files."""
 _token_hex = secrets.token_hex
 

@@ -6,8 +6,10 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from hypothesis import given
@@ -41,7 +43,8 @@ from exporter.publish.delta_log import read_log
 from exporter.publish.permission import Permission
 from exporter.publish.staging import remove_leftovers
 from exporter.publish.versions import last_position, lease, read_manifest, served_version, version_dirs
-from exporter.storage.files import open_lock, remove_tree, writing
+from exporter.storage.files import open_lock, remove_tree, try_lock, writing
+from exporter.storage.layout import TURN_FILE
 from exporter.wire.crc32c import masked_crc
 from tests.support.logs import Trainer, request
 from tests.support.publishing import (
@@ -159,7 +162,7 @@ def test_a_version_holds_what_was_staged_and_its_manifest(tmp_path: Path) -> Non
     assert [manifest.position for manifest in whole_versions(model)] == [4200]
     assert read_manifest(done.path) == done.manifest
     assert done.manifest.created.timestamp() == 1_700_000_000.25
-    assert names(model) == [".lock", "4200"]
+    assert names(model) == [".lock", ".turn", "4200"]
 
 
 def test_files_that_we_wrote_have_a_checksum_and_data_shards_have_none(tmp_path: Path) -> None:
@@ -398,6 +401,27 @@ def test_waiting_for_another_exporter_ends_and_names_it(tmp_path: Path) -> None:
     assert f"process {os.getpid()} on " in caught.value.cause, "the last holder signed the lock"
 
 
+def test_who_waits_gets_the_lock_before_who_had_it(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def wait() -> None:
+        with model_lock(tmp_path):
+            order.append("waited")
+
+    with model_lock(tmp_path):
+        waiting = Thread(target=wait)
+        waiting.start()
+        turn = open_lock(tmp_path / TURN_FILE)
+        while try_lock(turn):  # until the thread has it
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            time.sleep(0.001)
+        os.close(turn)
+    with model_lock(tmp_path):
+        order.append("again")
+    waiting.join()
+    assert order == ["waited", "again"]
+
+
 @pytest.mark.parametrize("place", ["", "below"])
 def test_a_target_that_is_a_file(tmp_path: Path, place: str) -> None:
     (tmp_path / "model").touch()
@@ -445,7 +469,7 @@ def test_a_manifest_that_does_not_fit_publishes_nothing(tmp_path: Path, no_big_f
         for number in range(20):
             (staging.path / f"file-{number:02}-with-a-name-that-fills-a-line").touch()
         publish_version(staging, draft())
-    assert names(tmp_path) == [".lock"]
+    assert names(tmp_path) == [".lock", ".turn"]
 
 
 def test_a_step_after_which_nothing_could_be_published_names_no_version(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.support.object_stores import Bucket
 from tests.support.publishers import Killed, killed_at
 from tests.support.setting import Setting, followed
 
-OURS = {".lock", ".pull", ".pushed", ".identity", HEAD_FILE}
+OURS = {".lock", ".turn", ".pull", ".pushed", ".identity", HEAD_FILE}
 
 
 class Machine(Setting):
