@@ -141,7 +141,7 @@ faults: $(STAMP)
 	FAULT_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s tests/integration/faults.py
 
 bench: $(STAMP)
-	$(BIN)/python -m tests.benchmarks '$(ONLY)'
+	$(BIN)/python -m tests.benchmarks '$(ONLY)' --scale $(or $(SCALE),1)
 
 # Two tools in an environment of their own: what builds by pyproject.toml, and what lists an environment.
 build/release/.installed:

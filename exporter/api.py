@@ -591,11 +591,15 @@ def pull(
     prune: bool = False,
     progress: ProgressFactory = no_progress,
     trusting: Trusting = ANYBODY,
+    workers: int = 0,
+    dry_run: bool = False,
 ) -> Pulled:
     """Fetch the publications in an object store into a local model; return those fetched and removed.
 
     Each is checked, in order of positions. `prune` removes publications here that no longer exist in the
     store. With trusted keys only signed publications are fetched; `untrusted` has the errors of others.
+    `workers` threads, 0: one a processor, merge bases here, at idle priority. With `dry_run`, nothing is
+    changed: what would be done is returned, and the most bytes that would come.
 
     Raises:
         UsageError: `model` is a URL, or `url` is not one.
@@ -605,7 +609,8 @@ def pull(
     from exporter.transfer import pull as transfer
 
     place, trust = local_path("model", os.fspath(model)), trust_in(trusting, url)
-    return transfer.pull(url, place, prune=prune, progress=progress, trust=trust)
+    copy = transfer.LocalCopy(url, place, prune=prune, trust=trust, workers=workers)
+    return copy.plan() if dry_run else copy.update(progress)
 
 
 @given.named_misfit

@@ -72,7 +72,7 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
     from exporter.cli.documents.logs import Push
 
     is_nothing = not (plan.upload or plan.remove or plan.changes_holds)
-    status = Status.NOTHING_TO_DO if is_nothing else Status.PLANNED if dry_run else Status.PUBLISHED
+    status = Status.NOTHING_TO_DO if is_nothing else _status(dry_run=dry_run)
     document = Push(
         dry_run=dry_run,
         status=status,
@@ -94,6 +94,10 @@ def _print_push(plan: PushPlan, sink: Output, *, dry_run: bool) -> None:
     if not dry_run:
         lines.append(labelled("next", f"export-model pull {quoted(plan.url)} MODEL"))
     sink.result(document, lines, is_done=not dry_run)
+
+
+def _status(*, dry_run: bool) -> Status:
+    return Status.PLANNED if dry_run else Status.PUBLISHED
 
 
 class LookFlags(Struct, frozen=True):
@@ -123,7 +127,17 @@ def pull(
         bool, typer.Option("--prune", help="Remove publications here that are gone from the store.")
     ] = False,
     looks: LookFlags = ONCE,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            metavar="N",
+            min=0,
+            help="Threads that merge a base here, at idle priority; 0: as many as there are processors.",
+        ),
+    ] = 0,
     trusting: Trusting = ANYBODY,
+    dry_run: DryRunFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
     """Fetch a published model from a store into a local directory, checked, in order of positions.
@@ -133,14 +147,18 @@ def pull(
       export-model pull s3://models/ranker models/ranker
       export-model pull s3://models/ranker models/ranker --watch --interval 0.5 --prune
       export-model pull s3://models/ranker models/ranker --trust publisher.pem
+      export-model pull s3://models/ranker models/ranker --dry-run
     """
     with command(printing) as sink:
         from exporter.transfer import pull as transfer
 
         _require_order("pull", model, url)
-        copy = transfer.LocalCopy(url, model, prune=prune, trust=trust_in(trusting, url))
+        if dry_run and looks.watch:
+            raise UsageError("--dry-run looks once, and --watch for ever", hint="leave out --watch")
+        copy = transfer.LocalCopy(url, model, prune=prune, trust=trust_in(trusting, url), workers=workers)
         if not looks.watch:
-            _print_pull(done := copy.update(sink.progress), model, sink)
+            done = copy.plan() if dry_run else copy.update(sink.progress)
+            _print_pull(done, model, sink, dry_run=dry_run)
             if trusting.trust and not done.identity and not done.untrusted:
                 sink.note(
                     f"{url} does not say which model it is: another model of its name that a trusted key has "
@@ -173,11 +191,13 @@ def _tell_once(error: ExportError, said: str, sink: Output) -> str:
     return error.message
 
 
-def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
+def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = False) -> None:
     from exporter.cli.documents.logs import Pull
 
+    is_something = done.fetched or done.removed
     document = Pull(
-        status=Status.PUBLISHED if done.fetched or done.removed else Status.NOTHING_TO_DO,
+        dry_run=dry_run,
+        status=_status(dry_run=dry_run) if is_something else Status.NOTHING_TO_DO,
         model=str(model),
         fetched=done.fetched,
         removed=done.removed,
@@ -189,11 +209,12 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
         position=done.position,
         identity=done.identity,
     )
-    what = f"{count(len(done.fetched), 'publication')}, {human_bytes(done.bytes_)}, to {model}"
-    lines = [labelled("fetched", what)]
-    lines += [labelled("spared", each.text) for each in done.spared]
+    size = f"{'at most ' if dry_run else ''}{human_bytes(done.bytes_)}"
+    what = f"{count(len(done.fetched), 'publication')}, {size}, to {model}"
+    lines = [labelled("would fetch" if dry_run else "fetched", what)]
+    lines += [labelled("would spare" if dry_run else "spared", each.text) for each in done.spared]
     if done.removed:
-        lines.append(labelled("removed", ", ".join(done.removed)))
+        lines.append(labelled("would remove" if dry_run else "removed", ", ".join(done.removed)))
     if done.incomplete:
         lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
     if done.waiting:
@@ -206,5 +227,6 @@ def _print_pull(done: Pulled, model: Path, sink: Output) -> None:
         lines.append(labelled("model", f"{done.identity}{pinned}"))
     if done.position is not None:
         lines.append(labelled("position", done.position))
+    if done.position is not None and not dry_run:
         lines.append(labelled("next", f"serve-model run {quoted(model)}"))
-    sink.result(document, lines, is_done=True)
+    sink.result(document, lines, is_done=not dry_run)

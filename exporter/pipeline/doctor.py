@@ -59,6 +59,7 @@ from exporter.publish.model import Model
 from exporter.publish.permission import binding
 from exporter.publish.retention import logs_without_base
 from exporter.publish.room import Room
+from exporter.publish.spared import noted
 from exporter.publish.staging import Staging, dead_leftovers
 from exporter.publish.tags import ListedTag, tags_of
 from exporter.publish.versions import (
@@ -93,6 +94,7 @@ class Check(StrEnum):
     ROOM = "room"
     AGENT = "agent"
     PERMISSIONS = "permissions"
+    COPY = "copy"
     LINKS = "links"
     CHECKPOINT = "checkpoint"
     TABLES = "tables"
@@ -124,6 +126,7 @@ CHECKS = {
     Code.UNREADABLE: Check.PERMISSIONS,
     Code.KEPT_OUT: Check.PERMISSIONS,
     Code.NOT_WRITABLE: Check.PERMISSIONS,
+    Code.FETCHED_WHOLE: Check.COPY,
     Code.COPIES: Check.LINKS,
     Code.OVERWRITTEN: Check.LINKS,
     Code.CHECKPOINT: Check.CHECKPOINT,
@@ -170,6 +173,18 @@ def left_overs(model: Path) -> Iterator[Finding]:
             f"{count(len(found), 'left-over')} of killed exporters ({human_bytes(size)}) under {model}",
             "the next export removes what it may",
             command("rm", "-r", *found),
+        )
+
+
+def copied(model: Path) -> Iterator[Finding]:
+    """Yield the finding that this copy of a store fetched its newest base instead of merging it here."""
+    spared = noted(model)
+    if spared is not None:
+        yield Finding(
+            Code.FETCHED_WHOLE,
+            f"{human_bytes(spared.fetched)} of version {spared.path} were fetched, not merged here",
+            spared.why_fetched,
+            command("export-model", "verify", model),
         )
 
 
@@ -802,6 +817,7 @@ def examine(
         (Check.VALUES, lambda: wild(model, found)),
         (Check.BUDGET, lambda: budget(found)),
         (Check.TAGS, lambda: tags(tags_of(model), model)),
+        (Check.COPY, lambda: copied(model)),
         (Check.ORPHANS, lambda: orphans(model, found)),
         (Check.LEFT_OVERS, lambda: left_overs(model)),
     ]
@@ -827,6 +843,7 @@ _OF_THIS_MACHINE = (
     Check.DURABILITY,
     Check.ROOM,
     Check.MAPPED,
+    Check.COPY,
 )
 
 

@@ -161,7 +161,13 @@ def write_files(
     return WrittenBase(catalog, mapped, tasks)
 
 
-def write_again(model: Path, manifest: Manifest, bundle: Path, runner: Callable[[int], Runner]) -> None:
+def write_again(
+    model: Path,
+    manifest: Manifest,
+    bundle: Path,
+    runner: Callable[[int], Runner],
+    progress: ProgressFactory = no_progress,
+) -> None:
     """Write the files of a base that was merged elsewhere from what lies in this model, too.
 
     Who takes them compares each with the manifest: nothing here says that they are the same.
@@ -190,7 +196,7 @@ def write_again(model: Path, manifest: Manifest, bundle: Path, runner: Callable[
     of = DeltaLog(model, base, (VersionDir(base.at.position, base.path, has_manifest=True),), chain)
     place = BasePlace(manifest.position, entry.log, manifest.lineage or "")
     mapped_id, step = "" if manifest.mapped is None else manifest.mapped.id, manifest.step or 0
-    write_files(of, base, chain, place, step, mapped_id, bundle, record.task_bytes, runner)
+    write_files(of, base, chain, place, step, mapped_id, bundle, record.task_bytes, runner, progress)
 
 
 _MOST_TASKS = 1 << 20

@@ -100,6 +100,7 @@ class Code(StrEnum):
     KEPT_OUT = "kept-out", "kept out", Level.WARNING
     NOT_WRITABLE = "not-writable", "not writable", Level.WARNING
     COPIES = "copies", "copies", Level.WARNING
+    FETCHED_WHOLE = "fetched-whole", "fetched whole", Level.WARNING
     OVERWRITTEN = "overwritten", "overwritten", Level.WARNING
     TABLE_FULL = "table-full", "table fills", Level.WARNING
     NOT_MAPPED = "not-mapped", "not mapped", Level.WARNING

@@ -40,6 +40,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import ManifestError, NotTrusted, UsageError, VerificationError, to_install
+from exporter.jobs.digest import Digest
+from exporter.jobs.runner import Runner
+from exporter.jobs.task import Input
 from exporter.publish.manifest import FileEntry, Manifest, Signature, head_from_json, to_json
 from exporter.storage import mirror
 from exporter.storage.files import (
@@ -222,17 +225,29 @@ def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry
     return tuple(replace(file, sha256=digest) for file, digest in zip(files, digests, strict=True))
 
 
-def verify_digests(directory: Path, files: Iterable[FileEntry], *, anew: bool = False) -> None:
+def verify_digests(
+    directory: Path, files: Iterable[FileEntry], *, anew: bool = False, runner: Runner | None = None
+) -> None:
     """Read each file that has a SHA-256 in the manifest, and compare it.
 
-    With `anew` also those are read whose digest this process knows: their times may have been set back.
+    With `anew` also those are read whose digest this process knows: their times may have been set back. With
+    `runner`, its tasks read them, each anew.
 
     Raises:
         VerificationError: one differs.
     """
     files = [file for file in files if file.sha256 is not None]
     paths, size = [directory / file.path for file in files], sum(file.bytes_ for file in files)
-    digests = _digests(paths, size, file_digest if anew else _digest)
+    if runner is None:
+        digests = _digests(paths, size, file_digest if anew else _digest)
+    else:
+        names = (f"{number}" for number in range(len(files)))
+        tasks = [
+            Digest(name=name, inputs=(Input.of(path),), bytes_=file.bytes_)
+            for name, path, file in zip(names, paths, files, strict=True)
+        ]
+        with runner.job(tasks) as job:
+            digests = [receipt.tag for receipt in job.receipts()]
     for file, digest in zip(files, digests, strict=True):
         if digest != file.sha256:
             raise VerificationError(

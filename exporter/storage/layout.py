@@ -11,6 +11,7 @@
 <model>/.made-by.json                            the arguments of the last export, for people
 <model>/.pushed                                  heads of the stores that hold a copy of the model
 <model>/.identity                                of a copy: the only model that it accepts with `--trust`
+<model>/.fetched                                 of a copy: why it fetched its newest base
 <model>/.taken                                   paths never to be used again: see `exporter.transfer.head`
 <ckpt-dir>/checkpoint                            names the newest checkpoint
 <ckpt-dir>/increments/<from>-<to>/delta.*  manifest.json
@@ -80,6 +81,8 @@ STAGING_PREFIX = ".staging-"
 TRASH_PREFIX = ".trash-"
 PULL_PREFIX = ".pull-"
 PULL_LOCK_FILE = ".pull"
+PULL_JOBS_SUFFIX = ".jobs"  # beside a publication that is being pulled: the tasks that merge it here
+FETCHED_FILE = ".fetched"
 IDENTITY_FILE = ".identity"  # of the only model whose publications a copy accepts, where keys are trusted
 
 CHECKPOINT_STATE_FILE = "checkpoint"

@@ -23,7 +23,7 @@ from exporter.storage.objects import ObjectWriter, RemoteObject
 from exporter.storage.url import Url
 
 _LONGEST = 16 << 20
-_NEW = ".new-"
+NEW_PREFIX = ".new-"
 
 
 class Directory(Protocol):
@@ -124,7 +124,7 @@ class _LocalDirectory:
     def names(self, below: str) -> list[str]:
         with _naming(self._path), suppress(FileNotFoundError):
             names = (entry.name for entry in (self._path / below).iterdir())
-            return sorted(f"{below}/{name}" for name in names if not name.startswith(_NEW))
+            return sorted(f"{below}/{name}" for name in names if not name.startswith(NEW_PREFIX))
         return []
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
@@ -215,7 +215,7 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
 @contextmanager
 def new_path(directory: Path) -> Iterator[Path]:
     """Yield an unused path; a file that is there at the end is removed."""
-    path = directory / f"{_NEW}{os.urandom(8).hex()}"
+    path = directory / f"{NEW_PREFIX}{os.urandom(8).hex()}"
     try:
         yield path
     finally:

@@ -123,6 +123,7 @@ class Output(Struct):
     has_spoken: bool = False
     stdout: IO[str] = field(default_factory=lambda: sys.stdout)
     stderr: IO[str] = field(default_factory=lambda: sys.stderr)
+    _bars: Any = None
 
     def result(
         self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
@@ -272,9 +273,14 @@ class Output(Struct):
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Progress]:
-        """A progress bar on stderr, if that is a terminal and a person reads it."""
+        """A progress bar on stderr, if that is a terminal and a person reads it; inside another, below it."""
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
+            return
+        if self._bars is not None:
+            task = self._bars.add_task(printable(shown(label)), total=total)
+            yield _Bar(self._bars, task)
+            self._bars.remove_task(task)
             return
         self.has_spoken = True
         from rich import progress as bars
@@ -294,8 +300,11 @@ class Output(Struct):
             bars.TimeRemainingColumn(),
         )
         with bars.Progress(*columns, console=self._console(self.stderr), transient=True) as bar:
-            task = bar.add_task(printable(shown(label)), total=total)
-            yield _Bar(bar, task)
+            self._bars = bar
+            try:
+                yield _Bar(bar, bar.add_task(printable(shown(label)), total=total))
+            finally:
+                self._bars = None
 
     def _console(self, stream: IO[str]) -> Console:
         from rich.console import Console

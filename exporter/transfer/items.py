@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -22,6 +22,7 @@ from msgspec import Struct, field
 
 from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES, index_path, parse_index, read_catalog
 from exporter.errors import CheckpointChanged, ManifestError, NotTrusted
+from exporter.jobs.runner import LOCAL, Runner
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import FileEntry, Manifest, from_json
 from exporter.publish.tags import LONGEST_TAGS, tags_document
@@ -449,19 +450,19 @@ class Passage:
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_digests(self) -> None:
-        """Read all files, and compare them with the signed digests; nothing is compared without a signature.
+        """Read the other files, and compare them with the signed digests, if there is a signature.
 
         VerificationError if one differs.
         """
         self._check_digests(file for file in self._item.manifest.files if file not in self._compared)
 
-    def _check_digests(self, files: Iterable[FileEntry]) -> None:
+    def _check_digests(self, files: Iterable[FileEntry], runner: Runner | None = None) -> None:
         if self._item.manifest.signature is not None:
             from exporter.publish.signing import verify_digests
 
-            verify_digests(self._path, files, anew=True)
+            verify_digests(self._path, files, anew=True, runner=runner)
 
-    def check_values(self, shards: Iterable[FileEntry] | None = None) -> None:
+    def check_values(self, shards: Iterable[FileEntry] | None = None, runner: Runner | None = None) -> None:
         """Compare the stored values with the index, or only those of some data shards.
 
         VerificationError if one differs; nothing is compared if there is no index.
@@ -469,21 +470,24 @@ class Passage:
         if self._index is not None:
             wanted = self.files if shards is None else shards
             named = {self._path / file.path for file in wanted if file not in self._compared}
-            verify_bytes(read_catalog(self._prefix), passed=self._passed, shards=named)
+            catalog = read_catalog(self._prefix)
+            verify_bytes(catalog, runner=runner or LOCAL, passed=self._passed, shards=named)
 
-    def compare(self, file: FileEntry) -> None:
-        """Read a file that did not come by here, and compare all that the manifest says of its bytes.
+    def compare(self, files: Sequence[FileEntry], runner: Runner | None = None) -> None:
+        """Read files that did not come by here, and compare all that the manifest says of their bytes.
 
-        Of a data shard all others must be there, too. What was compared is not read again.
+        Of data shards all others must be there, too. What was compared is not read again. Tasks of `runner`
+        read shards, and what is signed.
 
         Raises:
-            VerificationError, CheckpointError: it differs.
+            VerificationError, CheckpointError: one differs.
         """
-        self.check_file(file)
-        if file.crc32c is None:
-            self.check_values([file])
-        self._check_digests([file])
-        self._compared.add(file)
+        for file in files:
+            self.check_file(file)
+        if shards := [file for file in files if file.crc32c is None]:
+            self.check_values(shards, runner)
+        self._check_digests(files, runner)
+        self._compared.update(files)
 
     def content(self, file: FileEntry) -> object:
         """Return a value that only files with the same bytes share, from the manifest; None if it says too

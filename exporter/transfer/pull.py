@@ -70,6 +70,7 @@ from exporter.errors import (
     CheckpointNotFound,
     CorruptFile,
     DiskFull,
+    EngineFailed,
     ForeignLineage,
     ManifestError,
     MissingShard,
@@ -85,8 +86,9 @@ from exporter.jobs.runner import Runner
 from exporter.publish.commit import model_lock
 from exporter.publish.delta_log import log_path
 from exporter.publish.hold import Decided, HeldBy, Hold, hold_in, position_in
-from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, FileEntry
+from exporter.publish.manifest import BaseEntry, DeltaEntry, DeltaOrigin, FileEntry, MergedPart
 from exporter.publish.retention import GRACE_SECONDS, move_away
+from exporter.publish.spared import Spared, note
 from exporter.publish.staging import Staging
 from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
 from exporter.publish.versions import (
@@ -102,14 +104,15 @@ from exporter.storage.layout import (
     HOLD_DOCUMENT_FILE,
     HOLD_FILE,
     IDENTITY_FILE,
-    JOBS_DIRECTORY,
     MANIFEST_FILE,
+    PULL_JOBS_SUFFIX,
     PULL_LOCK_FILE,
     PULL_PREFIX,
     TAGS_FILE,
 )
 from exporter.storage.local_paths import quoted, require_no_pattern
 from exporter.storage.objects import ObjectWriter, RemoteObject, Tag
+from exporter.storage.output_directory import NEW_PREFIX
 from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
@@ -130,7 +133,6 @@ from exporter.transfer.items import (
 )
 from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, parse
 from exporter.transfer.same_files import LocalFiles
-from exporter.transfer.spared import Spared
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
@@ -239,9 +241,10 @@ def pull(
     prune: bool = False,
     progress: ProgressFactory = no_progress,
     trust: Trust | None = None,
+    workers: int = 0,
 ) -> Pulled:
     """Update a local model from a store once: see `LocalCopy`."""
-    return LocalCopy(url, model, prune=prune, trust=trust).update(progress)
+    return LocalCopy(url, model, prune=prune, trust=trust, workers=workers).update(progress)
 
 
 class LocalCopy:
@@ -251,7 +254,7 @@ class LocalCopy:
     is opened again, because files of credentials may have been replaced. With `trust`, only publications that
     one of its keys has signed are accepted; the files of keys are read again at each update. With
     `holds_new_logs`, for a canary, a log that is not here yet is held at its first base before servers see
-    it: so they start where the canary judges first.
+    it: so they start where the canary judges first. `workers` threads merge bases, 0: one a processor.
 
     Raises:
         UsageError: the URL is not that of a model in a store.
@@ -265,10 +268,11 @@ class LocalCopy:
         prune: bool = False,
         trust: Trust | None = None,
         holds_new_logs: bool = False,
+        workers: int = 0,
     ) -> None:
         self.url = parse(url)
         self._holds_new_logs = holds_new_logs
-        self._model, self._prune, self._trust = model, prune, trust
+        self._model, self._prune, self._trust, self._workers = model, prune, trust, workers
         self._keys: list[str] = []
         self._damaged = dict[frozenset[RemoteObject], str]()
         self._store: ObjectWriter | None = None
@@ -292,6 +296,35 @@ class LocalCopy:
         self._store = store
         return done
 
+    def plan(self) -> Pulled:
+        """Return what `update` would do now, and change nothing; the bytes are the most that it would fetch.
+
+        Raises:
+            ExportError: as `update`, as far as it can be known before anything is fetched.
+        """
+        return looking_again(self._plan)
+
+    def _plan(self) -> Pulled:
+        store = ObjectWriter(self.url)
+        seen = self._look(store)
+        self._require_model(seen.stored)
+        job = _Pull(store, self.url, self._model, seen.stored, {}, {}, self._pinned())
+        return job.plan(None if seen.head is None else seen.head[0], prune=self._prune)
+
+    def _require_model(self, stored: StoredItems) -> None:
+        """Raise an error if the store has no model, or the copy may not lie in its directory."""
+        if self._trust is not None and all(item.is_delta for item in stored.items.values()):
+            for error in forged(stored).values():
+                raise error
+        if not stored.items:
+            raise CheckpointNotFound(
+                f"there is no model at {self.url}",
+                hint=f"publish one: export-model push MODEL_BASE_PATH {quoted(self.url)}",
+            )
+        _require_own_directory(self._model)
+        require_base_path(self._model)
+        require_no_pattern("DIR", self._model)
+
     @property
     def newest(self) -> tuple[int, datetime] | None:
         """The position and the time of the newest publication seen in the store; None before the first
@@ -307,17 +340,7 @@ class LocalCopy:
         seen = self._look(store)
         head, stored = seen.head, seen.stored
         self._seen = replace(seen, at=None)  # if this update fails, the next one lists again
-        if self._trust is not None and all(item.is_delta for item in stored.items.values()):
-            for error in forged(stored).values():
-                raise error
-        if not stored.items:
-            raise CheckpointNotFound(
-                f"there is no model at {self.url}",
-                hint=f"publish one: export-model push MODEL_BASE_PATH {quoted(self.url)}",
-            )
-        _require_own_directory(model)
-        require_base_path(model)
-        require_no_pattern("DIR", model)
+        self._require_model(stored)
         with writing(model):
             make_directories(model)
         with model_lock(model, _LOCK_SECONDS, PULL_LOCK_FILE):
@@ -325,7 +348,7 @@ class LocalCopy:
                 seen = self._look(store)
                 head, stored = seen.head, seen.stored
             job = _Pull(store, self.url, model, stored, fetched, self._damaged, self._pinned())
-            job.holds_new_logs = self._holds_new_logs
+            job.holds_new_logs, job.workers = self._holds_new_logs, self._workers
             done = job.run(None if head is None else head[0], progress, prune=self._prune)
             is_level = job.has_own or job.here.keys() | job.passed_by >= stored.items.keys()
             if head is not None and is_level and head[0].path in stored.items:
@@ -432,7 +455,7 @@ class _Pull:
         self._store, self._url, self._model, self._stored = store, url, model, stored
         self._fetched, self._damaged = fetched, damaged
         self.passed_by = set[str]()
-        self.holds_new_logs = False
+        self.holds_new_logs, self.workers = False, 0
         self.here = by_path(local_items(model))
         self._lent = LocalFiles(model)
         for item in self.here.values():
@@ -452,6 +475,48 @@ class _Pull:
 
         `head` is that of the store. PositionMoved if something was published here, and something else there.
         """
+        wanted, waiting = self._missing(head)
+        if self.has_own:
+            self._settle_holds()
+            return self._done()
+        is_current = not (wanted or waiting or self._trust)
+        removed = self._prune(is_current=is_current) if prune else ()
+        incomplete = self._fetch(wanted, progress)
+        if not incomplete:
+            self._settle_holds()
+        elif not self._fetched:
+            self._require_sizes(self._stored.items[incomplete[0]])
+        return self._done(removed, incomplete, waiting)
+
+    def plan(self, head: Head | None, *, prune: bool) -> Pulled:
+        """Return what `run` would return now, and change nothing; PositionMoved as `run`."""
+        wanted, waiting = self._missing(head)
+        is_current = not (wanted or waiting or self._trust)
+        removed = [item.path for item in self._superseded(is_current=is_current)] if prune else []
+        while wanted and files_of(self._stored, wanted[0]) is not None:
+            item = wanted.pop(0)
+            self._fetched[item.path] = item, self._foreseen(item)
+            self.here[item.path] = item
+        return self._done((*removed,), tuple(item.path for item in wanted), waiting)
+
+    def _foreseen(self, item: Item) -> Spared:
+        """Return which bytes of a publication need not be fetched, as far as its manifest tells.
+
+        What its shards hold is said by its index, which has not come yet, unless they are signed.
+        """
+        passage = Passage(item, self._model / f"{PULL_PREFIX}{item.digest}")
+        files = () if item.is_delta else passage.files
+        linked = sum(file.bytes_ for file in files if self._lent.place(passage.content(file)) is not None)
+        merged, left = _MergedHere(self._model, item, self.here, self._stored), item.bytes_ - linked
+        if merged.deltas and not merged.why:
+            return Spared(item.path, linked, made=left, deltas=merged.deltas)
+        return Spared(item.path, linked, why_fetched=merged.why, fetched=left)
+
+    def _missing(self, head: Head | None) -> tuple[list[Item], tuple[str, ...]]:
+        """Return what the store has and this copy lacks, in order, and the paths of what has to wait.
+
+        Nothing, with `has_own`, if the copy has gone on from the store. PositionMoved as `run`.
+        """
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
@@ -467,8 +532,7 @@ class _Pull:
                     hint=f"pull into a directory of its own: export-model pull {quoted(self._url)} OTHER",
                 )
             self.has_own = True
-            self._settle_holds()
-            return self._done()
+            return [], ()
         waiting: tuple[str, ...] = ()
         if taken_back is not None:
             held_back = [item for item in wanted if item.path in self.here or taken_back.withholds(item)]
@@ -480,14 +544,7 @@ class _Pull:
             )
             if Hold(self._model / taken_back.log).binds:
                 self._kept_log = taken_back.log
-        is_current = not (wanted or waiting or self._trust)
-        removed = self._prune(is_current=is_current) if prune else ()
-        incomplete = self._fetch(wanted, progress)
-        if not incomplete:
-            self._settle_holds()
-        elif not self._fetched:
-            self._require_sizes(self._stored.items[incomplete[0]])
-        return self._done(removed, incomplete, waiting)
+        return wanted, waiting
 
     def _done(
         self, removed: tuple[str, ...] = (), incomplete: tuple[str, ...] = (), waiting: tuple[str, ...] = ()
@@ -602,7 +659,8 @@ class _Pull:
         coming = [item for item in wanted if item.path in whole]
         left = [item for item in wanted if item.path not in whole and item.path not in self.passed_by]
         size = sum(item.bytes_ for item in wanted)
-        with progress("fetching", size) as bar, self._ahead(coming, whole, bar) as staged:
+        had_base = any(not item.is_delta for item in self.here.values())
+        with progress("fetching", size) as bar, self._ahead(coming, whole, bar, progress) as staged:
             for item in coming:
                 if item.path in self.passed_by:
                     continue
@@ -617,6 +675,8 @@ class _Pull:
                 self.here[item.path] = item
                 self._lent.add_version(item)
                 self._fetched[item.path] = item, spared
+                if not item.is_delta and had_base:  # a new copy has nothing to merge
+                    note(self._model, spared)
         return tuple(item.path for item in left)
 
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
@@ -640,7 +700,11 @@ class _Pull:
 
     @contextmanager
     def _ahead(
-        self, items: list[Item], whole: dict[str, dict[str, RemoteObject]], bar: Progress
+        self,
+        items: list[Item],
+        whole: dict[str, dict[str, RemoteObject]],
+        bar: Progress,
+        progress: ProgressFactory,
     ) -> Iterator[Callable[[Item], tuple[Path, Spared]]]:
         """Fetch small publications in parallel, while those before them are fetched and published.
 
@@ -649,7 +713,7 @@ class _Pull:
         """
         with workers(_AHEAD, "ahead") as pool:
             tasks = {
-                item.path: pool.submit(self._staged, item, whole[item.path], bar)
+                item.path: pool.submit(self._staged, item, whole[item.path], bar, progress)
                 for item in items
                 if item.bytes_ <= PART_BYTES
                 and item.manifest.merged_from is None  # which needs its parts here
@@ -657,7 +721,9 @@ class _Pull:
 
             def staged(item: Item) -> tuple[Path, Spared]:
                 task = tasks.get(item.path)
-                return self._staged(item, whole[item.path], bar) if task is None else task.result()
+                if task is None:
+                    return self._staged(item, whole[item.path], bar, progress)
+                return task.result()
 
             yield staged
 
@@ -691,10 +757,12 @@ class _Pull:
         Errors are ignored.
         """
         for left in self._model.glob(f"{PULL_PREFIX}*"):
-            if left.name.removeprefix(PULL_PREFIX) not in wanted:
+            if left.name.removeprefix(PULL_PREFIX).removesuffix(PULL_JOBS_SUFFIX) not in wanted:
                 remove_tree(left)
 
-    def _staged(self, item: Item, files: dict[str, RemoteObject], bar: Progress) -> tuple[Path, Spared]:
+    def _staged(
+        self, item: Item, files: dict[str, RemoteObject], bar: Progress, progress: ProgressFactory
+    ) -> tuple[Path, Spared]:
         """Return the directory of a publication, whole and checked, where servers do not look, and the bytes
         that were not fetched; fetch it if needed.
         """
@@ -704,7 +772,8 @@ class _Pull:
             raise self._damage_of(item, self._damaged[objects])
         with writing(staged):
             try:
-                spared = self._fill(item, staged, files, bar)
+                merged = _MergedHere(self._model, item, self.here, self._stored, self.workers, progress)
+                spared = self._fill(item, staged, files, bar, merged)
             except _DAMAGE as error:
                 remove_tree(staged)  # to be fetched again
                 said = self._damaged[objects] = error.message.replace(str(staged), f"{self._url}/{item.path}")
@@ -731,7 +800,14 @@ class _Pull:
             hint=f"what to publish in its place: export-model doctor {quoted(self._url)}",
         )
 
-    def _fill(self, item: Item, staged: Path, files: dict[str, RemoteObject], bar: Progress) -> Spared:
+    def _fill(
+        self,
+        item: Item,
+        staged: Path,
+        files: dict[str, RemoteObject],
+        bar: Progress,
+        merged: _MergedHere,
+    ) -> Spared:
         """Bring the missing files of a publication, and compare all its files with the manifest.
 
         A file comes from a version that is here, or from the store. A file that was there before may be of a
@@ -740,7 +816,6 @@ class _Pull:
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
         linked, made, fetched = set[FileEntry](), set[FileEntry](), set[FileEntry]()
-        merged = _MergedHere(self._model, item, self.here)
 
         def fetch(wanted: Sequence[FileEntry]) -> None:
             _require_room(staged, sum(file.bytes_ for file in wanted))
@@ -763,17 +838,20 @@ class _Pull:
                         continue
                     bar.advance(file.bytes_)
                 fetch([file for file in missing if file not in linked | made])
-                for file in coming:
-                    if file not in fetched:
-                        try:
-                            passage.compare(file)
-                        except _DAMAGE as error:
-                            if file in made:
-                                merged.why = f"what was merged here differs: {error.message}"
-                            for own in (linked, made):
-                                own.discard(file)
-                            places[file].unlink()
-                            fetch([file])
+                alone = [file for file in coming if file not in fetched]
+                with suppress(*_DAMAGE, EngineFailed):
+                    passage.compare(alone, merged.runner)
+                    alone = []
+                for file in alone:  # one of them differs, or nobody compared
+                    try:
+                        passage.compare([file])
+                    except _DAMAGE as error:
+                        if file in made:
+                            merged.why = f"what was merged here differs: {error.message}"
+                        for own in (linked, made):
+                            own.discard(file)
+                        places[file].unlink()
+                        fetch([file])
         passage.check_files()
         passage.check_values()
         passage.check_digests()  # of the local files, because servers will read these
@@ -783,6 +861,7 @@ class _Pull:
             made=sum(file.bytes_ for file in made),
             deltas=merged.deltas if made else 0,
             why_fetched=merged.why,
+            fetched=sum(file.bytes_ for file in fetched),
         )
 
     def _get(
@@ -960,13 +1039,16 @@ class _Pull:
         known = recall(self._model, self._url)
         return None if known is None else (known.hold_files or {}).get(name)
 
-    def _prune(self, *, is_current: bool) -> tuple[str, ...]:
+    def _superseded(self, *, is_current: bool) -> list[Item]:
+        """Return what `superseded` does, without what tags need."""
         gone = superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current)
-        removed, tagged = [], self._tagged() if gone else set()
+        tagged = self._tagged() if gone else set()
+        return [item for item in gone if item.path not in tagged]
+
+    def _prune(self, *, is_current: bool) -> tuple[str, ...]:
+        removed = []
         with writing(self._model):
-            for item in gone:
-                if item.path in tagged:
-                    continue
+            for item in self._superseded(is_current=is_current):
                 with suppress(OSError):  # a reader has a lease on it: the next update tries again
                     remove_tree(move_away(self._model / item.path, self._model))
                     del self.here[item.path]
@@ -997,19 +1079,24 @@ class _MergedHere(ExitStack):
     `why` says why there are none, or not all; it is empty for what is no merged base.
     """
 
-    def __init__(self, model: Path, item: Item, here: Mapping[str, Item]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        item: Item,
+        here: Mapping[str, Item],
+        stored: StoredItems,
+        workers: int = 0,
+        progress: ProgressFactory = no_progress,
+    ) -> None:
         super().__init__()
-        self._model, self._item = model, item
+        self._model, self._item, self._workers, self._progress = model, item, workers, progress
+        self._kept = model / f"{PULL_PREFIX}{item.digest}{PULL_JOBS_SUFFIX}"
         self._bundle: Path | None = None
         record = item.manifest.merged_from
-        self.deltas = 0 if record is None else len(record.parts) - 1
-        lost = [
-            part.path
-            for part in (() if record is None else record.parts)
-            if part.path not in here or here[part.path].digest != part.manifest
-        ]
-        self.why = f"this copy lacks {lost[0]}" if lost else ""
-        self._is_tried = record is None or bool(lost)
+        parts = () if record is None else record.parts
+        self.deltas = max(0, len(parts) - 1)
+        self.why = next((why for part in parts if (why := _why_not(part, here.get(part.path), stored))), "")
+        self._is_tried = record is None or bool(self.why)
 
     def give(self, file: FileEntry, path: Path) -> bool:
         """Move a file of the merged base to its place; False if there is none of its size.
@@ -1032,22 +1119,41 @@ class _MergedHere(ExitStack):
     def _made(self) -> Path | None:
         from exporter.pipeline.merged_base import write_again
 
-        _require_room(self._model / PULL_PREFIX, self._item.bytes_)
+        for left in self._kept.glob(f"*/{NEW_PREFIX}*"):  # of tasks that were killed
+            left.unlink(missing_ok=True)
+        outputs = self._kept.glob("*/*.data-*")  # of a pull that was killed, or found no room
+        _require_room(self._kept, self._item.bytes_ - sum(path.stat().st_size for path in outputs))
         staging = self.enter_context(Staging(self._model))
         try:
-            write_again(self._model, self._item.manifest, staging.path, self._runner)
+            write_again(self._model, self._item.manifest, staging.path, self._runner, self._progress)
         except DiskFull:
-            raise
+            raise  # what was made is kept
         except Exception as error:  # noqa: BLE001 - whatever local files do to the merger, the store has the base
             self.why = f"it cannot be merged here: {error}"
+            remove_tree(self._kept)
             return None
+        remove_tree(self._kept)
         return staging.path
+
+    @property
+    def runner(self) -> Runner | None:
+        """What reads the files again, at idle priority; None if none were merged."""
+        return None if self._bundle is None else replace(self._runner(0), kept="")
 
     def _runner(self, tasks: int) -> Runner:
         """What runs the tasks: a job that is kept, so that a pull that was killed goes on with it."""
+        from exporter.jobs.engines.process import Asked, ProcessEngine
+
         assert self._item.manifest.merged_from is not None
         size = self._item.manifest.merged_from.task_bytes
-        return Runner(task_bytes=size, kept=str(self._model / JOBS_DIRECTORY))
+        return Runner(ProcessEngine(Asked("idle", self._workers)), size, os.fspath(self._kept))
+
+
+def _why_not(part: MergedPart, ours: Item | None, stored: StoredItems) -> str:
+    """Return why a copy cannot merge a part of a base; empty if it can."""
+    if ours is None:
+        return f"this copy lacks {part.path}{'' if part.path in stored.items else ', as does the store'}"
+    return "" if ours.digest == part.manifest else f"{part.path} is another publication here"
 
 
 def _has_size(path: Path, size: int) -> bool:

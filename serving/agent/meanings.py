@@ -246,6 +246,14 @@ MEANINGS: Mapping[Code, Meaning] = {
         "A full export copies the checkpoint's values instead of linking them, which costs time and space.",
         "Put checkpoints and model on one file system, and let this user read the shards.",
     ),
+    Code.FETCHED_WHOLE: Meaning(
+        "This copy of a store fetched its newest base, though such a base can be merged here from the base "
+        "and the deltas before it. The finding says why: these were not here, or not the same, or what was "
+        "merged differed.",
+        "Nothing, if it happened once: the next base is made here again. If parts are lacking each time, "
+        "keep them longer where they are published (`--keep`, no `push --prune` right after a base), or let "
+        "the copy look more often. If files differ, the command says whether those here are damaged.",
+    ),
     Code.OVERWRITTEN: Meaning(
         "A version holds a hard link to a trainer's file, and the trainer has written into that file: it "
         "copied another checkpoint over it (`cp`, `shutil.copyfile`, `rsync` in place). Servers that load "

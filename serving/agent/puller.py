@@ -26,6 +26,7 @@ from exporter.errors import (
 from exporter.options import Trusting
 from exporter.publish.judge import Code
 from exporter.publish.room import Room
+from exporter.publish.spared import Spared
 from exporter.storage.waiting import Calls, GivenUp, counted, until
 from exporter.transfer.opened import trust_in
 from exporter.transfer.pull import LocalCopy
@@ -68,7 +69,8 @@ class Fetched(Struct, frozen=True):
     seconds), or the agent's start before the first one. `trouble` says why the last look failed; None if it
     succeeded. `newest` is the position and time of the newest publication in the store; None before one was
     seen. `waiting` lists publications that do not fit after a canary's rollback, `untrusted` the reasons why
-    others are not fetched.
+    others are not fetched. `spared` tells how the newest version came, if this agent fetched one that was
+    here in part, or could have been merged here.
     """
 
     url: str
@@ -77,6 +79,7 @@ class Fetched(Struct, frozen=True):
     newest: tuple[int, datetime] | None = None
     waiting: tuple[str, ...] = ()
     untrusted: tuple[str, ...] = ()
+    spared: Spared | None = None
 
 
 class Puller:
@@ -116,7 +119,12 @@ class Puller:
     def follow(self, stop: threading.Event) -> None:
         """Look into the store every `poll_s`, until `stop`."""
         copy = LocalCopy(
-            self._url, self._model.path, prune=True, trust=self._trust, holds_new_logs=self._has_canary
+            self._url,
+            self._model.path,
+            prune=True,
+            trust=self._trust,
+            holds_new_logs=self._has_canary,
+            workers=1,  # beside servers: one processor, and that at idle priority
         )
         with suppress(GivenUp), until(stop), counted(self._calls):
             while not stop.is_set():
@@ -140,13 +148,14 @@ class Puller:
         else:
             complete = before.complete if done.incomplete else began
             untrusted = tuple(error.message for error in done.untrusted)
-            self._fetched = Fetched(self._url, complete, None, copy.newest, done.waiting, untrusted)
+            spared = next(reversed(done.spared), before.spared)
+            self._fetched = Fetched(self._url, complete, None, copy.newest, done.waiting, untrusted, spared)
             if done.is_pinned_now:
                 self._report(EventKind.SEEN, f"{self._url} is the model {done.identity}: no other is taken")
             if before.trouble is not None:
                 self._report(EventKind.SEEN, f"{self._url} is fetched again")
-            for spared in done.spared:
-                self._report(EventKind.SEEN, spared.text)
+            for each in done.spared:
+                self._report(EventKind.SEEN, each.text)
             if done.waiting and done.waiting != before.waiting:
                 what = ", ".join(done.waiting)
                 self._report(

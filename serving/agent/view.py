@@ -19,6 +19,7 @@ from exporter.publish.hold import HeldBy, this_user
 from exporter.publish.judge import Code, Silence, lag, seconds_since, superseded_since
 from exporter.publish.model import Model, Published, Rollback
 from exporter.publish.served import Served, ServedTables
+from exporter.publish.spared import Spared
 from serving.agent import rollout
 from serving.agent.audit import Audited
 from serving.agent.canary import Action, Go, Idle, Judge
@@ -134,6 +135,8 @@ class StoreView(Struct, frozen=True):
     publications. `trouble` says why the last look into the store failed, or is pending, and since when; None
     if it succeeded. `newest` is the newest position that was seen in the store; `waiting` lists publications
     that do not fit after a canary's rollback. `read_by` is the user and machine of the agent.
+    `spared` tells how the newest version came; None if all of it was fetched since the agent began, or none
+    came.
     """
 
     url: str
@@ -142,6 +145,7 @@ class StoreView(Struct, frozen=True):
     waiting: tuple[str, ...]
     newest: int | None = None
     read_by: str = ""
+    spared: Spared | None = None
 
     @property
     def problem(self) -> str:
@@ -342,7 +346,8 @@ def _with_store(model: ModelView, puller: Puller | None) -> ModelView:
     fetched = puller.fetched
     age = max(0.0, time.monotonic() - fetched.complete)
     newest = None if fetched.newest is None else fetched.newest[0]
-    store = StoreView(fetched.url, age, fetched.trouble, fetched.waiting, newest, this_user())
+    waiting, spared = fetched.waiting, fetched.spared
+    store = StoreView(fetched.url, age, fetched.trouble, waiting, newest, this_user(), spared)
     return replace(model, store=store, untrusted=fetched.untrusted)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         use_warm_processes()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="export-model-bench-", dir=options.dir) as directory:
-        lab = Lab(Path(directory), quick=options.quick, say=lambda text: talk.print(text, style="dim"))
+        talks = partial(talk.print, style="dim")
+        lab = Lab(Path(directory), quick=options.quick, say=talks, scale=options.scale)
         try:
             for name, run in chosen:
                 lab.say(name)
@@ -56,6 +58,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("only", nargs="?", default="", metavar="ONLY", help="part of a name, or a pattern")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     parser.add_argument("--quick", action="store_true", help="small sizes, once: does the suite still run?")
+    parser.add_argument("--scale", type=int, default=1, metavar="N", help="bases of copies, in GiB")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the commit beside them")
     parser.add_argument("--dir", type=Path, help="where temporary data goes; needs 10 GB unless --quick")
     return parser.parse_args(arguments)

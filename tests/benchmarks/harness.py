@@ -65,11 +65,14 @@ Benchmark = Callable[["Lab"], Iterator[Row]]
 
 
 class Lab:
-    """What a benchmark works with: a place for files, how often to repeat, and how to say what it does."""
+    """What a benchmark works with: a place for files, how often to repeat, and how to say what it does.
 
-    def __init__(self, directory: Path, *, quick: bool, say: Callable[[str], None]) -> None:
+    `scale` is how many times as large as usual bases of copies are.
+    """
+
+    def __init__(self, directory: Path, *, quick: bool, say: Callable[[str], None], scale: int = 1) -> None:
         self.directory = directory
-        self.quick = quick
+        self.quick, self.scale = quick, scale
         self.say = say
 
     def fresh(self, name: str) -> Path:

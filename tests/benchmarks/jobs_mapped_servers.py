@@ -28,7 +28,7 @@ from tests.support.server_processes import running
 WIDTH = 64
 _ROW_BYTES = 4 * WIDTH
 _PAGE = 4096
-_CLIENTS, _REQUEST_EVERY_S, _BATCH = 4, 0.02, 64
+CLIENTS, _REQUEST_EVERY_S, _BATCH = 4, 0.02, 64
 """Each client asks by a clock, 200 times a second in all, and does not slow down with the server."""
 _KINDS: dict[str, dict[str, Any]] = {
     "restored": {},
@@ -153,7 +153,7 @@ def servers_of_a_host(timer: Timer, model: str, rows: str, servers: str) -> dict
 
 
 @dataclass
-class _Asked:
+class Asked:
     """When each request was due, and how long after that its answer was there."""
 
     latencies: list[tuple[float, float]] = field(default_factory=list)
@@ -178,7 +178,7 @@ def swap(timer: Timer, model: str, window_s: str) -> dict[str, Any]:
     place, window = Path(model), float(window_s)
     first, aside = place / "1", _aside(place / "2")
     second = aside.with_name("2")
-    stop, asked = threading.Event(), [_Asked() for _ in range(_CLIENTS)]
+    stop, asked = threading.Event(), [Asked() for _ in range(CLIENTS)]
     samples: list[tuple[float, int]] = []
     with served(place) as (process, address), ModelClient(address, place.name, deadline_s=60) as client:
 
@@ -215,12 +215,13 @@ def swap(timer: Timer, model: str, window_s: str) -> dict[str, Any]:
     latencies = [each for one in asked for each in one.latencies]
     return {
         "answer": hashlib.sha256(answer).hexdigest(),
-        "p99": [_p99(latencies, begin, swapped), _p99(latencies, swapped, end)],
+        "p99": [p99_of(latencies, begin, swapped), p99_of(latencies, swapped, end)],
         "anonymous": [_peak(samples, begin, swapped), _peak(samples, swapped, end)],
     }
 
 
-def _p99(latencies: list[tuple[float, float]], begin: float, end: float) -> float:
+def p99_of(latencies: list[tuple[float, float]], begin: float, end: float) -> float:
+    """The p99 of the answers that were due from `begin` to `end`."""
     return float(np.quantile([took for due, took in latencies if begin <= due < end], 0.99))
 
 

@@ -115,3 +115,18 @@ def test_a_canarys_hold_on_the_copy_stays(bucket: Bucket, tmp_path: Path) -> Non
     assert export_model("rollback", url, "--to", log.at.position).code == 0
     pull(url, copy)
     assert (read_log(copy).approved, read_log(copy).hold.read()) == (None, read_log(copy).at.position)
+
+
+def test_an_agent_makes_a_merged_base_and_says_so(bucket: Bucket, tmp_path: Path) -> None:
+    published, url = Published(tmp_path / "exporter"), bucket.url("models/ranker")
+    published.publish()
+    assert export_model("push", published.model, url).code == 0
+    with agent(tmp_path / "ranker", "127.0.0.1:1", more=("--pull", url, "--poll-seconds", "0.2")) as running:
+        wait(lambda: store(running)["newest"] and store(running)["problem"] == "")
+        assert export_model("merge", published.model, "--rebase").code == 0
+        assert export_model("push", published.model, url).code == 0
+        spared = wait(lambda: store(running)["spared"])
+        assert (spared["fetched"], spared["why_fetched"]) == (0, "") and spared["made"] > 0
+        said = f"version {spared['path']}: made here from {spared['deltas']} delta"
+        assert said in running.get("/")[1]
+        assert any(said.removeprefix("version ") in event["message"] for event in running.of("seen"))

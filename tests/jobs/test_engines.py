@@ -31,6 +31,7 @@ from exporter.delta.format import ChangeKind, ServedVariable
 from exporter.delta.newest_rows import Merge, NewestRows
 from exporter.delta.row_reader import RowReader, SliceOrder
 from exporter.errors import EngineFailed, UsageError
+from exporter.jobs.digest import Digest
 from exporter.jobs.engines import beam, dask, process
 from exporter.jobs.engines.beam import OUTCOMES, do, numbered_works, outcomes_of, put_works
 from exporter.jobs.engines.engine_options import require_reachable, require_room, require_short, why
@@ -222,7 +223,7 @@ def test_every_operation_and_whatever_goes_wrong(
     for key, count in weather.seen.items():
         assert "/403/" not in key[1] or count == 1, "nobody asks that again"
     done = [each.receipt for each in outcomes if each.receipt]
-    assert len({(receipt.task, receipt.read, receipt.wrote, receipt.rows) for receipt in done}) == 6, (
+    assert len({(receipt.task, receipt.read, receipt.wrote, receipt.rows) for receipt in done}) == 7, (
         "the same whatever happened on the way"
     )
     names = {"table", "compared", "sorted", "placed", "merged"}
@@ -262,6 +263,7 @@ def on_files(runs: EngineRuns, full: Path) -> Iterator[tuple[str, bytes]]:
     of_index = list(indexing(runs, source, str(runs.kept)))
     for _ in range(2):
         yield "ok", reading(runs, source)
+        yield "ok", encode(Digest(name="table", inputs=(source,)), "", keep=False)
         yield "ok", writing(runs, source, str(runs.kept))
         yield "ok", comparing(runs, source, str(runs.kept))
         yield from (("ok", work) for work in of_index)

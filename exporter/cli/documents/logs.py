@@ -10,8 +10,8 @@ from exporter.cli.documents import Status
 from exporter.publish.hold import HeldBy
 from exporter.publish.model import Event
 from exporter.publish.retention import KeptVersion
+from exporter.publish.spared import Spared
 from exporter.publish.tags import ListedTag
-from exporter.transfer.spared import Spared
 
 
 class Push(Struct, frozen=True, kw_only=True):
@@ -38,8 +38,10 @@ class Push(Struct, frozen=True, kw_only=True):
 class Pull(Struct, frozen=True, kw_only=True):
     """The document that `pull` prints; with `--watch` one document a line, whenever something was fetched."""
 
+    dry_run: bool = False
+    """True if nothing was written."""
     status: Status
-    """`published` or `nothing_to_do`."""
+    """`published`, `planned` or `nothing_to_do`."""
     model: str
     """The local model base path."""
     fetched: Sequence[str]
@@ -55,7 +57,7 @@ class Pull(Struct, frozen=True, kw_only=True):
     identity: str = ""
     """With `--trust`: the identity of the only model that this copy accepts; empty if that has none."""
     bytes: int
-    """Bytes fetched."""
+    """Bytes fetched; with `--dry-run` the most that would be."""
     spared: Sequence[Spared] = ()
     """Of what was fetched, the publications that the store did not have to send whole."""
     position: int | None

@@ -1,0 +1,21 @@
+"""Tasks that take the digests of files."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from exporter.jobs.task import Range, Receipt, Task
+from exporter.storage.files import file_digest
+from exporter.storage.output_directory import Directory
+
+
+class Digest(Task, frozen=True, kw_only=True):
+    """A task that reads a file. The tag of its receipt is the file's SHA-256; there is no output."""
+
+    operation: ClassVar[str] = "digest"
+
+    def run(self, directory: Directory) -> Receipt:
+        """Read the file; return a receipt with its SHA-256."""
+        (source,) = self.inputs
+        with source.file((Range(0, 0, source.size),), directory.scratch) as path:
+            return Receipt(self.name, tag=file_digest(path))

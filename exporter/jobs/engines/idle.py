@@ -1,0 +1,32 @@
+"""Threads of a process that gets only what others leave: of the processors and, with them, of the disk.
+
+A merge in a copy runs so, beside the servers that it must not slow down. It is a process of its own because a
+thread of this priority could hold Python's lock while servers keep it from running.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+
+from exporter.jobs.engines.process import Asked
+from exporter.jobs.runner import LocalEngine
+
+LIBRARY = "exporter"
+
+
+def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
+    """Run works by threads at idle priority: see `ProcessEngine`."""
+    signal.signal(signal.SIGTERM, lambda *_: _end(asked))  # the command is gone, or wants no more of it
+    with suppress(AttributeError, OSError):  # Linux alone has it, also for the disk
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    return LocalEngine(asked.workers).run(works)
+
+
+def _end(asked: Asked) -> None:
+    """End at once: a task may take an hour, and what it wrote has no name yet."""
+    shutil.rmtree(asked.files, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
