@@ -215,9 +215,8 @@ def _lines(seen: Examination, document: Diagnosis, *, has_agent: bool) -> Iterat
             "read by", f"{document.read_by}, with {', '.join(document.variables) or 'no variables'}"
         )
         if not has_agent:
-            yield labelled(
-                "not asked", "what others meet there: type this where the agent runs, or --agent URL"
-            )
+            where = "type this on its machine, as its user, or add --agent URL"
+            yield labelled("not asked", f"an agent elsewhere, which may be refused: {where}")
     wrong = sum(finding.level.value == "wrong" for finding in findings)
     told = f"{wrong} wrong, {count(len(findings) - wrong, 'warning')}" if findings else "nothing wrong"
     yield labelled("found", told)

@@ -93,6 +93,7 @@ from exporter.publish.staging import Staging
 from exporter.publish.tags import merged_tags, read_tags, tagged_versions, tags_document
 from exporter.publish.versions import (
     identities_of,
+    log_directories,
     pinned_identity,
     require_base_path,
     several_models,
@@ -317,10 +318,7 @@ class LocalCopy:
             for error in forged(stored).values():
                 raise error
         if not stored.items:
-            raise CheckpointNotFound(
-                f"there is no model at {self.url}",
-                hint=f"publish one: export-model push MODEL_BASE_PATH {quoted(self.url)}",
-            )
+            raise CheckpointNotFound(f"there is no model at {self.url}", hint=self._published_from_here())
         _require_own_directory(self._model)
         require_base_path(self._model)
         require_no_pattern("DIR", self._model)
@@ -357,6 +355,17 @@ class LocalCopy:
         trust = self._pinned()
         identity = None if trust is None else trust.identity
         return replace(done, identity=identity or "", is_pinned_now=pinned)
+
+    def _published_from_here(self) -> str:
+        """Return the hint that puts back what this copy has, if it has a model, else one from elsewhere."""
+        url = quoted(self.url)
+        if not version_dirs(self._model):
+            return f"publish one: export-model push MODEL_BASE_PATH {url}"
+        found = f"put back what this copy has: export-model push {quoted(self._model)} {url}"
+        holds = [Hold(log).for_servers() for log in log_directories(self._model)]
+        if any(hold is not None and hold.is_canary for hold in holds):
+            found += f", then export-model resume {url} --lift-canary"
+        return found
 
     def _pinned(self) -> Trust | None:
         """Return the trusted keys, with the identity that was named or is pinned in the copy.

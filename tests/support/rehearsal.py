@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -296,14 +297,16 @@ def it_is_started(world: StoredWorld) -> None:
 
 
 def a_thief_empties_it(world: StoredWorld) -> None:
-    world.taken = world.bucket.keys()  # type: ignore[attr-defined]
     for key in world.bucket.names():
         world.bucket.delete(key)
 
 
-def it_is_put_back(world: StoredWorld) -> None:
-    for key, content in world.taken.items():  # type: ignore[attr-defined]
-        world.bucket.put(key, content)
+def the_copy_is_pushed(world: StoredWorld) -> None:
+    """What the page's details say: the copy has all that was in the bucket."""
+    (told,) = (one["details"] for one in world.findings if one["code"] == "store")
+    for line in re.findall(r"export-model (?:push|resume) [^,;]*", told):
+        done = type_it(line, world.directory, world.agent_environment)
+        assert done.returncode == 0, done.stderr
 
 
 _HERE = f"type this as {this_user()}"
@@ -400,7 +403,8 @@ INCIDENTS: dict[str, Step] = {
         a_thief_empties_it,
         "store",
         "There is no model at",
-        by_hand=it_is_put_back,
+        "put back what this copy has: export-model push ",
+        by_hand=the_copy_is_pushed,
         alerts=frozenset({"StoreUnseen"}),
         fresh=503,
         hint="put it back, or publish a base as before: cd ",

@@ -111,7 +111,7 @@ def test_the_doctor_reads_checkpoints_and_says_from_where_it_looks(
     assert ran.document["read_by"].endswith(f"@{os.uname().nodename}")
     assert {"AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL"} <= {*ran.document["variables"]}
     told = export_model("doctor", url).out
-    assert ("read by " in told, "type this where the agent runs" in told, SECRET in told) == (
+    assert ("read by " in told, "type this on its machine" in told, SECRET in told) == (
         True,
         True,
         False,
