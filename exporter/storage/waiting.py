@@ -19,6 +19,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.1
+SLOW_SECONDS = 15.0
+"""A call to a store without an answer for this long is reported before it ends, which may take minutes."""
 
 
 class GivenUp(BaseException):
@@ -30,21 +32,32 @@ class Calls:
 
     def __init__(self) -> None:
         self._began: dict[object, tuple[float, str]] = {}
+        self._slow: tuple[float, str] | None = None
 
-    def oldest(self) -> tuple[str, float] | None:
-        """The call in progress that began first, and its age in seconds; None if there is none."""
-        began, what = min(tuple(self._began.values()), default=(0.0, ""))
-        return (what, time.monotonic() - began) if what else None
+    def slow(self) -> tuple[str, float] | None:
+        """The first call that had no answer within `SLOW_SECONDS`, and the seconds since it began.
+
+        It may have ended: a store is slow until it answers a call in time. None if it is not.
+        """
+        ended = () if self._slow is None else (self._slow,)
+        began, what = min((*tuple(self._began.values()), *ended), default=(0.0, ""))
+        seconds = time.monotonic() - began
+        return (what, seconds) if what and seconds >= SLOW_SECONDS else None
 
     @contextmanager
     def entered(self, what: str) -> Iterator[None]:
         """Count a call as in progress inside the block."""
-        key = object()
-        self._began[key] = time.monotonic(), what
+        key, call = object(), (time.monotonic(), what)
+        self._began[key] = call
         try:
             yield
+        except GivenUp:
+            call = time.monotonic(), what  # it was not the store that took so long
+            raise
         finally:
             del self._began[key]
+            is_slow = time.monotonic() - call[0] >= SLOW_SECONDS
+            self._slow = min(call, self._slow or call) if is_slow else None
 
 
 class _Thread(threading.local):

@@ -27,7 +27,7 @@ from exporter.options import Trusting
 from exporter.publish.judge import Code
 from exporter.publish.room import Room
 from exporter.publish.spared import Spared
-from exporter.storage.waiting import Calls, GivenUp, counted, until
+from exporter.storage.waiting import SLOW_SECONDS, Calls, GivenUp, counted, until
 from exporter.transfer.opened import trust_in
 from exporter.transfer.pull import LocalCopy
 from exporter.transfer.push import parse
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 _END_SECONDS = 5.0
 """Seconds for which the agent, at its end, waits for a publication that is being written."""
-
-
-_SILENT_SECONDS = 15.0
-"""A call to a store without an answer for this long is reported before it ends, which may take minutes."""
 
 
 class Trouble(Struct, frozen=True):
@@ -105,15 +101,15 @@ class Puller:
 
     @property
     def fetched(self) -> Fetched:
-        """The state after the last look; a look with a call that stays unanswered is already reported as
-        trouble.
+        """The state after the last look; a look with a call that stays unanswered for long is already
+        reported as trouble.
         """
-        found, call = self._fetched, self._calls.oldest()
-        if call is None or call[1] < _SILENT_SECONDS or found.trouble is not None:
+        found, call = self._fetched, self._calls.slow()
+        if call is None or found.trouble is not None:
             return found
         what, seconds = call
         since = datetime.now(timezone.utc) - timedelta(seconds=seconds)
-        why = f"{what} was asked for, and nothing was answered"
+        why = f"{what} was asked for, and not answered within {SLOW_SECONDS:g} s"
         return replace(found, trouble=Trouble(Code.STORE, "the store does not answer", why, since))
 
     def follow(self, stop: threading.Event) -> None:

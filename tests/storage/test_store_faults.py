@@ -22,7 +22,7 @@ from exporter.publish.judge import Code
 from exporter.storage import mirror, objects
 from exporter.storage.objects import BrokenOff, ObjectWriter, Tag, again, require_conditions
 from exporter.storage.url import Url
-from exporter.storage.waiting import GivenUp, awaited, until, workers
+from exporter.storage.waiting import Calls, GivenUp, awaited, until, workers
 from exporter.transfer.pull import pull
 from serving.agent.journal import AgentEvent, Journal
 from serving.agent.publications import FollowedModel
@@ -341,7 +341,7 @@ def test_a_call_without_an_answer_is_trouble_before_it_fails(
     pushed(machine.model, url)
     events = Journal()
     puller = Puller(FollowedModel("m", tmp_path / "copy", is_copy=True), url, events, 0.1)
-    monkeypatch.setattr("serving.agent.puller._SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("exporter.storage.waiting.SLOW_SECONDS", 0.5)
     with _silent_about(bucket, "/deltas/.*(?<!manifest.json)$", monkeypatch) as asked, pulling([puller]):
         assert asked.wait(30)
         until_ = time.monotonic() + 30
@@ -351,6 +351,23 @@ def test_a_call_without_an_answer_is_trouble_before_it_fails(
     assert (found.code, found.text) == (Code.STORE, "the store does not answer")
     assert "/deltas/" in found.why
     assert puller.fetched.trouble is None, "nothing is asked for any more"
+
+
+def test_a_store_that_answers_slowly_is_slow_until_it_answers_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two of its answers, too: nobody is told that all is well, again and again."""
+    monkeypatch.setattr("exporter.storage.waiting.SLOW_SECONDS", 0.05)
+    calls = Calls()
+    for name in ("first", "second"):
+        with calls.entered(name):
+            time.sleep(0.1)
+        assert (found := calls.slow()) is not None
+        assert found[0] == "first"
+        assert found[1] >= 0.1
+    with calls.entered("third"):
+        pass
+    assert calls.slow() is None
 
 
 def test_nothing_is_asked_for_once_it_is_given_up() -> None:
