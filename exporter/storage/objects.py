@@ -288,11 +288,13 @@ class ObjectWriter(ObjectReader):
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+        # only what is replaced may be missing: otherwise the bucket is
+        absent = (FileNotFoundError,) if isinstance(mode, dict) else ()
         with writing_to(self.url, key):
             try:
                 how: Any = {"mode": mode, "use_multipart": False}
                 return Tag.of(awaited(lambda: obstore.put(self._store, key, content, **how)))
-            except (FileExistsError, AlreadyExistsError, PreconditionError, FileNotFoundError):
+            except (FileExistsError, AlreadyExistsError, PreconditionError, *absent):
                 return None
 
     def put(self, key: str, content: bytes) -> None:

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from exporter.checkpoint import open_checkpoint
 from exporter.checkpoint.tensor_bundle import BundleWriter, read_array
-from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused
+from exporter.errors import CheckpointChanged, CheckpointError, LinkRefused, PublishError
 from exporter.options import DataMode, ExportRequest, Verify
 from exporter.pipeline.full import export
 from exporter.publish.delta_log import read_log
 from exporter.storage import mirror, objects
 from exporter.storage.layout import INCREMENTS_DIRECTORY, LOCK_FILE
 from exporter.storage.mirror import Ranges, private_directory
-from exporter.storage.objects import ObjectReader
+from exporter.storage.objects import ObjectReader, ObjectWriter
 from exporter.storage.requests import GAP_BYTES, PART_BYTES, requests
 from exporter.storage.url import Url
 from tests.support.bundles import write
@@ -477,3 +477,12 @@ def test_an_export_lists_few_times(
     bucket.upload(trained.prefix.parent, "runs/7")
     export(asked(bucket.url("runs/7"), tmp_path / "model"))
     assert len(listed) <= 5
+
+
+def test_a_write_to_a_bucket_that_is_gone_is_refused(bucket: Bucket) -> None:
+    gone = Url.parse(f"s3://{bucket.name}-gone/models/x")
+    assert gone is not None
+    writer = ObjectWriter(gone)
+    for put in (writer.put, writer.create):
+        with pytest.raises(PublishError, match=f"{bucket.name}-gone/models/x/a"):
+            put("models/x/a", b"content")
