@@ -218,7 +218,7 @@ def _print_pull(done: Pulled, model: Path, sink: Output, *, dry_run: bool = Fals
     if done.incomplete:
         lines.append(labelled("not whole yet", ", ".join(done.incomplete)))
     if done.waiting:
-        why = "the canary rolled back here; for a merged delta or a base: export-model merge URL"
+        why = "this copy was rolled back; for a merged delta or a base: export-model merge URL"
         lines.append(labelled("waiting", f"{', '.join(done.waiting)}: {why}"))
     if done.untrusted:
         lines.append(labelled("not trusted", "; ".join(error.message for error in done.untrusted)))

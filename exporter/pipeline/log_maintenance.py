@@ -435,6 +435,8 @@ def resume(
                 restorer.hold.put(approved, staging, canary=True)
             for hold in binding(model, restorer.log):
                 hold.lift(staging)
+            for ended in map(Hold, log_directories(model)):  # a copy goes back to a log of its store
+                _release(ended, staging, model, lift_canary=lift_canary)
             if lift_canary:
                 restorer.hold.lift(staging)
         except PublishError as error:
@@ -446,6 +448,20 @@ def resume(
         is_canary = approved is not None
         made = None if asked is None else restorer.form_of(asked)
         return RollbackResult(restorer.at, at, path, position, approved, is_canary, was_held, done, made=made)
+
+
+def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) -> None:
+    """Lift the hold by which a rollback over a change of structure stopped servers of a log that had ended.
+
+    A canary that is at work here decides about that log again.
+    """
+    by = hold.by
+    if by is None or by.url:
+        return
+    if hold.binds and not lift_canary and (model / CANARY_LOCK_FILE).exists():
+        hold.put(by.position, staging, canary=True)
+    elif hold.binds or lift_canary:
+        hold.lift(staging)
 
 
 def _rollback_plan(

@@ -52,7 +52,7 @@ from exporter.storage.layout import (
 )
 from exporter.storage.objects import ObjectWriter, Tag
 from exporter.storage.url import Url
-from exporter.wire.json_documents import DocumentError, Moment, Text, decode, format_version, in_utc
+from exporter.wire.json_documents import Count, DocumentError, Moment, Text, decode, format_version, in_utc
 
 FORMAT_VERSION = 1
 ITEM = rf"[0-9]{{1,19}}|{DELTAS_DIRECTORY}/[0-9]{{20}}/[0-9]{{20}}-[0-9]{{20}}"
@@ -165,6 +165,18 @@ class Head(Struct, frozen=True):
         return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
 
 
+class Known(Head, frozen=True):
+    """A store's head as a directory remembers it.
+
+    `own` are the rollbacks and resumptions that were made in this directory and are not the store's: by path,
+    the position whose values came back. None if an earlier release wrote it. `last` is the greatest position
+    that came from the store; 0 if that is not known.
+    """
+
+    own: dict[_Item, Count] | None = None
+    last: Count = 0
+
+
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
     """Return the head in a store and its tag; None if nothing has been published there yet.
 
@@ -194,12 +206,16 @@ def files_digest(manifest: Manifest) -> str:
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
 
 
-def remember(model: Path, url: Url, head: Head) -> None:
+def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = None, last: int = 0) -> None:
     """Keep a store's head beside the model, because the next local merger may remove what it names.
 
-    During a pull, it names the last publication fetched, and as `uploading` the one being fetched.
+    During a pull, it names the last publication fetched, and as `uploading` the one being fetched. `own` and
+    `last` are as in `Known`.
     """
-    heads = _heads(model) | {str(url): head}
+    known = replace(
+        msgspec.convert(head, Known, from_attributes=True), own=dict(own or {}), last=max(last, 0)
+    )
+    heads = _heads(model) | {str(url): known}
     path = model / PUSHED_FILE
     new = path.with_name(f"{PUSHED_FILE}.{os.getpid()}")
     with writing(path):
@@ -207,7 +223,7 @@ def remember(model: Path, url: Url, head: Head) -> None:
         new.replace(path)
 
 
-def recall(model: Path, url: Url) -> Head | None:
+def recall(model: Path, url: Url) -> Known | None:
     """Return the head that this directory remembers of a store; None if it remembers none.
 
     Raises:
@@ -216,10 +232,10 @@ def recall(model: Path, url: Url) -> Head | None:
     return _heads(model).get(str(url))
 
 
-def _heads(model: Path) -> dict[str, Head]:
+def _heads(model: Path) -> dict[str, Known]:
     path = model / PUSHED_FILE
     try:
-        found: dict[str, Head] = _decoded(read_regular(path, _LONGEST), dict[str, Head], PUSHED_FILE)
+        found: dict[str, Known] = _decoded(read_regular(path, _LONGEST), dict[str, Known], PUSHED_FILE)
     except OSError:
         return {}  # the publications themselves are enough, as long as they exist
     except DocumentError as error:

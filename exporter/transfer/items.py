@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec import Struct, field
 
 from exporter.checkpoint.tensor_bundle import MAX_INDEX_BYTES, index_path, parse_index, read_catalog
+from exporter.delta.format import log_name
 from exporter.errors import CheckpointChanged, ManifestError, NotTrusted
 from exporter.jobs.runner import LOCAL, Runner
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
@@ -84,6 +85,12 @@ class Item(Struct, frozen=True):
     def log(self) -> str:
         """The path of the log that a delta is in; "" for a version."""
         return self.path.rpartition("/")[0]
+
+    @property
+    def log_path(self) -> str:
+        """The path of the log that a delta or a base belongs to; "" for a version that takes no deltas."""
+        entry = self.manifest.incremental
+        return "" if entry is None else f"{DELTAS_DIRECTORY}/{log_name(entry.log)}"
 
     @property
     def is_delta(self) -> bool:

@@ -12,8 +12,14 @@ would undo another machine's changes to them, and asks for a pull first. What re
 not fetched again then. Each tag is merged separately: a tag that changed here since the last pull or push
 remains, unless it has changed in the store, too.
 
-A rollback by an agent's canary is a decision about the servers of this copy: it remains, and the copy
-continues with publications that continue from it (see `exporter.transfer.push`).
+What the copy made by itself never stops a pull. A rollback or a resumption by its canary or its operator
+remains, and the copy continues with publications that continue from it (`exporter.transfer.taken_back`); a
+merger has the values of what it was merged from. Anything else that was published here leads elsewhere, and
+ends the pull with PositionMoved once the store goes on.
+
+Servers load a version by themselves, whatever the hold. So while the copy's own operator holds it, no version
+arrives beyond the hold, and no other log; and while its canary does, no base at a position that a delta leads
+to as well.
 
 The store's hold is kept beside the copy's own, which its canary or its operator set: servers get the lesser
 (`exporter.publish.hold.Decided`), whatever is written into the store.
@@ -66,7 +72,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from exporter.delta.spans import Span
 from exporter.errors import (
+    CheckpointChanged,
     CheckpointNotFound,
     CorruptFile,
     DiskFull,
@@ -118,7 +126,7 @@ from exporter.storage.requests import PART_BYTES
 from exporter.storage.url import Url
 from exporter.storage.waiting import workers
 from exporter.terminal.progress import Progress, ProgressFactory, human_bytes, no_progress
-from exporter.transfer.head import Head, Upload, fetch_head, files_digest, recall, remember
+from exporter.transfer.head import Head, Known, Upload, fetch_head, files_digest, recall, remember
 from exporter.transfer.items import (
     Item,
     Passage,
@@ -129,11 +137,13 @@ from exporter.transfer.items import (
     forged,
     local_holds,
     local_items,
+    local_paths,
     looking_again,
     stored_items,
 )
-from exporter.transfer.push import TakenBack, is_of_a_canary, is_restoration, parse
+from exporter.transfer.push import parse
 from exporter.transfer.same_files import LocalFiles
+from exporter.transfer.taken_back import TakenBack, is_merger, is_of_a_canary, is_restoration, restored
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
@@ -152,11 +162,14 @@ def superseded(
     kept = [item for path, item in here.items() if path in stored]
     settled = _settled(model, kept)
     is_quiet = is_current and len(settled) == len(kept) and not all(item.is_delta for item in kept)
-    return [
-        item
-        for item in gone
-        if (is_quiet and not is_restoration(item)) or any(_replaces(each, item) for each in settled)
-    ]
+    newest = max((item.manifest.position for item in settled), default=-1)
+
+    def is_over(item: Item) -> bool:
+        if not is_restoration(item):
+            return is_quiet
+        return not item.is_delta and item.manifest.position < newest and not Hold(model / item.log_path).binds
+
+    return [item for item in gone if is_over(item) or any(_replaces(each, item) for each in settled)]
 
 
 def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
@@ -350,7 +363,7 @@ class LocalCopy:
             done = job.run(None if head is None else head[0], progress, prune=self._prune)
             is_level = job.has_own or job.here.keys() | job.passed_by >= stored.items.keys()
             if head is not None and is_level and head[0].path in stored.items:
-                remember(model, self.url, head[0])
+                remember(model, self.url, head[0], job.own, job.newest)
         self._seen = seen
         trust = self._pinned()
         identity = None if trust is None else trust.identity
@@ -469,27 +482,30 @@ class _Pull:
         self._lent = LocalFiles(model)
         for item in self.here.values():
             self._lent.add_version(item)
-        self._kept_log: str | None = None
         self.has_own = False
         self._trust = trust
-        self._taken_back_here: list[Item] = []
+        self._unsigned = dict[str, NotTrusted]()
         self._refused = set[str]()
         self._untrusted = [*forged(stored).values()]
         if trust is not None:
             self._require_trusted(trust)
             self._leave_untrusted()
+        self._held = False
+        self.last, self._taken_back, self._agreed = -1, list[TakenBack](), dict[tuple[str, int], Item]()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
         """Fetch the missing publications, and set the holds; with `prune`, first remove superseded ones.
 
         `head` is that of the store. PositionMoved if something was published here, and something else there.
         """
-        wanted, waiting = self._missing(head)
+        known = recall(self._model, self._url)
+        wanted, waiting = self._missing(head, known)
         if self.has_own:
             self._settle_holds()
             return self._done()
-        is_current = not (wanted or waiting or self._trust)
-        removed = self._prune(is_current=is_current) if prune else ()
+        if self.own != self._kept(known):
+            remember(self._model, self._url, known or Head(), self.own, self.last)
+        removed = self._prune(is_current=self._is_current(wanted, waiting), everything=prune)
         incomplete = self._fetch(wanted, progress)
         if not incomplete:
             self._settle_holds()
@@ -499,9 +515,9 @@ class _Pull:
 
     def plan(self, head: Head | None, *, prune: bool) -> Pulled:
         """Return what `run` would return now, and change nothing; PositionMoved as `run`."""
-        wanted, waiting = self._missing(head)
-        is_current = not (wanted or waiting or self._trust)
-        removed = [item.path for item in self._superseded(is_current=is_current)] if prune else []
+        wanted, waiting = self._missing(head, recall(self._model, self._url))
+        gone = self._superseded(is_current=self._is_current(wanted, waiting), everything=prune)
+        removed = [item.path for item in gone]
         while wanted and files_of(self._stored, wanted[0]) is not None:
             item = wanted.pop(0)
             self._fetched[item.path] = item, self._foreseen(item)
@@ -521,20 +537,22 @@ class _Pull:
             return Spared(item.path, linked, made=left, deltas=merged.deltas)
         return Spared(item.path, linked, why_fetched=merged.why, fetched=left)
 
-    def _missing(self, head: Head | None) -> tuple[list[Item], tuple[str, ...]]:
+    def _is_current(self, wanted: list[Item], waiting: tuple[str, ...]) -> bool:
+        """Return True if nothing of the store is missing here."""
+        return not (wanted or waiting or self._held or self._trust)
+
+    def _missing(self, head: Head | None, known: Known | None) -> tuple[list[Item], tuple[str, ...]]:
         """Return what the store has and this copy lacks, in order, and the paths of what has to wait.
 
         Nothing, with `has_own`, if the copy has gone on from the store. PositionMoved as `run`.
         """
+        self._find_taken_back(known)
         wanted = sorted(
             (item for item in self._stored.items.values() if not self._has(item)), key=lambda item: item.order
         )
-        own = self._published_here()
-        taken_back = TakenBack.of(own)
-        if own and taken_back is None:
-            known = recall(self._model, self._url)
+        if others := self._published_here():
             if wanted and not (head is not None and head.is_same_publication(known)):
-                ours, theirs = self._model / own[0].path, f"{self._url}/{wanted[0].path}"
+                ours, theirs = self._model / others[0].path, f"{self._url}/{wanted[0].path}"
                 raise PositionMoved(
                     f"{ours} was published here, and {theirs} elsewhere",
                     cause="neither leads on from the other",
@@ -542,18 +560,116 @@ class _Pull:
                 )
             self.has_own = True
             return [], ()
-        waiting: tuple[str, ...] = ()
-        if taken_back is not None:
-            held_back = [item for item in wanted if item.path in self.here or taken_back.withholds(item)]
-            paths = {item.path for item in held_back}
-            wanted = [item for item in wanted if item.path not in paths]
-            led_past = [item for path, item in self._stored.items.items() if path not in paths]
-            waiting = tuple(
-                item.path for item in held_back if not any(_replaces(each, item) for each in led_past)
+        coming, held, withheld = self._fitting(wanted)
+        self._held = bool(held)
+        led_past = [item for path, item in self._stored.items.items() if path not in held | withheld]
+        return coming, tuple(
+            item.path
+            for item in wanted
+            if item.path in withheld and not any(_replaces(each, item) for each in led_past)
+        )
+
+    def _find_taken_back(self, known: Known | None) -> None:
+        """Find what was taken back here: what the store does not have, beyond all that it ever had.
+
+        What was found once is kept with the remembered head: what arrives later reaches beyond it.
+        """
+        before, stored = self._kept(known), self._stored.items
+        made = {path: (item, to) for path, item in self.here.items() if (to := restored(item)) is not None}
+        theirs = {path for path in made.keys() & stored.keys() if _is_equal(made[path][0], stored[path])}
+        self._agreed = {(self.here[path].log_path, end_of(path)): self.here[path] for path in theirs}
+        came = [position for _, position in self._agreed]
+        if known is not None:
+            # An upload counts once it is here: a pull may be killed before, and others upload, too.
+            paths = (path for path in known.paths if path == known.path or path in self.here)
+            came += [known.last, *map(self._position, paths)]
+        self.last = max(came, default=-1)
+        is_old = known is not None and known.own is None  # of a release that kept nothing
+        found = {
+            path: to
+            for path, (item, to) in made.items()
+            if path not in theirs
+            and (
+                path in before
+                or (path in self._unsigned and item.is_delta)
+                or item.manifest.position > self.last
+                or (is_old and is_of_a_canary(item))
             )
-            if Hold(self._model / taken_back.log).binds:
-                self._kept_log = taken_back.log
-        return wanted, waiting
+        }
+        found |= {  # they are gone, and what they withhold may still come
+            path: to
+            for path, to in before.items()
+            if path not in self.here and any(map(TakenBack(path, to).withholds, stored.values()))
+        }
+        self._taken_back = [TakenBack(*each) for each in found.items()]
+        for path, error in self._unsigned.items():
+            if path not in found and not self.here[path].is_delta:  # it may have come by a pull without keys
+                raise error
+
+    def _kept(self, known: Known | None) -> dict[str, int]:
+        return {} if known is None or known.own is None else known.own
+
+    @property
+    def newest(self) -> int:
+        """The greatest position in the store."""
+        return max(item.manifest.position for item in self._stored.items.values())
+
+    @property
+    def own(self) -> dict[str, int]:
+        """What was taken back here, as `Known` keeps it."""
+        return {each.path: each.to for each in self._taken_back}
+
+    def _fitting(self, wanted: Iterable[Item]) -> tuple[list[Item], set[str], set[str]]:
+        """Return what may come now, the paths of what a hold keeps away, and of what does not fit."""
+        coming, held, withheld = list[Item](), set[str](), set[str]()
+        lineages = {item.manifest.lineage for item in self.here.values() if not item.is_delta}
+        absent, reached = set[str | None](), dict[str, list[int]]()
+        for item in self.here.values():
+            reached.setdefault(item.log_path, []).append(item.manifest.position)
+        for item in wanted:
+            if self._is_held(item) or (item.is_delta and item.manifest.lineage in absent):
+                held.add(item.path)
+            elif item.path in self.here or any(
+                each.withholds(item) or each.is_passed_by(item, reached.get(item.log, ()))
+                for each in self._taken_back
+            ):
+                withheld.add(item.path)
+            else:
+                coming.append(item)
+                reached.setdefault(item.log_path, []).append(item.manifest.position)
+                continue
+            if not item.is_delta and item.manifest.lineage not in lineages:
+                absent.add(item.manifest.lineage)
+        return coming, held, withheld
+
+    def _is_held(self, item: Item) -> bool:
+        """Return True for a version that servers would load by themselves, past the copy's own hold."""
+        if item.is_delta:
+            return False
+        for name in local_holds(self._model, has_tags=False):
+            log = name.rpartition("/")[0]
+            is_same = log == item.log_path
+            own = None
+            if PurePosixPath(name).name == HOLD_FILE:
+                own = self._own(name, Hold(self._model / log).decided())
+            if own is None or (is_same and item.manifest.position <= own.position):
+                continue
+            if not own.canary or (is_same and self._is_led_to(item, own.position)):
+                return True
+        return False
+
+    def _is_led_to(self, base: Item, position: int) -> bool:
+        """Return True if deltas that are here, or may come, lead from a position to that of a base."""
+        items = (item for each in (self.here, self._stored.items) for item in each.values())
+        deltas = {item.path: item for item in items if item.log == base.log_path}.values()
+        for delta in sorted(
+            deltas, key=lambda item: (item.manifest.from_position or 0, -item.manifest.position)
+        ):
+            entry, start = delta.manifest.incremental, delta.manifest.from_position or 0
+            span = Span(start, delta.manifest.position, isinstance(entry, DeltaEntry) and entry.only_from)
+            if span.accepts(position) and not any(each.withholds(delta) for each in self._taken_back):
+                position = span.end
+        return position >= base.manifest.position
 
     def _done(
         self, removed: tuple[str, ...] = (), incomplete: tuple[str, ...] = (), waiting: tuple[str, ...] = ()
@@ -575,8 +691,8 @@ class _Pull:
     def _require_trusted(self, trust: Trust) -> None:
         """Refuse a copy that contains publications which no trusted key has signed.
 
-        Two kinds are accepted: rollbacks and resumptions made here, which go into `_taken_back_here`, and
-        what servers leave when they load a signed base.
+        Two kinds are accepted: rollbacks and resumptions made here, and what servers leave when they load a
+        signed base.
 
         Raises:
             NotTrusted: there is another one.
@@ -589,12 +705,11 @@ class _Pull:
             except NotTrusted as error:
                 if end_of(path) <= newest:
                     continue
-                if is_restoration(item) and (path not in self._stored.manifests or self._is_own(item)):
-                    self._taken_back_here.append(item)
-                    continue
                 error.cause = f"it was here before this pull{f'; {error.cause}' if error.cause else ''}"
                 error.hint = f"pull into a directory of its own, or remove {self._model}"
-                raise
+                if not is_restoration(item):
+                    raise
+                self._unsigned[path] = error
 
     def _leave_untrusted(self) -> None:
         """Ignore deltas whose log has no trusted base, and holds that would move servers of the copy back."""
@@ -631,18 +746,17 @@ class _Pull:
         return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
-        """Return the local items beyond all that the store ever had, as last recorded here.
+        """Return the local items that lead elsewhere than the store: beyond all that it had, as last recorded
+        here, and neither mergers nor taken back.
 
-        A canary's rollbacks here count in any case. With trusted keys, only the unsigned rollbacks and
-        resumptions count: what is signed is the publisher's, whatever was removed from the store.
+        With trusted keys, there are none: what is signed is the publisher's, whatever was removed from the
+        store.
         """
         if self._trust is not None:
-            return self._taken_back_here
-        head = recall(self._model, self._url)
-        last = -1 if head is None else max(map(self._position, head.paths), default=-1)
-        stored = self._stored.items
-        gone = (item for path, item in self.here.items() if path not in stored or self._is_own(item))
-        return [item for item in gone if item.manifest.position > last or is_of_a_canary(item)]
+            return []
+        gone = (item for path, item in self.here.items() if path not in self._stored.items)
+        beyond = (item for item in gone if item.manifest.position > self.last)
+        return [item for item in beyond if item.path not in self.own and not is_merger(item)]
 
     def _position(self, path: str) -> int:
         """Return the position that the publication at `path` reaches; -1 if it is gone, and was no delta."""
@@ -682,6 +796,7 @@ class _Pull:
                 self._announce(item)
                 self._publish(item, path)
                 self.here[item.path] = item
+                self.last = max(self.last, item.manifest.position)
                 self._lent.add_version(item)
                 self._fetched[item.path] = item, spared
                 if not item.is_delta and had_base:  # a new copy has nothing to merge
@@ -738,7 +853,7 @@ class _Pull:
 
     def _has(self, item: Item) -> bool:
         ours = self.here.get(item.path)
-        if ours is None or self._is_own(ours):
+        if ours is None or ours.path in self.own:
             return False
         if not _is_equal(ours, item):
             raise ForeignLineage(
@@ -747,18 +862,13 @@ class _Pull:
             )
         return True
 
-    def _is_own(self, item: Item) -> bool:
-        """True for a canary's rollback here where the store has another publication: they have one name."""
-        there = self._stored.items.get(item.path)
-        return there is not None and is_of_a_canary(item) and not _is_equal(item, there)
-
     def _announce(self, item: Item) -> None:
         """Record that an item came from the store, which may have removed it before the next pull."""
-        known = recall(self._model, self._url) or Head()
-        coming = known.uploading
-        published = Head(holds=known.holds, hold_documents=known.hold_documents, tags=known.tags)
-        head = known if coming is None else replace(published, path=coming.path, manifest=coming.manifest)
-        remember(self._model, self._url, replace(head, uploading=Upload(item.path, item.digest, "")))
+        head = recall(self._model, self._url) or Head()
+        if (coming := head.uploading) is not None and coming.path in self.here:
+            head = Head(coming.path, coming.manifest, None, head.holds, head.hold_documents, head.tags)
+        head = replace(head, uploading=Upload(item.path, item.digest, ""))
+        remember(self._model, self._url, head, self.own, self.last)
 
     def _sweep(self, wanted: set[str]) -> None:
         """Remove the remains of killed pulls, except of publications that are still wanted, by their digests.
@@ -888,6 +998,8 @@ class _Pull:
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
         with writing(target), Staging(self._model) as staging, model_lock(self._model):
+            if self._is_held(item) or local_paths(self._model).keys() - self.here.keys():
+                raise CheckpointChanged(f"{self._model} was rolled back, or published to, during the pull")
             make_directories(target.parent)
             hold, brought, held = Hold(target.parent), Hold(staged).read(), None
             name = f"{item.log}/{HOLD_FILE}"
@@ -899,9 +1011,8 @@ class _Pull:
             entry = item.manifest.incremental
             if self.holds_new_logs and isinstance(entry, BaseEntry):
                 log = Hold(log_path(self._model, entry.log))
-                if (
-                    not log.directory.exists()
-                ):  # else servers follow the log already, and the canary has begun
+                bases = (each.manifest.lineage for each in self.here.values() if not each.is_delta)
+                if item.manifest.lineage not in bases:  # else servers follow it, and the canary has begun
                     log.put(item.manifest.position, staging, canary=True, why="the base is judged first")
             if brought is not None:
                 stored = self._stored_hold(name)
@@ -984,19 +1095,28 @@ class _Pull:
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
         """Return the copy's own hold; None if there is none, or if it came from the store.
 
-        In the log that was rolled back here, any hold is the copy's own. Elsewhere, a hold counts as the
-        store's if the copy has published nothing of its own, or if the store had a hold at the same position
-        when the copy was last current. A canary's hold counts as the store's only if the store had a canary's
-        hold there, and this one does not say who set it: with the setter, its document also says whether it
-        came from the store.
+        A hold that says who set it came from the store only if that had the same hold when the copy was last
+        current; or if it is of a rollback that the store has made, too, and decides about from then on: what
+        a canary approved remains. One that does not, of an earlier release, is the copy's own in a log that
+        was rolled back here. Elsewhere, it counts as the store's if the copy has published nothing of its
+        own, or if the store had a hold at the same position then. A canary's hold counts as the store's only
+        if the store had a canary's hold there, and this one does not say who set it: with the setter, its
+        document also says whether it came from the store.
         """
-        own = decided.own
-        if own is None or name.rpartition("/")[0] == self._kept_log:
+        own, log = decided.own, name.rpartition("/")[0]
+        if own is None or any(each.log == log for each in self._taken_back):
             return own
         had = hold_in(self._had(name), self._had(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE))))
         is_stores = had is not None and had.position == own.position
         if own.canary:
             return None if not own.who and is_stores and had is not None and had.is_canary else own
+        if own.who:
+            is_theirs = had is not None and had.by is not None and _is_same(own, had.by)
+            if (agreed := self._agreed.get((log, own.position))) is not None and is_of_a_canary(agreed):
+                return replace(
+                    own, canary=True, why=""
+                )  # when the store's hold goes, the canary decides again
+            return None if is_theirs or agreed is not None else own
         if not self.has_own:
             return None
         return own if recall(self._model, self._url) is None or not is_stores else None
@@ -1048,16 +1168,19 @@ class _Pull:
         known = recall(self._model, self._url)
         return None if known is None else (known.hold_files or {}).get(name)
 
-    def _superseded(self, *, is_current: bool) -> list[Item]:
-        """Return what `superseded` does, without what tags need."""
+    def _superseded(self, *, is_current: bool, everything: bool) -> list[Item]:
+        """Return what `superseded` does, without what tags need; only versions made here unless
+        `everything`.
+        """
         gone = superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current)
+        gone = [item for item in gone if everything or (item.path in self.own and not item.is_delta)]
         tagged = self._tagged() if gone else set()
         return [item for item in gone if item.path not in tagged]
 
-    def _prune(self, *, is_current: bool) -> tuple[str, ...]:
+    def _prune(self, *, is_current: bool, everything: bool) -> tuple[str, ...]:
         removed = []
         with writing(self._model):
-            for item in self._superseded(is_current=is_current):
+            for item in self._superseded(is_current=is_current, everything=everything):
                 with suppress(OSError):  # a reader has a lease on it: the next update tries again
                     remove_tree(move_away(self._model / item.path, self._model))
                     del self.here[item.path]
@@ -1205,10 +1328,10 @@ def _require_room(staged: Path, size: int) -> None:
 def _is_equal(ours: Item, item: Item) -> bool:
     """Return True if both are one publication, or a decision that was made here and in the store.
 
-    A merger, a rollback or a resumption of the same deltas differs in its reason and its time alone.
+    A rollback or a resumption of the same deltas differs in its reason and its time alone. A merger has the
+    values of its last part, however its files divide them.
     """
-    entry = ours.manifest.incremental
-    is_merger = isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.MERGE
-    is_decision = is_merger or is_restoration(ours)
-    is_equal = is_decision and files_digest(ours.manifest) == files_digest(item.manifest)
-    return is_equal or ours.digest == item.digest
+    if is_restoration(ours) and files_digest(ours.manifest) == files_digest(item.manifest):
+        return True
+    is_same_merger = is_merger(ours) and ours.manifest.lineage == item.manifest.lineage
+    return is_same_merger or ours.digest == item.digest

@@ -4,22 +4,13 @@ The next push from the same directory finishes one that was killed. A push is re
 does not continue the publications of the store: a model has one history (see `head`). Holds are uploaded
 before the publications that they hold back, and lifted after everything else. Tags are uploaded with them.
 
-A rollback by an agent's canary in a pulled copy is a decision about the copy's servers, not about the store.
-A copy at position B whose canary found a fault returns to the values of G by a delta to R, which the store
-does not have. Its servers are at R then. Of the store's later publications
-
-- a delta that begins at G or before has all rows since G: it continues from R, and gives the right values; -
-  one that begins after G, and not after R, would be loaded by a server at R, but has too few rows: the copy
-  withholds it, and also a base in between. Nothing else is withheld.
-
-So the copy continues with the next merger that begins at G or before, or with the next base: the store's own,
-or the one that `export-model merge URL` makes.
+What a pulled copy took back by itself is a decision about its own servers (`exporter.transfer.taken_back`).
+It is not pushed once the store has gone on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -36,7 +27,6 @@ from exporter.errors import (
     UsageError,
 )
 from exporter.publish.hold import Hold, as_set_there
-from exporter.publish.manifest import DeltaEntry, DeltaOrigin
 from exporter.publish.versions import nothing_published, require_base_path
 from exporter.storage.layout import HOLD_DOCUMENT_FILE, HOLD_FILE, MANIFEST_FILE, TAGS_FILE
 from exporter.storage.local_paths import quoted, store_url, without_secrets
@@ -59,59 +49,10 @@ from exporter.transfer.items import (
     stored_items,
 )
 from exporter.transfer.same_files import StoredFiles
+from exporter.transfer.taken_back import restored
 
 if TYPE_CHECKING:
     from exporter.publish.signing import Trust
-
-
-class TakenBack(Struct, frozen=True):
-    """A canary's rollback in a copy: to the values of `to`, ending at `end`; `log` contains the deltas."""
-
-    to: int
-    end: int
-    log: str
-
-    @classmethod
-    def of(cls, own: Iterable[Item]) -> TakenBack | None:
-        """Return the rollback that consists of these publications of the copy's own; None if they are
-        anything else.
-        """
-        own = list(own)
-        entries = [item.manifest.incremental for item in own]
-        deltas = [entry for entry in entries if isinstance(entry, DeltaEntry) and entry.back_to is not None]
-        is_a_canarys = any(map(is_of_a_canary, own))
-        logs = {item.log for item in own}
-        if not is_a_canarys or len(deltas) < len(own) or len(logs) != 1:
-            return None
-        to = min(entry.back_to for entry in deltas if entry.back_to is not None)
-        return cls(to, max(item.manifest.position for item in own), logs.pop())
-
-    def withholds(self, item: Item) -> bool:
-        """Return True for items that servers must not get: versions up to `end`, and deltas from inside the
-        rollback.
-        """
-        start = item.manifest.from_position
-        if start is None:
-            return item.manifest.position <= self.end
-        return self.to < start <= self.end
-
-
-def is_of_a_canary(item: Item) -> bool:
-    """Return True for the delta of a rollback that an agent's canary made."""
-    entry = item.manifest.incremental
-    return isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.ROLLBACK and entry.canary
-
-
-def is_restoration(item: Item) -> bool:
-    """Return True for the delta of a rollback or of its resumption."""
-    entry = item.manifest.incremental
-    return isinstance(entry, DeltaEntry) and entry.made in (DeltaOrigin.ROLLBACK, DeltaOrigin.RESUME)
-
-
-def _back_to(item: Item) -> int | None:
-    """Return the position whose values a rollback or resumption brought back; None for any other item."""
-    entry = item.manifest.incremental
-    return entry.back_to if isinstance(entry, DeltaEntry) else None
 
 
 _OF_ITS_OWN = "push to a URL of its own, or begin from the store's: export-model pull {} MODEL"
@@ -226,8 +167,10 @@ def _plan(
     last = -1 if synced is None else synced.manifest.position
     newest = max((item.manifest.position for item in stored.items.values()), default=-1)
     for item in upload:
-        if is_restoration(item) and last < item.manifest.position <= newest:
-            again = f"export-model rollback {quoted(place)} --to {quoted(_back_to(item))}"
+        position, to = item.manifest.position, restored(item)
+        is_own = last < position or (known is not None and item.path in (known.own or {}))
+        if to is not None and is_own and position <= newest:
+            again = f"export-model rollback {quoted(place)} --to {quoted(to)}"
             raise PositionMoved(
                 f"{place} has gone on from what {model / item.path} took back",
                 cause="that was decided for the servers of this directory alone",

@@ -17,10 +17,13 @@ from exporter.errors import (
     PositionMoved,
 )
 from exporter.pipeline.incremental import export_incremental
+from exporter.publish.delta_log import read_log
+from exporter.publish.staging import Staging
 from exporter.storage.layout import HEAD_FILE
 from exporter.storage.objects import ObjectWriter
 from exporter.transfer.pull import pull
 from exporter.transfer.push import plan_push, push
+from tests.support.commands import export_model
 from tests.support.logs import Trainer, request
 from tests.support.object_stores import Bucket
 from tests.support.publishers import Killed, killed_at
@@ -62,6 +65,13 @@ def stored(bucket: Bucket) -> dict[str, bytes]:
     base = "models/ranker/"
     names = {key.removeprefix(base): content for key, content in bucket.keys(base).items()}
     return {name: content for name, content in names.items() if name != HEAD_FILE}
+
+
+def take_back(copy: Path, to: int) -> None:
+    """A canary that approved this position of a copy rejects what follows."""
+    with Staging(copy) as staging:
+        read_log(copy).hold.put(to, staging, canary=True)
+    assert export_model("rollback", copy, "--to", to, "--if-canary", "--reason", "canary: NaN").code == 0
 
 
 def grow_old(copy: Path) -> None:

@@ -247,3 +247,16 @@ def test_a_copy_pushes_no_hold_of_its_store_as_its_own(
 def _pulled(url: str, directory: Path) -> Path:
     pull(url, directory)
     return directory
+
+
+def test_a_base_of_the_store_waits_for_the_canary_that_deltas_lead_to_it(
+    machine: Machine, url: str, copy: Path
+) -> None:
+    """Servers load a base by themselves."""
+    approve(copy, 20)
+    go_on(machine, url, 40)
+    assert export_model("merge", url, "--rebase").code == 0
+    for approved, versions in ((20, {"10"}), (30, {"10"}), (40, {"10", "40"})):
+        approve(copy, approved)
+        pull(url, copy)
+        assert {path.name for path in copy.iterdir() if path.name.isdecimal()} == versions

@@ -12,12 +12,11 @@ from exporter.pipeline.log_maintenance import merge
 from exporter.pipeline.tagging import delete_tag, set_tag
 from exporter.publish.delta_log import read_log
 from exporter.publish.hold import Hold
-from exporter.publish.staging import Staging
 from exporter.storage.objects import ObjectReader
 from exporter.transfer.pull import LocalCopy, pull
 from tests.support.commands import export_model
 from tests.support.logs import Serving, assert_same_bits, served_now, values_at
-from tests.support.machines import Machine, files, grow_old, killed_at, pushed
+from tests.support.machines import Machine, files, grow_old, killed_at, pushed, take_back
 from tests.support.object_stores import Bucket
 from tests.support.publishers import Killed
 from tests.support.remote_models import incr, went_on
@@ -173,9 +172,7 @@ def test_a_canarys_rollback_stays_when_the_store_has_merged(
     copy = tmp_path / "copy"
     pushed(machine.model, url)
     pull(url, copy)
-    with Staging(copy) as staging:
-        read_log(copy).hold.put(20, staging, canary=True)
-    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    take_back(copy, 20)
     grow_old(copy)
     assert pull(url, copy, prune=True).removed == ()
     machine.go_on(40)
@@ -201,9 +198,7 @@ def test_a_merger_that_is_called_as_a_canarys_rollback_waits_for_the_next(
     copy = tmp_path / "copy"
     pushed(machine.model, url)
     pull(url, copy)
-    with Staging(copy) as staging:
-        read_log(copy).hold.put(10, staging, canary=True)
-    assert export_model("rollback", copy, "--to", 10, "--if-canary", "--reason", "canary: NaN").code == 0
+    take_back(copy, 10)
     went_on(machine.trainer, 31)
     assert incr(machine.trainer, url).code == 0
     assert pull(url, copy, prune=True).waiting == (delta(30, 31),)
@@ -228,9 +223,7 @@ def test_what_a_canary_took_back_stays_while_its_merger_has_to_wait(
     machine.go_on(40)
     pushed(machine.model, url)
     pull(url, copy)
-    with Staging(copy) as staging:
-        read_log(copy).hold.put(20, staging, canary=True)
-    assert export_model("rollback", copy, "--to", 20, "--if-canary", "--reason", "canary: NaN").code == 0
+    take_back(copy, 20)
     merge(machine.model, start=30)
     forget(machine, url, delta(30, 35), delta(35, 40))
     grow_old(copy)
