@@ -591,6 +591,8 @@ def unreachable(exc: OSError) -> ExportError:
     path, cause = exc.filename2 or exc.filename, exc.strerror or str(exc)
     if path is None:
         return ExportError(f"the operating system refused: {cause}")
+    if exc.errno in _FULL:
+        return os_error(exc, Path(os.fsdecode(path)))
     return Unreachable(f"cannot reach {os.fsdecode(path)}", cause=cause)
 
 

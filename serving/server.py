@@ -18,7 +18,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -32,6 +32,7 @@ from exporter.errors import ServerError, UsageError
 from exporter.storage.local_paths import local_path
 from exporter.wire.protos import Proto, class_of, service_methods
 from serving.calls import Calls
+from serving.grpc_port import Call, GrpcPort, Method
 from serving.models import ConfigFile, ServedModels
 from serving.served_names import as_metadata
 from serving.server_metrics import ServerMetrics
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from serving.manager import Listener, VersionManager
     from serving.model_config import ModelConfig
 
-Context = grpc.ServicerContext
+Respond = Callable[[Proto, Call], Proto]
 MAX_MESSAGE_BYTES = (1 << 31) - 1
 _REQUEST_S = 60.0
 """A REST client that takes longer to send a request is disconnected, unless the request is long."""
@@ -162,7 +163,7 @@ class ModelServer:
         ended = self._server.stop(grace_seconds)
         if self._http is not None:
             self._http.stop(grace_seconds)
-        ended.wait()
+        ended.result()
         self.models.stop(max(0.0, deadline - time.monotonic()))
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -172,7 +173,7 @@ class ModelServer:
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
-    def _bind(self) -> tuple[Any, int]:
+    def _bind(self) -> tuple[GrpcPort, int]:
         from serving.credentials import server_credentials
 
         options = self._options
@@ -181,14 +182,14 @@ class ModelServer:
         own: dict[str, int | str] = {
             "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
+            "grpc.compression_enabled_algorithms_bitset": 1,  # none: packed messages would grow without limit
             "grpc.so_reuseport": 0,  # otherwise a second server could share the port, and half of the calls
         }
         # Merged by name, because gRPC uses the first of repeated arguments.
         arguments = own | dict(options.channel_arguments())
         require_free(self.host, options.port)
-        server = grpc.server(self._executor, options=list(arguments.items()))
-        add_services(server, self._calls, self._metrics)
-        add_health_service(server, self.models, self._health)
+        services = _services(self._calls, self._metrics, self._health)
+        server = GrpcPort(services, self._executor, list(arguments.items()))
         bound = _listen(
             server,
             _host_and_port(self.host, options.port),
@@ -328,12 +329,9 @@ def _host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _listen(server: Any, address: str, credentials: Any, cause: str, hint: str) -> int:
+def _listen(server: GrpcPort, address: str, credentials: Any, cause: str, hint: str) -> int:
     try:
-        if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
+        bound = server.listen(address, credentials)
     except RuntimeError:
         bound = 0
     if not bound:
@@ -347,20 +345,16 @@ class Health:
     is_ending = False
 
 
-def add_health_service(server: grpc.Server, models: ServedModels, health: Health) -> None:
-    """Register the health service."""
+def _health_check(models: ServedModels, health: Health) -> Method:
     request, response = messages()
 
-    def check(asked: Proto, context: grpc.ServicerContext) -> Proto:
+    def check(asked: Proto, call: Call) -> Proto:
         if asked.service not in _WHOLE_SERVER and asked.service not in models.served():
-            context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service: {asked.service}")
+            call.abort(grpc.StatusCode.NOT_FOUND, f"unknown service: {asked.service}")
         is_available = models.is_available(None if asked.service in _WHOLE_SERVER else asked.service)
         return response(status=SERVING if is_available and not health.is_ending else NOT_SERVING)
 
-    handler = grpc.unary_unary_rpc_method_handler(
-        check, request_deserializer=request.FromString, response_serializer=response.SerializeToString
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Check": handler}),))
+    return _method(request, check, is_quick=True)
 
 
 @cache
@@ -389,20 +383,29 @@ def messages() -> tuple[Any, Any]:
     return classes[0], classes[1]
 
 
-def add_services(server: grpc.Server, calls: Calls, metrics: ServerMetrics) -> None:
-    """Register PredictionService and ModelService."""
+def _services(calls: Calls, metrics: ServerMetrics, health: Health) -> Mapping[str, Mapping[str, Method]]:
+    """The methods of PredictionService, ModelService and the health service, by the services' full names."""
+    found: dict[str, Mapping[str, Method]] = {_SERVICE: {"Check": _health_check(calls.models, health)}}
     for service in (PredictionService(calls, metrics), ModelService(calls)):
         name = type(service).__name__
-        handlers = {
-            method: grpc.unary_unary_rpc_method_handler(
-                getattr(service, method),
-                request_deserializer=request.FromString,
-                response_serializer=response.SerializeToString,
-            )
-            for method, (request, response) in service_methods(name).items()
+        found[f"tensorflow.serving.{name}"] = {
+            method: _method(request, getattr(service, method))
+            for method, (request, _) in service_methods(name).items()
         }
-        generic = grpc.method_handlers_generic_handler(f"tensorflow.serving.{name}", handlers)
-        server.add_generic_rpc_handlers((generic,))
+    return found
+
+
+def _method(request: type[Proto], respond: Respond, *, is_quick: bool = False) -> Method:
+    from google.protobuf.message import DecodeError
+
+    def answer(content: bytes, call: Call) -> bytes:
+        try:
+            asked = request.FromString(content)
+        except DecodeError:
+            call.abort(grpc.StatusCode.INTERNAL, "Exception deserializing request!")  # as grpc says it
+        return bytes(respond(asked, call).SerializeToString())
+
+    return Method(answer, is_quick)
 
 
 class PredictionService:
@@ -412,30 +415,30 @@ class PredictionService:
         self._calls = calls
         self._metrics = metrics
 
-    def Predict(self, request: Proto, context: Context) -> Proto:
+    def Predict(self, request: Proto, call: Call) -> Proto:
         """Run a signature on tensors."""
-        with _status_to(context), self._counted("Predict", request.model_spec):
-            return self._calls.predict(request, _timeout_ms(context))
+        with _status_to(call), self._counted("Predict", request.model_spec):
+            return self._calls.predict(request, _timeout_ms(call))
 
-    def Classify(self, request: Proto, context: Context) -> Proto:
+    def Classify(self, request: Proto, call: Call) -> Proto:
         """Run a classify signature on examples."""
-        with _status_to(context), self._counted("Classify", request.model_spec):
-            return self._calls.classify(request, _timeout_ms(context))
+        with _status_to(call), self._counted("Classify", request.model_spec):
+            return self._calls.classify(request, _timeout_ms(call))
 
-    def Regress(self, request: Proto, context: Context) -> Proto:
+    def Regress(self, request: Proto, call: Call) -> Proto:
         """Run a regress signature on examples."""
-        with _status_to(context), self._counted("Regress", request.model_spec):
-            return self._calls.regress(request, _timeout_ms(context))
+        with _status_to(call), self._counted("Regress", request.model_spec):
+            return self._calls.regress(request, _timeout_ms(call))
 
-    def MultiInference(self, request: Proto, context: Context) -> Proto:
+    def MultiInference(self, request: Proto, call: Call) -> Proto:
         """Run several classify and regress signatures on the same examples."""
         spec = request.tasks[0].model_spec if request.tasks else None
-        with _status_to(context), self._counted("MultiInference", spec):
-            return self._calls.multi_inference(request, _timeout_ms(context))
+        with _status_to(call), self._counted("MultiInference", spec):
+            return self._calls.multi_inference(request, _timeout_ms(call))
 
-    def GetModelMetadata(self, request: Proto, context: Context) -> Proto:
+    def GetModelMetadata(self, request: Proto, call: Call) -> Proto:
         """The signatures of a version."""
-        with _status_to(context, self._calls.models), self._counted("GetModelMetadata", request.model_spec):
+        with _status_to(call, self._calls.models), self._counted("GetModelMetadata", request.model_spec):
             return self._calls.metadata(request)
 
     @contextmanager
@@ -457,32 +460,32 @@ class ModelService:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
 
-    def GetModelStatus(self, request: Proto, context: Context) -> Proto:
+    def GetModelStatus(self, request: Proto, call: Call) -> Proto:
         """The state of each version of a model."""
-        with _status_to(context, self._calls.models):
+        with _status_to(call, self._calls.models):
             return self._calls.status(request)
 
-    def HandleReloadConfigRequest(self, request: Proto, context: Context) -> Proto:
+    def HandleReloadConfigRequest(self, request: Proto, call: Call) -> Proto:
         """Serve other models, versions or labels; responds when every new model is available."""
-        with _status_to(context):
-            remaining = _seconds_left(context)
+        with _status_to(call):
+            remaining = _seconds_left(call)
             seconds = _CONFIGURE_SECONDS if remaining is None else remaining
-            return self._calls.configure(request, seconds, context.is_active)
+            return self._calls.configure(request, seconds, call.is_active)
 
 
-def _timeout_ms(context: Context) -> int | None:
+def _timeout_ms(call: Call) -> int | None:
     """The milliseconds until the caller's deadline, when the session stops the step; None without one."""
-    seconds = _seconds_left(context)
+    seconds = _seconds_left(call)
     return None if seconds is None else int(seconds * 1000)
 
 
-def _seconds_left(context: Context) -> float | None:
-    seconds = context.time_remaining()  # without a deadline: None, or the time to gRPC's last timestamp
+def _seconds_left(call: Call) -> float | None:
+    seconds = call.time_remaining()  # without a deadline: None, or the time to gRPC's last timestamp
     return None if seconds is None or seconds > _FOREVER_SECONDS else seconds
 
 
 @contextmanager
-def _status_to(context: Context, models: ServedModels | None = None) -> Iterator[None]:
+def _status_to(call: Call, models: ServedModels | None = None) -> Iterator[None]:
     """End the call with the canonical status of any exception, its message shortened as in TF Serving.
 
     NOT_FOUND carries the names of `models`, for clients that do not know a name.
@@ -495,6 +498,5 @@ def _status_to(context: Context, models: ServedModels | None = None) -> Iterator
         message = status.message
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = message[:MAX_MESSAGE_CHARACTERS] + "...TRUNCATED"
-        if code is Code.NOT_FOUND and models is not None:
-            context.set_trailing_metadata(as_metadata(models.served()))
-        context.abort(_STATUS_CODES[int(code)], message)
+        names = () if code is not Code.NOT_FOUND or models is None else as_metadata(models.served())
+        call.abort(_STATUS_CODES[int(code)], message, names)

@@ -10,7 +10,7 @@ Format Specification 3.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from exporter.checkpoint.file_range import FileRange, PlainValues, verify
 from exporter.checkpoint.library import Reading, library
-from exporter.errors import CorruptFile
+from exporter.errors import CorruptFile, UnsafeArchive
 from exporter.wire.dtypes import DType
 
 Array = np.ndarray[Any, Any]
@@ -93,6 +93,7 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents
     }
     with library(_reading(source)) as process:
         document = process.contents({"attributes": attributes, "limits": limits})
+    _require_stored(source, document["datasets"])
     datasets, skipped = [], document["skipped"]
     for found in document["datasets"]:
         dataset = _dataset(source, found)
@@ -105,6 +106,15 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents
         for group, attributes in document["attributes"].items()
     }
     return FileContents(tuple(datasets), texts, tuple(skipped))
+
+
+def _require_stored(source: FileRange, datasets: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse datasets that together have more bytes than the file can store: they would share these."""
+    for is_plain, most in ((True, source.size), (False, max(_RATIO_FLOOR_BYTES, _MAX_RATIO * source.size))):
+        declared = sum(found["size"] for found in datasets if (found["offset"] is not None) is is_plain)
+        if declared > most:
+            cause = f"its datasets declare {declared} bytes, and it has {source.size}"
+            raise UnsafeArchive(f"{source.path} is refused as an HDF5 file", cause=cause)
 
 
 def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:

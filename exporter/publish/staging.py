@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -77,16 +78,19 @@ class Staging:
     def _create(self, root: Path) -> bool:
         """Make the staging directory and lock it; False if another process's cleanup removed it meanwhile."""
         root.mkdir()
-        try:
-            lock = open_lock(root / _LOCK)
-        except FileNotFoundError:
-            return False
-        if not try_lock(lock) or not still_at(lock, root / _LOCK):
-            close_quietly(lock)
-            return False
-        # Only now: before it has a locked file, another process may remove it as a left-over.
-        self._root, self._lock = root, lock
-        self.path.mkdir()
+        with ExitStack() as undone:
+            undone.callback(remove_tree, root)  # the disk may be full
+            try:
+                lock = open_lock(root / _LOCK)
+            except FileNotFoundError:
+                return False
+            undone.callback(close_quietly, lock)
+            if not try_lock(lock) or not still_at(lock, root / _LOCK):
+                return False
+            # Only now: before it has a locked file, another process may remove it as a left-over.
+            self._root, self._lock = root, lock
+            self.path.mkdir()
+            undone.pop_all()
         return True
 
 

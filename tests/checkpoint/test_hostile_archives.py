@@ -229,6 +229,34 @@ def test_hostile_hdf5(tmp_path: Path, spoil: Callable[[h5py.File], None], what: 
         read_keras(path)
 
 
+def test_datasets_that_share_their_bytes(tmp_path: Path) -> None:
+    """A file of 1 GB could be a checkpoint of terabytes."""
+    path, nowhere, size = weights_file(tmp_path / "m.weights.h5"), b"\xff" * 8, (20_000).to_bytes(8, "little")
+    with h5py.File(path, "a") as file:
+        group = file["layers/dense/vars"]
+        place = group.create_dataset("a", data=np.ones(5000, np.float32)).id.get_offset()
+        for name in "bcde":
+            group.create_dataset(name, (5000,), "f4")
+    path.write_bytes(path.read_bytes().replace(nowhere + size, place.to_bytes(8, "little") + size))
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(file["layers/dense/vars/e"][()], 1)
+    with pytest.raises(UnsafeArchive, match="refused as an HDF5 file") as caught:
+        read_keras(path)
+    assert "datasets declare" in caught.value.cause
+
+
+def test_many_shapes_without_data(tmp_path: Path) -> None:
+    """Each is small enough to be filled in; all of them would fill a disk."""
+
+    def spoil(file: h5py.File) -> None:
+        for number in range(9):
+            file.create_dataset(f"layers/dense/vars/x{number}", (15 << 20,), "f4", chunks=(1 << 20,))
+
+    with pytest.raises(UnsafeArchive, match="refused as an HDF5 file") as caught:
+        read_keras(hostile(tmp_path / "m.weights.h5", spoil))
+    assert "datasets declare" in caught.value.cause
+
+
 def test_a_chunk_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exporter.checkpoint.hdf5._MAX_CHUNK_BYTES", 1 << 20)
 

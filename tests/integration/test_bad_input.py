@@ -17,7 +17,7 @@ import pytest
 from exporter.checkpoint.bundle_writer import BundleWriter
 from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import Exit
-from tests.support import bundles
+from tests.support import bundles, small_disks
 from tests.support.commands import export_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -217,13 +217,8 @@ def test_damaged_meta(train: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with too little space."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disks.small_disk(tmp_path / "disk", "200k") as disk:
+        yield disk.path
 
 
 def test_full_disk(train: Path, ranker_graph: Path, small_disk: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from exporter.errors import DiskFull, TargetNotWritable
 from exporter.publish.commit import Staging, publish_version
 from exporter.publish.versions import lease
+from tests.support import small_disks
 from tests.support.budget import thorough
 from tests.support.forks import FORKS
 from tests.support.kills import count_steps, ended, killed_at, points, run
@@ -150,20 +151,11 @@ def test_a_version_that_another_process_reads_stays_until_that_process_ends(tmp_
 # --- disks and doors ---------------------------------------------------------------------------------------
 
 
-def mounted(path: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    return shutil.which("mount") is not None and not subprocess.run(command, capture_output=True).returncode
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with 64 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if not mounted(disk, "size=64k"):
-        pytest.skip("mounting a file system is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disks.small_disk(tmp_path / "disk", "64k") as disk:
+        yield disk.path
 
 
 def test_a_full_disk_publishes_nothing_and_the_next_run_with_space_works(small_disk: Path) -> None:

@@ -7,7 +7,6 @@ its extra. `make engines` has what takes longer.
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +49,7 @@ from tests.support import engine_job
 from tests.support.engine_runs import ENGINES, TABLES, EngineRuns, python_of, wait_until
 from tests.support.faulty_store import Fault, Weather, faulty
 from tests.support.object_stores import Bucket
+from tests.support.small_disks import small_disk
 
 REPLACES_WORKERS = {"ray", "dask"}
 """Engines that go on when a worker dies. Of the others the command ends, and the same command resumes."""
@@ -354,14 +354,9 @@ def merging(runs: EngineRuns, source: Input, directory: str) -> bytes:
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own without space for a table."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-    (disk / "filler").write_bytes(bytes(4096))
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "4k") as disk:
+        (disk.path / "filler").write_bytes(bytes(4096))
+        yield disk.path
 
 
 def test_a_pipeline_of_beam_that_hangs_is_given_up(

@@ -1,0 +1,130 @@
+"""Ports that speak gRPC: a call takes a worker thread once its request is here, and not before.
+
+The blocking server of grpc waits for each request in a worker thread: as many open calls as there are threads
+would stop it for everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from functools import cache
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+from msgspec import Struct
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class Call:
+    """A call, as the handler of its request sees it from a worker thread."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._ends = None if seconds is None else time.monotonic() + seconds
+        self._is_active = True
+
+    def time_remaining(self) -> float | None:
+        """The seconds until the client's deadline; without one None, or the time to gRPC's last timestamp."""
+        return None if self._ends is None else self._ends - time.monotonic()
+
+    def is_active(self) -> bool:
+        """False once nobody waits for the answer."""
+        return self._is_active
+
+    def end(self) -> None:
+        """Note that nobody waits for the answer any more."""
+        self._is_active = False
+
+    def abort(self, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> NoReturn:
+        """End the call with a status, by an exception."""
+        raise _Aborted(code, details, metadata)
+
+
+class _Aborted(Exception):
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: Metadata) -> None:
+        super().__init__(details)
+        self.status = code, details, metadata
+
+
+class Method(Struct, frozen=True):
+    """What answers a method of a service: from the bytes of a request to those of the answer.
+
+    One that is `quick` runs beside the worker threads, whatever occupies these.
+    """
+
+    answer: Callable[[bytes, Call], bytes]
+    is_quick: bool = False
+
+
+class GrpcPort:
+    """A server of some services, on ports that are added before it starts."""
+
+    def __init__(
+        self,
+        services: Mapping[str, Mapping[str, Method]],
+        workers: Executor,
+        options: Sequence[tuple[str, int | str]],
+    ) -> None:
+        handlers = [
+            grpc.method_handlers_generic_handler(
+                name, {each: _handler(method, workers) for each, method in methods.items()}
+            )
+            for name, methods in services.items()
+        ]
+
+        async def make() -> grpc.aio.Server:
+            return grpc.aio.server(handlers=handlers, options=options)
+
+        self._server = _begun(make()).result()
+
+    def listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        """Add a port and return its number; RuntimeError if it cannot be listened on."""
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
+
+    def start(self) -> None:
+        """Answer calls from now on."""
+        _begun(self._server.start()).result()
+
+    def stop(self, grace_seconds: float) -> Future[None]:
+        """Refuse new calls, and give those in progress some time to end; the future is done when all have."""
+        return _begun(self._server.stop(grace_seconds))
+
+
+def _handler(method: Method, workers: Executor) -> grpc.RpcMethodHandler[bytes, bytes]:
+    async def answered(content: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        call = Call(context.time_remaining())
+        try:
+            if method.is_quick:
+                return method.answer(content, call)
+            return await asyncio.get_running_loop().run_in_executor(workers, method.answer, content, call)
+        except _Aborted as aborted:
+            await context.abort(*aborted.status)
+            raise  # it never comes here
+        finally:
+            call.end()
+
+    return grpc.unary_unary_rpc_method_handler(answered)
+
+
+def _begun(work: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all ports: with several, those of grpc wake each other in vain, and print that."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="grpc", daemon=True).start()
+    return loop
+
+
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a fork has no thread that runs it
