@@ -995,11 +995,26 @@ class _Pull:
         part.replace(path)
         sync(path.parent)
 
+    def _clear_way(self, item: Item) -> None:
+        """Remove mergers of this copy that a rollback of the store does not know.
+
+        They begin before it, and lead to values that it takes back.
+        """
+        start = item.manifest.from_position
+        if start is None or not is_restoration(item):
+            return
+        for path, each in [*self.here.items()]:
+            begin, is_own = each.manifest.from_position, path not in self._stored.items and is_merger(each)
+            if is_own and begin is not None and each.log == item.log and begin < start < end_of(path):
+                remove_tree(move_away(self._model / path, self._model))
+                del self.here[path]
+
     def _publish(self, item: Item, staged: Path) -> None:
         target = self._model / item.path
         with writing(target), Staging(self._model) as staging, model_lock(self._model):
             if self._is_held(item) or local_paths(self._model).keys() - self.here.keys():
                 raise CheckpointChanged(f"{self._model} was rolled back, or published to, during the pull")
+            self._clear_way(item)
             make_directories(target.parent)
             hold, brought, held = Hold(target.parent), Hold(staged).read(), None
             name = f"{item.log}/{HOLD_FILE}"

@@ -245,3 +245,17 @@ def test_a_rollback_while_something_arrives(
         by_operator(life)
     life.pull(20)
     life.end()
+
+
+def test_a_merger_of_a_copy_leads_nobody_past_a_rollback_of_its_store(
+    machine: Machine, url: str, tmp_path: Path
+) -> None:
+    """The rollback begins where deltas of the store do; the copy merges others."""
+    life = Life(machine, url, tmp_path)
+    typed("merge", life.copy)
+    typed("rollback", url, "--to", 20)
+    pull(url, life.copy)
+    late = Replica(life.copy)
+    late.follow()
+    assert [life.trained[bits] for bits in late.passed] == [10, 20, 20]
+    life.end()
