@@ -1092,19 +1092,21 @@ class _Pull:
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
         """Return the position whose values the rollback at `position` restored, if it is among these items.
 
-        None without such a rollback, and if the copy's canary has failed those values.
+        None without such a rollback, and if any rollback took those values back: the copy's canary may have
+        failed them, or never have judged them.
         """
-        failed = [
+        over = [
             (entry.back_to or 0, item.manifest.position)
             for item in self.here.values()
-            if isinstance(entry := item.manifest.incremental, DeltaEntry) and entry.failed
+            if isinstance(entry := item.manifest.incremental, DeltaEntry)
+            and entry.made is DeltaOrigin.ROLLBACK
         ]
         for item in items.values():
             entry = item.manifest.incremental
             if item.log != log or item.manifest.position != position or not isinstance(entry, DeltaEntry):
                 continue
             if entry.made is DeltaOrigin.ROLLBACK and entry.back_to is not None:
-                return None if any(to < entry.back_to < end for to, end in failed) else entry.back_to
+                return None if any(to < entry.back_to < end for to, end in over) else entry.back_to
         return None
 
     def _own(self, name: str, decided: Decided) -> HeldBy | None:

@@ -260,3 +260,16 @@ def test_a_base_of_the_store_waits_for_the_canary_that_deltas_lead_to_it(
         approve(copy, approved)
         pull(url, copy)
         assert {path.name for path in copy.iterdir() if path.name.isdecimal()} == versions
+
+
+def test_what_a_rollback_of_the_store_took_back_was_not_approved(
+    machine: Machine, url: str, copy: Path
+) -> None:
+    """The canary's hold is beyond it, where the values of 20 are: it has never judged 30."""
+    approve(copy, 20)
+    for to in (20, 30):
+        assert export_model("rollback", url, "--to", to).code == 0
+        pull(url, copy)
+    log = Model.read(copy).newest_log
+    assert log is not None
+    assert (log.limit, log.is_canary, log.bound) == (31, True, 32)
