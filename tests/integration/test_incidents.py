@@ -288,7 +288,10 @@ def is_told(there: World, incident: Incident, directory: Path) -> None:
         told = wait(lambda: [event for event in there.events if event["what"] == incident.event])
         assert told[0]["model"] == "ranker"
     doctor = there.doctor()
-    codes = {finding["code"] for finding in json.loads(doctor.out)["findings"]} if doctor.out else set()
+    found = json.loads(doctor.out)["findings"] if doctor.out else []
+    codes = {finding["code"] for finding in found}
+    of_agent = [one for one in found if (one["check"], one["code"]) == ("agent", incident.code)]
+    assert all(bool(one["cause"]) == bool(worst["details"]) for one in of_agent), "its details, too"
     assert (incident.doctor or incident.code) in codes or incident.code == "unseen", doctor.err
     assert doctor.code == (
         0 if incident.level == "warning" else doctor.code
