@@ -399,6 +399,8 @@ def _of_canary(model: ModelView) -> Iterator[Finding]:
         code = Code.CANARY_LATE if canary.waiting_s > _LONG_WAIT_S else Code.CANARY
         doing = canary.doing if canary.replica is None else f"{canary.replica} {canary.doing}"
         told = _doctor(model) if code is Code.CANARY_LATE else ""
+        if told and model.held_by is not None and model.held_by.url:
+            doing, told = f"{doing}; if no agent has that canary, lift its hold", command(*_lifting(model))
         yield Finding(code, f"the canary decides: {_waits(model)}", doing, told)
 
 

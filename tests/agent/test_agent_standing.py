@@ -258,6 +258,15 @@ def test_what_the_canary_does_names_its_replica(asked: str | None, said: str) ->
     assert (finding.code, finding.why) == (Code.CANARY, said)
 
 
+def test_a_canary_of_the_store_that_nobody_has_any_more() -> None:
+    """As of a copy that was pushed into an emptied bucket, its own canary's hold with it."""
+    held_by = HeldBy(65, "ann@web-1", AT, canary=True, url="s3://b/m")
+    canary = CanaryView(65, 61.0, None, "a canary in s3://b/m decides: the hold is at 65")
+    (finding,) = found(model(replica(**AT_65), hold=65, waiting=1, canary=canary, held_by=held_by)).findings
+    assert (finding.code, finding.command) == (Code.CANARY_LATE, "export-model resume s3://b/m --lift-canary")
+    assert finding.why.endswith("; if no agent has that canary, lift its hold")
+
+
 def test_the_worst_comes_first_and_nothing_is_left_out() -> None:
     down = replica("r3", error="gone")
     canary = CanaryView(60, 0.0, None, "", "score is NaN")
