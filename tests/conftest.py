@@ -17,6 +17,7 @@ from tests.support.commands import export_model
 from tests.support.forks import run_warm
 from tests.support.longest_first import Stopwatch, longest_first
 from tests.support.machines import Machine, machine_in
+from tests.support.mergers import merge_at_once
 from tests.support.object_stores import (
     AZURITE,
     BASE,
@@ -47,6 +48,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    merge_at_once()
     hypothesis.settings.register_profile(
         "export-model",
         deadline=None,  # a slow machine is no failure: no test of ours is about time

@@ -125,7 +125,7 @@ def test_an_agent_makes_a_merged_base_and_says_so(bucket: Bucket, tmp_path: Path
         wait(lambda: store(running)["newest"] and store(running)["problem"] == "")
         assert export_model("merge", published.model, "--rebase").code == 0
         assert export_model("push", published.model, url).code == 0
-        spared = wait(lambda: store(running)["spared"])
+        spared = wait(lambda: store(running)["spared"], seconds=600)  # it is made at idle priority
         assert (spared["fetched"], spared["why_fetched"]) == (0, "") and spared["made"] > 0
         said = f"version {spared['path']}: made here from {spared['deltas']} delta"
         assert said in running.get("/")[1]

@@ -20,7 +20,6 @@ import pytest
 
 from exporter.errors import ExportError
 from exporter.jobs import runner
-from exporter.jobs.engines import process
 from exporter.options import Jobs
 from exporter.pipeline import merged_base
 from exporter.pipeline.log_maintenance import merge, resume, rollback, tidy
@@ -36,6 +35,7 @@ from tests.support import kills
 from tests.support.directory_store import BUCKET, reached
 from tests.support.key_pairs import key_pair
 from tests.support.machines import files, grow_old, machine_in, pushed
+from tests.support.mergers import merge_at_once
 from tests.support.publishers import Killed, killed_at
 
 PLACE = "models/m"
@@ -77,6 +77,7 @@ def environment() -> dict[str, str]:
 def take(copy: Path, store: Mapping[str, str], key: str = "", prune: bool = False) -> None:
     """Pull in a process of its own."""
     os.environ |= store
+    merge_at_once()
     with suppress(ExportError):
         pull(URL, copy, prune=prune, trust=Trust.of([key], "m") if key else None)
 
@@ -168,7 +169,9 @@ class Life:
         if root == self.copy:
             same = [other for other in root.rglob("*") if other.is_file() and other.samefile(path)]
             self.stolen |= {other.relative_to(root).as_posix() for other in same}
-        document = json.loads(path.read_bytes()) if path.name == "manifest.json" else {}
+        document: dict[str, Any] = {}
+        with suppress(ValueError):  # no document, or one that was altered before
+            document = json.loads(path.read_bytes()) if path.name == "manifest.json" else {}
         if record := document.get("merged_from"):
             self.random.choice([*RECORDS.values()])(record)
             path.write_text(json.dumps(document))
@@ -195,11 +198,10 @@ def play(directory: Path, seed: int, *, is_signed: bool) -> int:
 
     AssertionError if anything wrong was visible there, or a new copy does not get all at the end.
     """
+    merge_at_once()
     private, public = key_pair(directory.parent)
     signer = Signer.of(str(private), "m") if is_signed else None
     with pytest.MonkeyPatch.context() as patch, reached(directory / "store", patch):
-        # at idle priority a merger waits for all that this machine does besides
-        patch.setattr(process, "_MAIN", f"import os; os.__dict__.pop('SCHED_IDLE', 0); {process._MAIN}")
         life = Life(directory, seed, public if is_signed else None)
         model = life.machine.model
         with in_force(model, signer):

@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from exporter.jobs.engines.process import Asked
 from exporter.jobs.runner import LocalEngine
@@ -21,9 +22,15 @@ LIBRARY = "exporter"
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works by threads at idle priority: see `ProcessEngine`."""
     signal.signal(signal.SIGTERM, lambda *_: _end(asked))  # the command is gone, or wants no more of it
+    _give_way()
+    return LocalEngine(asked.workers).run(works)
+
+
+def _give_way() -> None:
     with suppress(AttributeError, OSError):  # Linux alone has it, also for the disk
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    return LocalEngine(asked.workers).run(works)
+    with suppress(OSError):  # to its scheduler a session is one, idle or not: this process began its own
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _end(asked: Asked) -> None:
