@@ -7,7 +7,9 @@ Each accident is mended after a while, and others happen meanwhile. All the time
 * two servers that stand at one position answer with the same bits;
 * no process ends by itself, unless the accident of that moment says why.
 
-At the end everything is mended, and each server holds what the trainer has, bit by bit.
+Operators push the model into a store now and then, from which one more process pulls a copy.
+
+At the end everything is mended, and each server holds what the trainer has, bit by bit, and so does the copy.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ _TO_NOTICE_S = 5.0 * SLOWNESS
 EXPORTER = "tests.support.small_tables"
 """The module of every `export-model`: small tables are mapped, too."""
 TAG = "prod"
+URL = f"s3://{BUCKET}/ranker"
 NAME = "ranker"
 """What servers call the model, wherever it lies."""
 
@@ -252,6 +255,10 @@ class World:
         told = (self.train, seed, pace_s, self.until, self.final, self.ill)
         self.trainer = program("trainer", "tests.integration.fault_trainer", *told)
         self.exporter, self.agent = program("exporter"), program("agent")
+        self.pulled = root / "pulled"
+        pull = (EXPORTER, "pull", URL, self.pulled, "--watch", "--prune", "--interval", "0.2", "--json")
+        self.puller = program("puller", *pull)
+        self.puller.environment = self.store
         self.clocks = [(name, Clock(directory / f"{name}.clock")) for name in ("exporter", "agent")]
         self._ports = [_free_port() for _ in range(replicas)]
         self._agent_port = _free_port()
@@ -310,7 +317,7 @@ class World:
 
     @property
     def programs(self) -> list[Program]:
-        return [self.trainer, self.exporter, *self.servers, self.agent]
+        return [self.trainer, self.exporter, *self.servers, self.agent, self.puller]
 
     def say(self, line: str) -> None:
         self._say(f"{time.monotonic() - self.began:7.2f}  {line}")
@@ -328,6 +335,7 @@ class World:
         for server in self.servers:
             server.start()
         self.agent.start()
+        self.puller.start()
         self.clients = [
             Client(server, port, NAME, self) for server, port in zip(self.servers, self._ports, strict=True)
         ]
@@ -360,6 +368,7 @@ class World:
         "kill_trainer": 3,
         "kill_exporter": 4,
         "kill_agent": 4,
+        "kill_puller": 3,
         "kill_server": 3,
         "end_server": 1,
         "pause": 4,
@@ -412,6 +421,10 @@ class World:
         self.agent.signal(number)
         return number.name
 
+    def kill_puller(self) -> str:
+        self.puller.signal(signal.SIGKILL)
+        return ""
+
     def kill_server(self) -> str:
         server = self.dice.choice(self.servers)
         server.signal(signal.SIGKILL)
@@ -424,7 +437,7 @@ class World:
 
     def pause(self) -> str:
         """A process hangs for a while."""
-        program = self.dice.choice([self.exporter, self.agent, *self.servers])
+        program = self.dice.choice([self.exporter, self.agent, self.puller, *self.servers])
         program.signal(signal.SIGSTOP)
         self._mend_later(f"{program.name} goes on", lambda: program.signal(signal.SIGCONT))
         return program.name
@@ -639,7 +652,7 @@ class World:
                 return None
             positions = [delta.end for delta in log.deltas[-8:-1]]
             choices: list[tuple[object, ...]] = [("merge", self.model), ("merge", self.model, "--rebase")]
-            choices += [("push", self.model, f"s3://{BUCKET}/ranker", "--prune")] * 2
+            choices += [("push", self.model, URL, "--prune")] * 3
             choices += [("tag", self.model, TAG)]
             base = (*self._publishing(), "--new-base=always", "--again")
             choices += [base, (*base, "--golden", self.golden)] if "--golden" not in base else [base]
@@ -760,26 +773,38 @@ class World:
         self._wait("every server at the newest position", lambda: self._all_at(log))
         for server, port in zip(self.servers, self._ports, strict=True):
             self._compare(server, port, log, trained)
-        done = subprocess.run(
-            [sys.executable, "-m", "exporter", "verify", str(self.model)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
-        if done.returncode:
-            self.fault(f"verify: {done.stderr}")
+        self._require_copy(log)
+        for place in (self.model, self.pulled):
+            done = subprocess.run(
+                [sys.executable, "-m", "exporter", "verify", str(place)],
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                check=False,
+            )
+            if done.returncode:
+                self.fault(f"verify: {done.stderr}")
         for tag in tags_of(self.model):
             if tag.gone and tag.position >= log.number:
                 self.fault(f"the position of the tag {tag.name} was not kept: {tag.gone}")
         differing = [event for event in self.events() if event["what"] == "differs"]
-        for program in (self.exporter, *self.servers, self.agent):
+        for program in (self.exporter, *self.servers, self.agent, self.puller):
             if "Traceback" in (said := program.said()):
                 self.fault(f"{program.name}: {said[said.index('Traceback') :][:3000]}")
         if differing:
             self.fault(f"an audit found a difference: {differing[0]}")
         if self.faults:
             raise Fault("\n".join(self.faults))
+
+    def _require_copy(self, log: DeltaLog) -> None:
+        """Push what is published, and wait until the copy has it; its values are what was published."""
+        self._command("push", self.model, URL, "--prune", limit_s=SETTLED_WITHIN_S)
+        self._wait("the end of the push", self._is_idle)
+        self._wait("a copy", lambda: read_log(self.pulled).at == log.at)
+        schema, every = log.schema, list(chunks(log.schema))
+        states = [served_digests(schema, found.state(), every) for found in (log, read_log(self.pulled))]
+        if states[0] != states[1]:
+            self.fault("the copy does not hold what was published")
 
     def events(self) -> Iterator[dict[str, Any]]:
         """What the agents said, all of them one after the other."""
