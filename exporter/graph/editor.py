@@ -86,6 +86,30 @@ class GraphEditor(Struct):
         """Add the handle of a new variable and return its name."""
         return self.resource(name, "VarHandleOp", dtype=dtype, shape=shape)
 
+    def pack(
+        self, name: str, handles: Sequence[str], *, after: Iterable[str] = ()
+    ) -> dict[tuple[int, ...], str]:
+        """Add vectors of handles, one for each of their devices; return them by the handles' numbers."""
+        nodes = {node.name: node for node in self.graph_def.node}
+        by_device: dict[str, list[int]] = {}
+        for number, handle in enumerate(handles):
+            node = nodes[handle.partition(":")[0]]
+            while node.op == "Identity":
+                node = nodes[node.input[0].partition(":")[0]]
+            by_device.setdefault(node.device, []).append(number)
+        return {
+            (*numbers,): self.node(
+                f"{name}_{n}",
+                "Pack",
+                [handles[number] for number in numbers],
+                after=after,
+                device=device,
+                N=len(numbers),
+                T=DType.RESOURCE,
+            )
+            for n, (device, numbers) in enumerate(by_device.items())
+        }
+
     def placeholder(self, name: str, dtype: DType, shape: tuple[int | None, ...]) -> str:
         """Add a placeholder and return its name."""
         return self.node(name, "Placeholder", dtype=dtype, shape=shape)

@@ -32,6 +32,8 @@ from msgspec.structs import replace
 from exporter.errors import GraphError
 from exporter.graph.inference_graph import GraphDynamicTable, InferenceGraph, JoinedPart
 from exporter.graph.nodes import (
+    CONTROL_FLOW,
+    VECTORS,
     Body,
     Endpoint,
     GraphIndex,
@@ -45,6 +47,7 @@ from exporter.graph.nodes import (
     free_name,
     makes_vector,
     new_node,
+    node_of,
     put_nodes,
 )
 from exporter.graph.signatures import SignatureEnds
@@ -68,12 +71,6 @@ from exporter.wire.protos import Proto
 INDEX = PARTS[:-1]
 LEAST = 8  # lookups: to join fewer costs more operations than it saves
 _NAME_SOURCE = "name what it was made from by --model: a builder, a .meta file or the trainer's SavedModel"
-_CONTROL_FLOW = frozenset(
-    {
-        *("Switch", "Merge", "Enter", "Exit", "NextIteration"),
-        *("RefSwitch", "RefMerge", "RefEnter", "RefExit"),
-    }
-)
 
 
 class _Lookup(Struct, frozen=True, eq=False):
@@ -135,7 +132,7 @@ def _lookups(
         if not used or len(lookups) < len(found) or not used <= own:
             continue
         before = all_before(index.nodes, [lookup.ids for lookup in lookups])
-        if rows_read.isdisjoint(before) and _CONTROL_FLOW.isdisjoint(index.nodes[name].op for name in before):
+        if rows_read.isdisjoint(before) and CONTROL_FLOW.isdisjoint(index.nodes[name].op for name in before):
             yield from lookups
 
 
@@ -225,6 +222,10 @@ def _join(
     ]
     is_read = any(_is_found_read(index, lookup, named) for lookup in group)
     results = add_joined_rows(graph_def, scope, handles, wanted, found=is_read)
+    divided = {node_of(result.rows) for result in results}
+    for node in graph_def.node:
+        if node.name in divided:
+            node.attr[VECTORS].b = True
     moved: dict[str, str] = {}
     for number, (lookup, is_vector, result) in enumerate(zip(group, vectors, results, strict=True)):
         own, shape = lookup.nodes, f"{scope}/shape_{number}"

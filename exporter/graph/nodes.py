@@ -11,7 +11,7 @@ not have. (Source: tensorflow/python/ops/control_flow_ops.py, `_AddOpInternal` o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple, TypeVar
@@ -464,6 +464,13 @@ MERGES = frozenset({"Merge", "RefMerge"})
 ENTERS = frozenset({"Enter", "RefEnter"})
 EXITS = frozenset({"Exit", "RefExit"})
 NEXT_ITERATIONS = frozenset({"NextIteration", "RefNextIteration"})
+CONTROL_FLOW = frozenset(
+    {
+        *("Switch", "Merge", "Enter", "Exit", "NextIteration"),
+        *("RefSwitch", "RefMerge", "RefEnter", "RefExit", "RefNextIteration"),
+    }
+)
+"""The operations of TensorFlow 1's branches and loops."""
 _MAX_NESTED = 64  # conditionals, each followed by recursion: Python allows 1,000 nested calls
 _FRAME_BOUND = ENTERS | NEXT_ITERATIONS | {"LoopCond"}
 
@@ -701,7 +708,7 @@ class Body:
         self.by_name[name] = node
 
     def constant_beside(
-        self, node: Proto, wish: str, value: int | list[int], dtype: DType = DType.INT32
+        self, node: Proto, wish: str, value: int | Sequence[int], dtype: DType = DType.INT32
     ) -> str:
         """Add a constant that waits for `node`, and return its output."""
         name = free_name(self.by_name, wish)
@@ -715,6 +722,9 @@ class Body:
         self.by_name[node.name] = self.nodes[-1]
         return self.nodes[-1]
 
+
+VECTORS = "_vectors"
+"""The attribute of nodes of ours that make vectors, all their outputs."""
 
 _VECTORS = {"Unique": "y", "UniqueWithCounts": "y", "Range": "output"}
 """{operation: its output that is a vector}."""
@@ -742,6 +752,8 @@ def makes_vector(body: Body, reference: str, named: Collection[str], depth: int 
     node = unless_sent(reference)
     if node is None or depth == 0:
         return False
+    if attr(node, VECTORS).b:
+        return True
     sources = input_names(node)
     if node.op == "Reshape":
         shape = const_value(unless_sent(sources[1])) if len(sources) == 2 else None

@@ -32,11 +32,27 @@ times as long with 1,000 and 100,000 ids as a table in memory, `TensorScatterUpd
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
+from msgspec import Struct
+
 from exporter.graph.changed_uses import INDIFFERENT, RowReads, change_uses
-from exporter.graph.nodes import Body, attr, base_dtype, free_name, makes_vector
+from exporter.graph.nodes import (
+    CONTROL_FLOW,
+    Body,
+    GraphIndex,
+    all_before,
+    attr,
+    base_dtype,
+    constant,
+    free_name,
+    makes_vector,
+    node_of,
+)
+from exporter.graph.signatures import SignatureEnds
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
@@ -56,10 +72,15 @@ MOST_ROWS_OF_A_PAGE = 1 << 22
 """The most rows of a table without pages: its slots take up to 16 MiB once one of its rows has changed."""
 
 
+_LEAST = 8  # gathers: to read fewer together takes more operations than it saves
+_JOINED = "_overlaid_together"
+
+
 class OverlaidReads(RowReads, frozen=True):
     """The change of the reads of a table with an overlay, by the nodes of handles.
 
-    `pages` is None for a table with a slot for each row. `named` are the nodes that signatures name.
+    `pages` is None for a table with a slot for each row. `first` is the number of the table's first row in an
+    overlay that tables share. `named` are the nodes that signatures name.
     """
 
     variable: str
@@ -69,6 +90,7 @@ class OverlaidReads(RowReads, frozen=True):
     slots: str
     overlay: str
     pages: str | None = None
+    first: int = 0
     named: frozenset[str] = frozenset()
 
     @property
@@ -81,7 +103,7 @@ class OverlaidReads(RowReads, frozen=True):
 
         NotServable for other uses.
         """
-        if node.op in INDIFFERENT:
+        if node.op in INDIFFERENT or attr(node, _JOINED).b:
             return
         if node.op != "ResourceGather" or attr(node, "batch_dims").i:
             raise self.refusal(node)
@@ -97,54 +119,215 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
     change_uses(graph_def, tables)
 
 
+def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> None:
+    """Let gathers of tables that share an overlay, and always run together, read it together.
+
+    `overlay_reads` leaves these gathers alone, and changes the others.
+    """
+    # A flag, a branch and a look at the slots for each of a hundred tables cost more than the gathers.
+    body = Body(meta_graph.graph_def.node)
+    for number, group in enumerate(_read_together(meta_graph, tables)):
+        _overlay_rows_of_all(body, number, [(node, tables[node_of(node.input[0])]) for node in group])
+
+
+def _read_together(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> list[list[Proto]]:
+    """Return the gathers of tables that share an overlay that always run together, in groups."""
+    index = GraphIndex.of(meta_graph)
+    ends = {name: SignatureEnds.of(each) for name, each in meta_graph.signature_def.items()}
+    needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
+    sent = {tensor.node for each in ends.values() for tensor in each.inputs}
+    gathers = [
+        node
+        for node in index.nodes.values()
+        if node.op == "ResourceGather" and node_of(node.input[0]) in tables and node.name not in sent
+    ]
+    # They cannot run together with what their own ids need, and must not in a branch or a loop.
+    begins = [*gathers, *(node for node in index.nodes.values() if node.op in CONTROL_FLOW)]
+    apart = _after(index, {node.name for node in begins})
+    found: dict[tuple[object, ...], list[Proto]] = {}
+    for node in gathers:
+        names = frozenset(name for name, each in needed.items() if node.name in each)
+        types = node.attr["Tindices"].type, node.device
+        if names and node.name not in apart and not attr(node, "batch_dims").i:
+            kind = tables[node_of(node.input[0])].changed, names, *types
+            found.setdefault(kind, []).append(node)
+    return [group for group in found.values() if len(group) >= _LEAST]
+
+
+def _after(index: GraphIndex, begins: Collection[str]) -> set[str]:
+    """Return every node that waits for one of these nodes."""
+    readers: dict[str, list[str]] = {}
+    for node in index.nodes.values():
+        for text in node.input:
+            readers.setdefault(node_of(text), []).append(node.name)
+    found, pending = set[str](), [*begins]
+    while pending:
+        for name in readers.get(pending.pop(), ()):
+            if name not in found:
+                found.add(name)
+                pending.append(name)
+    return found
+
+
+class _Adder(Struct, frozen=True):
+    """Adds nodes to a body, on one device, under names that begin alike."""
+
+    body: Body
+    name: str
+    device: str
+
+    def add(self, what: str, op: str, *inputs: str, output: str = "output", **attrs: Any) -> str:
+        """Add a node and return its output."""
+        made = self.body.add(f"{self.name}/{what}", op, *inputs, device=self.device, **attrs)
+        return self.body.single(made, output)
+
+    def switch(self, what: str, tensor: str, condition: str, of: DType) -> tuple[str, str]:
+        """Add a Switch and return its outputs, if the condition is false, and true."""
+        made = self.body.add(f"{self.name}/{what}", "Switch", tensor, condition, device=self.device, T=of)
+        return self.body.output(made, 0), self.body.output(made, 1)
+
+    def reshape(self, what: str, tensor: str, shape: str, of: DType) -> str:
+        """Add a Reshape."""
+        return self.add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
+
+    def newest(
+        self,
+        rows: str,
+        ids: str,
+        table: OverlaidReads,
+        handles: Sequence[str],
+        index_type: DType,
+        known: Callable[[str, int | tuple[int, ...], DType], str],
+    ) -> str:
+        """Add the replacement of `rows` that have changed; `ids` are their numbers in the overlay.
+
+        `handles` are those of the slots, the overlay and, if there are some, the pages; ids of pages are
+        int64. `known` adds a constant.
+        """
+        slots_handle, overlay_handle, *pages_handle = handles
+        for pages in pages_handle:
+            bits = known("bits", PAGE_BITS, index_type)
+            page = self.add("page", "RightShift", ids, bits, output="z", T=index_type)
+            begin = self.add("begin", "ResourceGather", pages, page, dtype=index_type, Tindices=index_type)
+            ids = self.add("slot", "AddV2", begin, ids, output="z", T=index_type)
+        slots = self.add("slots", "ResourceGather", slots_handle, ids, dtype=DType.INT32, Tindices=index_type)
+        where = self.add("where", "Where", slots, output="index", T=DType.INT32)
+        at = self.reshape("at", where, known("vector", (-1,), DType.INT32), DType.INT64)
+        types: Any = {"Tparams": DType.INT32, "Tindices": DType.INT64, "Taxis": DType.INT32}
+        places = self.add("places", "GatherV2", slots, at, known("axis", 0, DType.INT32), **types)
+        types = {"dtype": table.dtype, "Tindices": DType.INT32}
+        changed = self.add("rows", "ResourceGather", overlay_handle, places, **types)
+        at = self.add("at_32", "Cast", at, output="y", SrcT=DType.INT64, DstT=DType.INT32)
+        return self.add("newest", "InplaceUpdate", rows, at, changed, output="y", T=table.dtype)
+
+
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
     """Rename a gather of the table's rows; a node with its old name returns the current rows."""
     name, dtype = node.name, table.dtype
-    changed_handle, slots_handle, overlay_handle, *pages_handle = extra_handles
+    changed_handle, *handles = extra_handles
     indices, index_type = node.input[1], base_dtype(node.attr["Tindices"].type)
     body.rename(node, free_name(body.by_name, f"{name}/mapped"))
     node.attr.pop("_output_shapes", None)
+    nodes = _Adder(body, name, node.device)
 
-    def known(what: str, value: int | list[int], of: DType = DType.INT32) -> str:
+    @cache
+    def known(what: str, value: int | tuple[int, ...], of: DType) -> str:
         return body.constant_beside(node, f"{name}/{what}", value, of)
 
-    def add(what: str, op: str, *inputs: str, output: str = "output", **types: Any) -> str:
-        made = body.add(f"{name}/{what}" if what else name, op, *inputs, device=node.device, **types)
-        return body.single(made, output)
-
-    def if_changed(what: str, tensor: str, of: DType) -> Proto:
-        return body.add(f"{name}/{what}", "Switch", tensor, is_changed, device=node.device, T=of)
-
-    def reshape(what: str, tensor: str, shape: str, of: DType) -> str:
-        return add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
-
-    is_changed = add("changed", "ReadVariableOp", changed_handle, output="value", dtype=DType.BOOL)
-    either = if_changed("gathered", body.single(node, "output"), dtype)
-    unchanged, gathered = body.output(either, 0), body.output(either, 1)
-    ids = body.output(if_changed("ids", indices, index_type), 1)
+    is_changed = nodes.add("changed", "ReadVariableOp", changed_handle, output="value", dtype=DType.BOOL)
+    unchanged, gathered = nodes.switch("gathered", body.single(node, "output"), is_changed, dtype)
+    _, ids = nodes.switch("ids", indices, is_changed, index_type)
     is_vector = makes_vector(body, indices, table.named)
-    vector = known("vector", [-1])
-    if not is_vector:
-        ids = reshape("ids_in_line", ids, vector, index_type)
-    for pages in pages_handle:
-        if index_type is not DType.INT64:
-            ids = add("ids_64", "Cast", ids, output="y", SrcT=index_type, DstT=DType.INT64)
-        index_type = DType.INT64
-        page = add("page", "RightShift", ids, known("bits", PAGE_BITS, index_type), output="z", T=index_type)
-        begin = add("begin", "ResourceGather", pages, page, dtype=index_type, Tindices=index_type)
-        ids = add("slot", "AddV2", begin, ids, output="z", T=index_type)
-    slots = add("slots", "ResourceGather", slots_handle, ids, dtype=DType.INT32, Tindices=index_type)
-    at = reshape("at", add("where", "Where", slots, output="index", T=DType.INT32), vector, DType.INT64)
-    types: Any = {"Tparams": DType.INT32, "Tindices": DType.INT64, "Taxis": DType.INT32}
-    places = add("places", "GatherV2", slots, at, known("axis", 0), **types)
-    rows = add("rows", "ResourceGather", overlay_handle, places, dtype=dtype, Tindices=DType.INT32)
-    at = add("at_32", "Cast", at, output="y", SrcT=DType.INT64, DstT=DType.INT32)
     in_line = gathered
     if not is_vector:
-        in_line = reshape("in_line", gathered, known("row", [-1, *table.row_shape]), dtype)
-    newest = add("newest", "InplaceUpdate", in_line, at, rows, output="y", T=dtype)
+        ids = nodes.reshape("ids_in_line", ids, known("vector", (-1,), DType.INT32), index_type)
+        in_line = nodes.reshape("in_line", gathered, known("row", (-1, *table.row_shape), DType.INT32), dtype)
+    if table.pages is not None and index_type is not DType.INT64:
+        ids = nodes.add("ids_64", "Cast", ids, output="y", SrcT=index_type, DstT=DType.INT64)
+        index_type = DType.INT64
+    if table.first:
+        first = known("first", table.first, index_type)
+        ids = nodes.add("ids_in_all", "AddV2", ids, first, output="z", T=index_type)
+    newest = nodes.newest(in_line, ids, table, handles, index_type, known)
     if not is_vector:
-        shape = add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
-        newest = reshape("in_shape", newest, shape, dtype)
+        shape = nodes.add("shape", "Shape", gathered, T=dtype, out_type=DType.INT32)
+        newest = nodes.reshape("in_shape", newest, shape, dtype)
     # Its output has the gather's name, `output`, so its readers need no change.
-    add("", "Merge", unchanged, newest, T=dtype, N=2)
+    body.add(name, "Merge", unchanged, newest, device=node.device, T=dtype, N=2)
+
+
+def _overlay_rows_of_all(body: Body, number: int, reads: Sequence[tuple[Proto, OverlaidReads]]) -> None:
+    """Rename gathers of tables that share an overlay; nodes with their names return the current rows.
+
+    The body is a graph's, and the gathers always run together.
+    """
+    first, table = reads[0]
+    dtype, index_type, many = table.dtype, base_dtype(first.attr["Tindices"].type), len(reads)
+    nodes = _Adder(body, f"{table.changed.rpartition('/')[0]}/read_{number}", first.device)
+    is_changed = nodes.add("changed", "ReadVariableOp", table.changed, dtype=DType.BOOL)
+
+    @cache
+    def known(what: str, value: int | tuple[int, ...], of: DType) -> str:
+        # Dead unless rows have changed: then nothing runs that takes one.
+        made = constant(f"{nodes.name}/{what}_is", np.array(value, of.numpy), of)
+        return nodes.switch(what, body.put(made).name, is_changed, of)[1]
+
+    def concat(what: str, tensors: Sequence[str], of: DType) -> str:
+        return nodes.add(what, "ConcatV2", *tensors, axis, T=of, N=len(tensors), Tidx=DType.INT32)
+
+    def shapes(what: str, tensors: Sequence[str], of: DType) -> list[str]:
+        types: Any = {"T": of, "out_type": DType.INT32}
+        made = nodes.add(what, "ShapeN", *tensors, N=len(tensors), after=[if_changed], **types)
+        return [f"{made}:{n}" for n in range(len(tensors))]
+
+    axis, vector = known("axis", 0, DType.INT32), known("vector", (-1,), DType.INT32)
+    if_changed = nodes.add("if_changed", "Identity", axis, T=DType.INT32)
+    ids: list[str] = []
+    rows: list[str] = []
+    either: list[tuple[str, str]] = []
+    names = [node.name for node, _ in reads]
+    for n, (node, of) in enumerate(reads):
+        indices = node.input[1]
+        body.rename(node, free_name(body.by_name, f"{node.name}/mapped"))
+        node.attr.pop("_output_shapes", None)
+        node.attr[_JOINED].b = True
+        either.append(nodes.switch(f"gathered_{n}", node.name, is_changed, dtype))
+        ids.append(
+            _in_line(body, indices, of.named) or nodes.reshape(f"ids_{n}", indices, vector, index_type)
+        )
+        rows.append(either[-1][1])
+        if ids[-1] != indices:
+            row = known("row", (-1, *table.row_shape), DType.INT32)
+            rows[-1] = nodes.reshape(f"in_line_{n}", rows[-1], row, dtype)
+    sizes = concat("sizes", shapes("lengths", ids, index_type), DType.INT32)
+    types: Any = {"T": DType.INT32, "Tidx": DType.INT32}
+    total = nodes.add("total", "Sum", sizes, axis, **types)
+    ends = nodes.add("ends", "Cumsum", sizes, axis, **types)
+    ended = nodes.add("ended", "Bincount", ends, total, known("weights", (), DType.INT32), T=DType.INT32)
+    owner = nodes.add("owner", "Cumsum", ended, axis, **types)
+    types = {"Tparams": DType.INT64, "Tindices": DType.INT32, "Taxis": DType.INT32}
+    firsts = known("firsts", tuple(of.first for _, of in reads), DType.INT64)
+    begin = nodes.add("first", "GatherV2", firsts, owner, axis, **types)
+    numbers = concat("ids", ids, index_type)
+    if index_type is not DType.INT64:
+        numbers = nodes.add("ids_64", "Cast", numbers, SrcT=index_type, DstT=DType.INT64)
+    numbers = nodes.add("ids_in_all", "AddV2", begin, numbers, T=DType.INT64)
+    handles = table.extra_handles[1:]
+    newest = nodes.newest(concat("all", rows, dtype), numbers, table, handles, DType.INT64, known)
+    split = nodes.add("each", "SplitV", newest, sizes, axis, T=dtype, Tlen=DType.INT32, num_split=many)
+    shaped = shapes("shapes", [changed for _, changed in either], dtype)
+    for n, (name, (unchanged, changed)) in enumerate(zip(names, either, strict=True)):
+        result = f"{split}:{n}"
+        if rows[n] != changed:
+            result = nodes.reshape(f"in_shape_{n}", result, shaped[n], dtype)
+        body.add(name, "Merge", unchanged, result, device=first.device, T=dtype, N=2)
+
+
+def _in_line(body: Body, indices: str, named: Collection[str]) -> str | None:
+    """Return a vector of the same numbers, if the graph has one for certain."""
+    if makes_vector(body, indices, named):
+        return indices
+    made = body.producer(indices)
+    if made is None or made.op != "Reshape" or made.name in named:
+        return None
+    return made.input[0] if makes_vector(body, made.input[0], named) else None

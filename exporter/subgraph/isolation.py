@@ -24,14 +24,15 @@ goes through the function as well, so that no client waits for either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import cached_property, partial
 from typing import Any
 
 from msgspec import Struct
 
 from exporter.errors import NotServable
-from exporter.graph.editor import CPU, GraphEditor, PlacedFunction, privately_named
+from exporter.graph.editor import CPU, GraphEditor, privately_named
 from exporter.graph.nodes import base_dtype, input_names
 from exporter.graph.signatures import SignatureTensor, StaticShape, canonical
 from exporter.late_names import tf
@@ -116,10 +117,7 @@ def isolate(
     if not written & {name for name, _ in forward.captures}:
         return {}, read_position
     retry = _Retry(isolation, forward, tuple(dtype for _, dtype in fetches), with_position, warmed)
-    part = editor.function(
-        f"{signature}_again", retry.build, retry.inputs(inputs), inline=False, as_written=True
-    )
-    merged = _first_try_or(editor, signature, fetches, part, retry)
+    merged = _first_try_or(editor, signature, inputs, fetches, retry)
     tensors = {output.name: result for output, result in zip(outputs, merged, strict=False)}
     return tensors, merged[-1] if with_position else None
 
@@ -127,11 +125,11 @@ def isolate(
 def _first_try_or(
     editor: GraphEditor,
     signature: str,
+    inputs: Sequence[SignatureTensor],
     fetches: Sequence[tuple[str, DType]],
-    again: PlacedFunction,
     retry: _Retry,
 ) -> list[str]:
-    """Add the branch between the outputs of a clean first try and the outputs of the function `again`."""
+    """Add the branch between the outputs of a clean first try and those of the function that retries."""
     state, before = retry.isolation.state, retry.isolation.before
     after = [name.partition(":")[0] for name, _ in fetches]
     after_read = editor.node(
@@ -154,10 +152,16 @@ def _first_try_or(
     ]
     # A Switch gives a dead output on the side that is not taken, and a node with a dead input does not run:
     # after a clean first try the call costs nothing.
+    # So this vector waits for a dead output: with hundreds of handles it takes longer than a small pass.
+    dead = editor.node(f"{signature}/unclean", "Identity", [first[0]], T=fetches[0][1])
+    vectors = editor.pack(f"{signature}/handles", retry.handles, after=[dead])
+    build, kinds = partial(retry.build, [*vectors]), retry.inputs(inputs, [*vectors])
+    again = editor.function(f"{signature}_again", build, kinds, inline=False, as_written=True)
     outer = [
         *(getattr(state, name) for name in _STATE),
         *warm,
-        *(name for name, _ in retry.forward.captures),
+        *vectors.values(),
+        *retry.others,
         *retry.forward.feeds,
     ]
     second = editor.call(f"{signature}/again", again, [*outer, *first])
@@ -182,7 +186,7 @@ def _clean(
     return editor.node(f"{signature}/clean", "LogicalAnd", [same, is_warm], device=CPU), (warm,)
 
 
-class _Retry(Struct, frozen=True):
+class _Retry(Struct, frozen=True, dict=True):
     """The builder of the function that repeats a forward pass until no update wrote meanwhile."""
 
     isolation: SharedNodes
@@ -191,31 +195,54 @@ class _Retry(Struct, frozen=True):
     with_position: bool
     warmed: bool
 
-    def inputs(self, feeds: Sequence[SignatureTensor]) -> dict[str, tuple[DType, StaticShape]]:
-        """The function's arguments: `_STATE`, `warm` (if `warmed`), captures, feeds, first outputs."""
+    @cached_property
+    def handles(self) -> list[str]:
+        """The resources among the captures, which the function takes as vectors."""
+        return [name for name, dtype in self.forward.captures if dtype is DType.RESOURCE]
+
+    @property
+    def others(self) -> dict[str, DType]:
+        """The other captures."""
+        return {name: dtype for name, dtype in self.forward.captures if dtype is not DType.RESOURCE}
+
+    def inputs(
+        self, feeds: Sequence[SignatureTensor], vectors: Sequence[Sequence[int]]
+    ) -> dict[str, tuple[DType, StaticShape]]:
+        """The arguments: `_STATE`, `warm` (if `warmed`), handles, other captures, feeds, first outputs."""
         names = (*_STATE, "warm") if self.warmed else _STATE
-        handles = dict.fromkeys(names, (DType.RESOURCE, ()))
-        captures = {f"capture_{n}": (dtype, None) for n, (_, dtype) in enumerate(self.forward.captures)}
+        handles: dict[str, tuple[DType, StaticShape]] = dict.fromkeys(names, (DType.RESOURCE, ()))
+        handles |= {f"handles_{n}": (DType.RESOURCE, (len(each),)) for n, each in enumerate(vectors)}
+        captures = {f"capture_{n}": (dtype, None) for n, dtype in enumerate(self.others.values())}
         known = {feed.name: (feed.dtype, feed.shape) for feed in feeds}
         given = {f"feed_{n}": known[name] for n, name in enumerate(self.forward.feeds)}
         first = {f"first_{n}": (dtype, None) for n, dtype in enumerate(self.dtypes)}
         return handles | captures | given | first
 
     def build(
-        self, sequence: Tensor, since: Tensor, quiet: Tensor, unsettled: Tensor, *others: Tensor
+        self,
+        vectors: Sequence[Sequence[int]],
+        sequence: Tensor,
+        since: Tensor,
+        quiet: Tensor,
+        unsettled: Tensor,
+        *others: Tensor,
     ) -> list[Tensor]:
-        """Add the function's nodes, over the arguments of `inputs`; return the signature's outputs."""
-        warm, others = others[: self.warmed], others[self.warmed :]
-        names = [*(name for name, _ in self.forward.captures), *self.forward.feeds]
-        outer = dict(zip(names, others, strict=False))
-        first = list(others[len(names) :])
+        """Add the function's nodes, over the arguments of `inputs`; return the signature's outputs.
+
+        `vectors` are the numbers of the handles in each vector of them.
+        """
+        warm, rest = others[: self.warmed], others[self.warmed :]
+        packed, rest = dict(zip(map(tuple, vectors), rest, strict=False)), rest[len(vectors) :]
+        names = [*self.others, *self.forward.feeds]
+        outer = dict(zip(names, rest, strict=False))
+        first = list(rest[len(names) :])
 
         def again(_: Tensor, tries: Tensor, __: Tensor, *variables: Tensor) -> list[Tensor]:
             # Before the wait: the parts of the pass that read no variable do not wait for the sequence, and
             # the quiet to ask for must cover them.
             began = tf.timestamp()
             before = self._wait_until_even(sequence, since)
-            outputs = self._compute(outer, before)
+            outputs = self._compute(outer, packed, before)
             with tf.control_dependencies(outputs):
                 after = read(sequence, DType.INT64, ())
                 ended = tf.timestamp()
@@ -247,14 +274,22 @@ class _Retry(Struct, frozen=True):
         with tf.control_dependencies(done):
             return [tf.identity(output) for output in outputs]
 
-    def _compute(self, outer: dict[str, Tensor], before: Tensor) -> list[Tensor]:
+    def _compute(
+        self, outer: dict[str, Tensor], packed: Mapping[tuple[int, ...], Tensor], before: Tensor
+    ) -> list[Tensor]:
         """Add the forward pass, over handles that depend on the read of the sequence; return its outputs."""
-        # An identity on the handle, not on a value: each read through it comes after the sequence was read.
+        # The handles wait, not the values: each read through one comes after the sequence was read. Those of
+        # what no update writes wait, too, at no cost.
         with tf.control_dependencies([before]):
-            ordered = set(map(canonical, self.isolation.handles.values()))
-            inputs = {name: tf.identity(tensor) for name, tensor in outer.items() if name in ordered}
+            inputs = {
+                self.handles[number]: handle
+                for numbers, vector in packed.items()
+                for number, handle in zip(
+                    numbers, tf.raw_ops.Unpack(value=vector, num=len(numbers)), strict=True
+                )
+            }
         # The importer accepts tensors of the innermost graph only: an identity brings the others into it.
-        inputs |= {name: tf.identity(tensor) for name, tensor in outer.items() if name not in inputs}
+        inputs |= {name: tf.identity(tensor) for name, tensor in outer.items()}
         return self.forward.compute(inputs)
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from exporter.errors import NotServable
 from exporter.graph.editor import GraphEditor
 from exporter.graph.inference_graph import Asset, GraphTable, GraphVariable, InferenceGraph
 from exporter.graph.lookup_tables import makers
-from exporter.graph.overlaid_reads import SCATTERED, overlay_reads
+from exporter.graph.overlaid_reads import SCATTERED, overlay_joined_reads, overlay_reads
 from exporter.graph.signatures import rename_tensors, signature_nodes, tensors_of
 from exporter.graph.variable_uses import Use, read_rows_only, uses
 from exporter.options import Isolation, Updates
@@ -109,10 +109,11 @@ def make_updatable(
         for variable in graph.variables
         if variable.node in overlaid
     }
+    overlay_joined_reads(meta_graph, reads)
     overlay_reads(graph_def, reads)
     handles = [node for nodes in served.values() for node in nodes if node not in overlaid]
     handles = [*dict.fromkeys(joined[node].node if node in joined else node for node in handles)]
-    handles += [handle for table in reads.values() for handle in table.extra_handles]
+    handles += dict.fromkeys(handle for table in reads.values() for handle in table.extra_handles)
     _isolate_signatures(editor, state, signatures, handles, options)
     largest = options.snapshot_max_rows if options.isolation is Isolation.SNAPSHOT else -1
     how = HowToUpdate(options.finite, largest)

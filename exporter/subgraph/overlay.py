@@ -18,7 +18,9 @@ slots are set to zero before its first row changes, and nobody reads them until 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import accumulate
 
 from msgspec import Struct
 
@@ -31,7 +33,10 @@ from exporter.wire.dtypes import DType
 
 
 class OverlayNodes(Struct, frozen=True):
-    """Nodes of one table's overlay: variables, and the `shape` of its rows; place 0 is never used."""
+    """Nodes of an overlay: variables, and the `shape` of its rows; place 0 is never used.
+
+    Tables that are alike share one, as if they were one table of `table_rows` rows.
+    """
 
     # `used`, int64 [2]: the numbers of rows with a pair of places, and of pages with slots.
     # A table with a slot for each row has no `pages`.
@@ -46,18 +51,20 @@ class OverlayNodes(Struct, frozen=True):
     shape: tuple[int, ...]
 
     @classmethod
-    def add(cls, editor: GraphEditor, variable: GraphVariable, capacity: int) -> OverlayNodes:
-        """Add the variables of an overlay to a graph."""
-        name, shape = f"overlay/{variable.node}", (2 * capacity + 1, *variable.shape[1:])
-        pages, slots = _sizes(variable.shape[0], capacity)
+    def add(
+        cls, editor: GraphEditor, name: str, dtype: DType, table: tuple[int, ...], capacity: int
+    ) -> OverlayNodes:
+        """Add the variables of an overlay for a table of this shape to a graph."""
+        name, shape = f"overlay/{name}", (2 * capacity + 1, *table[1:])
+        pages, slots = _sizes(table[0], capacity)
         return cls(
             changed=editor.variable(f"{name}/changed", DType.BOOL),
             slots=editor.variable(f"{name}/slots", DType.INT32, slots),
-            rows=editor.variable(f"{name}/rows", variable.dtype, shape),
+            rows=editor.variable(f"{name}/rows", dtype, shape),
             used=editor.variable(f"{name}/used", *_USED),
             pages=editor.variable(f"{name}/pages", DType.INT64, pages) if pages else None,
-            dtype=variable.dtype,
-            table_rows=variable.shape[0],
+            dtype=dtype,
+            table_rows=table[0],
             shape=shape,
         )
 
@@ -77,11 +84,6 @@ class OverlayNodes(Struct, frozen=True):
             self.used: _USED,
         }
         return kinds | ({self.pages: (DType.INT64, pages)} if self.pages else {})
-
-    def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
-        """Describe how the graph, whose signatures name the nodes `named`, is to read the table."""
-        beside = self.changed, self.slots, self.rows, self.pages
-        return OverlaidReads(variable.node, self.dtype, self.shape[1:], *beside, named)
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
         """Add the initial values of the variables, for a model that is being loaded; return value and dtype
@@ -113,7 +115,25 @@ class OverlayNodes(Struct, frozen=True):
         }
 
 
+MANY = 8
+"""Tables with rows of one shape and dtype that are written together; of fewer, each is by itself."""
+
+MOST_PLACES = (1 << 31) - 2 * PAGE_ROWS  # places are int32, and `Empty` counts them and slots by an int32
+
 _USED = DType.INT64, (2,)
+
+
+class OverlaidTable(Struct, frozen=True):
+    """A mapped table's overlay, and the number there of the table's first row."""
+
+    overlay: OverlayNodes
+    first: int = 0
+
+    def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
+        """Describe how the graph, whose signatures name the nodes `named`, is to read the table."""
+        each = self.overlay
+        beside = each.changed, each.slots, each.rows, each.pages
+        return OverlaidReads(variable.node, each.dtype, each.shape[1:], *beside, self.first, named)
 
 
 def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int, ...], tuple[int]]:
@@ -139,18 +159,19 @@ COUNTER = "overlay/mapped"
 """The variable, int64 [], with the number of mapped tables; it is assigned while a model loads."""
 
 
-def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[str, str, str]:
+def add_fill(editor: GraphEditor, tables: Collection[OverlaidTable]) -> tuple[str, str, str]:
     """Add three counts, int64 []: mapped tables, tables with an overlay, and percent used of the fullest
     overlay.
     """
     counter = editor.variable(COUNTER, DType.INT64)
-    # An overlay that has room for every row of its table never becomes full, and does not count.
+    # An overlay that has room for every row of its tables never becomes full, and does not count.
+    overlays = dict.fromkeys(table.overlay for table in tables)
     bounded = [overlay for overlay in overlays if overlay.capacity < overlay.table_rows]
 
     def report(counter: Tensor, *used: Tensor) -> list[Tensor]:
         rooms = [max(1, overlay.capacity) for overlay in bounded]
         percents = [100 * read(each, *_USED)[0] // room for each, room in zip(used, rooms, strict=True)]
-        count, none = tf.constant(len(overlays), tf.int64), tf.constant(0, tf.int64)
+        count, none = tf.constant(len(tables), tf.int64), tf.constant(0, tf.int64)
         return [read(counter, DType.INT64, ()), count, tf.reduce_max(tf.stack([none, *percents]))]
 
     names = ["counter", *(f"used_{number}" for number in range(len(bounded)))]
@@ -162,9 +183,8 @@ def add_fill(editor: GraphEditor, overlays: Collection[OverlayNodes]) -> tuple[s
 
 
 class Overlay(Struct, frozen=True):
-    """The handles of a table and of its overlay inside a function."""
+    """The handles of an overlay inside a function."""
 
-    table: Tensor
     nodes: OverlayNodes
     changed: Tensor
     slots: Tensor
@@ -172,12 +192,15 @@ class Overlay(Struct, frozen=True):
     used: Tensor
     pages: Tensor | None = None
 
-    def gather(self, ids: Tensor) -> Tensor:
-        """Add a gather of the rows' present values, for row numbers int64 [n]."""
+    def gather(self, table: Tensor, first: int, ids: Tensor) -> Tensor:
+        """Add a gather of the present values of a table's rows, for row numbers int64 [n].
+
+        `first` is the number of its first row here.
+        """
         dtype = tf.as_dtype(int(self.nodes.dtype))
-        places = tf.raw_ops.ListDiff(x=self._slots(ids).slots, y=tf.constant([0]))
+        places = tf.raw_ops.ListDiff(x=self._slots(ids + first).slots, y=tf.constant([0]))
         changed = tf.raw_ops.ResourceGather(resource=self.rows, indices=places.out, dtype=dtype)
-        gathered = tf.raw_ops.ResourceGather(resource=self.table, indices=ids, dtype=dtype)
+        gathered = tf.raw_ops.ResourceGather(resource=table, indices=ids, dtype=dtype)
         return tf.raw_ops.InplaceUpdate(x=gathered, i=places.idx, v=changed)
 
     def place(self, ids: Tensor) -> Places:
@@ -216,10 +239,6 @@ class Overlay(Struct, frozen=True):
         size = tf.where(tf.size(first) > 0, tf.constant(size, tf.int64), 0)
         every = first[:, tf.newaxis] + tf.range(size)
         return tf.raw_ops.ResourceScatterUpdate(resource=self.slots, indices=every, updates=tf.constant(0))
-
-    def is_full(self, places: Places) -> Tensor:
-        """True, bool [], if there are not enough places for the rows."""
-        return places.used[0] > self.nodes.capacity
 
     def _slots(self, ids: Tensor) -> _Slots:
         """Add gathers of the rows' slots."""
@@ -277,9 +296,36 @@ class Places(Struct, frozen=True):
 
 def add_overlays(
     editor: GraphEditor, variables: Iterable[GraphVariable], capacities: Mapping[str, int]
-) -> dict[str, OverlayNodes]:
-    """Add an overlay for each variable in `capacities`; both are keyed by the nodes of the handles."""
-    overlaid = (variable for variable in variables if variable.node in capacities)
-    return {
-        variable.node: OverlayNodes.add(editor, variable, capacities[variable.node]) for variable in overlaid
-    }
+) -> dict[str, OverlaidTable]:
+    """Add overlays for the variables in `capacities`; both are keyed by the nodes of the handles.
+
+    Many tables with rows of one shape and dtype share one.
+    """
+    overlaid = [variable for variable in variables if variable.node in capacities]
+    names = Counter(variable.served_name for variable in overlaid)
+    found: dict[str, OverlaidTable] = {}
+    for shared in _alike([v for v in overlaid if names[v.served_name] == 1], capacities):
+        name, (first, *_) = f"joined_{len(found)}", shared
+        total, room = sum(v.shape[0] for v in shared), sum(capacities[v.node] for v in shared)
+        overlay = OverlayNodes.add(editor, name, first.dtype, (total, *first.shape[1:]), room)
+        firsts = accumulate((v.shape[0] for v in shared), initial=0)
+        found |= {v.node: OverlaidTable(overlay, n) for v, n in zip(shared, firsts, strict=False)}
+    for each in overlaid:
+        if each.node not in found:
+            nodes = OverlayNodes.add(editor, each.node, each.dtype, each.shape, capacities[each.node])
+            found[each.node] = OverlaidTable(nodes)
+    return found
+
+
+def _alike(
+    variables: Iterable[GraphVariable], capacities: Mapping[str, int]
+) -> Iterator[list[GraphVariable]]:
+    """Yield tables with rows of one shape and dtype, as many as share an overlay, at least `MANY`."""
+    kinds: dict[object, list[list[GraphVariable]]] = {}
+    for each in variables:
+        sets = kinds.setdefault((each.dtype, each.shape[1:]), [[]])
+        size = sum(max(v.shape[0], 2 * capacities[v.node] + 1) for v in (*sets[-1], each))
+        if size > MOST_PLACES:
+            sets.append([])
+        sets[-1].append(each)
+    yield from (each for sets in kinds.values() for each in sets if len(each) >= MANY)

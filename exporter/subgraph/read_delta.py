@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain, count
+from itertools import chain, count, islice
 
 import numpy as np
 from msgspec import Struct
@@ -39,9 +39,10 @@ from exporter.wire.update_status import UpdateStatus
 
 
 class DeltaForm(Struct, frozen=True):
-    """The arrangement of a delta in memory: `own` variables separately, parts of joined ones together.
+    """The arrangement of a delta in memory: `own` variables separately, those of a group together.
 
-    `joined` has the parts of each joined variable: a variable of the schema, and its first row there.
+    `groups` are tables with rows of one shape and dtype: each table of the schema with the number that is
+    added to its row numbers, which is not 0 for parts of a joined variable.
     """
 
     # An operation that makes one tensor of n takes time in n squared in each run of TensorFlow's graph
@@ -50,12 +51,12 @@ class DeltaForm(Struct, frozen=True):
 
     schema: Schema
     own: tuple[ServedVariable, ...]
-    joined: tuple[tuple[tuple[ServedVariable, int], ...], ...] = ()
+    groups: tuple[tuple[tuple[ServedVariable, int], ...], ...] = ()
 
     @property
     def variables(self) -> tuple[ServedVariable, ...]:
-        """All variables: `own`, then the parts of joined ones."""
-        return *self.own, *(variable for parts in self.joined for variable, _ in parts)
+        """All variables: `own`, then those of the groups."""
+        return *self.own, *(variable for parts in self.groups for variable, _ in parts)
 
     @property
     def tables(self) -> tuple[ServedVariable, ...]:
@@ -68,18 +69,20 @@ class DeltaForm(Struct, frozen=True):
         if self.tables:
             gathered += [*_end_to_end([read[variable.keys[0]] for variable in self.tables], rank=1)]
         gathered += [read[variable.keys[-1]] for variable in self.own]
-        for parts in self.joined:
+        for parts in self.groups:
             gathered += _end_to_end([read[v.keys[1]] for v, _ in parts], rank=len(parts[0][0].shape))
         return _as_one(gathered)
 
     def take(self, arranged: Tensor) -> tuple[dict[ServedVariable, list[Tensor]], list[list[Tensor]]]:
-        """Unpack `RestoredRows.arranged`: the tensors of each `own` variable, and of each joined variable."""
-        variables = [*self.own, *(parts[0][0] for parts in self.joined)]
-        dtypes = [dtype for variable in variables for dtype in variable.dtypes]
-        shapes = [shape for v in variables for shape in ([[None]] if v.is_table else []) + [_shape(v)]]
-        pending = iter(_taken_apart(arranged, dtypes, shapes))
+        """Unpack `RestoredRows.arranged`: the tensors of each `own` variable; ids, rows and the number for
+        each table of each group.
+        """
+        kinds = [kind for variable in self.own for kind in _kinds(variable)]
+        for parts in self.groups:
+            kinds += [*_kinds(parts[0][0]), (DType.INT64, [len(parts)])]
+        pending = iter(_taken_apart(arranged, kinds))
         own = {variable: [next(pending) for _ in variable.keys] for variable in self.own}
-        return own, [[next(pending), next(pending)] for _ in self.joined]
+        return own, [[*islice(pending, 3)] for _ in self.groups]
 
 
 def _end_to_end(tensors: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -93,15 +96,15 @@ class RestoredRows(Struct, frozen=True, dict=True):
     """The tensors of a delta as `DeltaForm.gather` packed them.
 
     `ids`, int64, has the row numbers of all `DeltaForm.tables`, one table after the other, and `counts` the
-    number for each. `values` has the rows or the value of each `own` variable, `joined` the rows of each
-    joined variable and the number for each of its parts.
+    number for each. `values` has the rows or the value of each `own` variable, `groups` the rows of each
+    group and the number for each of its tables.
     """
 
     form: DeltaForm
     ids: Tensor
     counts: Tensor
     values: Sequence[Tensor]
-    joined: Sequence[tuple[Tensor, Tensor]]
+    groups: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, form: DeltaForm, gathered: Tensor) -> RestoredRows:
@@ -111,13 +114,13 @@ class RestoredRows(Struct, frozen=True, dict=True):
         if tables:
             kinds += [(DType.INT64, [None]), (DType.INT64, [len(tables)])]
         kinds += [(variable.dtype, _shape(variable)) for variable in own]
-        for parts in form.joined:
+        for parts in form.groups:
             kinds += [(parts[0][0].dtype, _shape(parts[0][0])), (DType.INT64, [len(parts)])]
-        found = _taken_apart(gathered, [dtype for dtype, _ in kinds], [shape for _, shape in kinds])
+        found = _taken_apart(gathered, kinds)
         first = 2 if tables else 0
         ids, counts = found[:2] if tables else [tf.zeros([0], tf.int64)] * 2
-        joined = found[first + len(own) :]
-        pairs = list(zip(joined[::2], joined[1::2], strict=True))
+        grouped = found[first + len(own) :]
+        pairs = list(zip(grouped[::2], grouped[1::2], strict=True))
         return cls(form, ids, counts, found[first : first + len(own)], pairs)
 
     @cached_property
@@ -130,9 +133,9 @@ class RestoredRows(Struct, frozen=True, dict=True):
             shapes |= dict(zip(own, found, strict=True))
         starts = np.cumsum([0, *(value.shape.rank for value in self.values)])[:-1]
         every = tf.concat([tf.zeros([0], tf.int64), *(shapes[n] for n in range(len(self.values)))], 0)
-        if not self.joined:
+        if not self.groups:
             return tf.gather(every, np.array(starts, np.int64))
-        every = tf.concat([every, *(counts for _, counts in self.joined)], 0)
+        every = tf.concat([every, *(counts for _, counts in self.groups)], 0)
         of_parts = count(sum(value.shape.rank for value in self.values))
         place = dict(zip(self.form.variables, chain(starts, of_parts), strict=False))
         return tf.gather(every, _numbers(place[variable] for variable in self.form.schema.variables))
@@ -145,21 +148,22 @@ class RestoredRows(Struct, frozen=True, dict=True):
     def arranged(self) -> Tensor:
         """Pack the tensors into one for `DeltaForm.take`."""
         form, counts = self.form, self.counts
-        sizes = [1] * sum(variable.is_table for variable in form.own) + [len(parts) for parts in form.joined]
+        sizes = [1] * sum(variable.is_table for variable in form.own) + [len(parts) for parts in form.groups]
         if not sizes:
             return _as_one(self.values)
         ids = self.ids
-        if form.joined:
-            firsts = [first for parts in form.joined for _, first in parts]
-            ids += _repeated([0] * (len(form.tables) - len(firsts)) + firsts, counts)
+        if form.groups:
+            firsts = [first for parts in form.groups for _, first in parts]
+            if any(firsts):
+                ids += _repeated([0] * (len(form.tables) - len(firsts)) + firsts, counts)
             counts = tf.math.segment_sum(counts, np.repeat(np.arange(len(sizes)), sizes))
         # Once, not where rows are written chunk by chunk: there each chunk would copy all ids.
         pending = iter(tf.split(ids, counts, num=len(sizes)))
         tensors = []
         for variable, value in zip(form.own, self.values, strict=True):
             tensors += [next(pending), value] if variable.is_table else [value]
-        for rows, _ in self.joined:
-            tensors += [next(pending), rows]
+        for rows, counts_of_group in self.groups:
+            tensors += [next(pending), rows, counts_of_group]
         return _as_one(tensors)
 
 
@@ -398,18 +402,22 @@ def _checks_of_lookups(schema: Schema, values_of: Mapping[ServedVariable, Tensor
 
 
 def _checks_of_values(restored: RestoredRows) -> list[DeltaRefusal]:
-    joined = {
-        parts[0][0]: rows for parts, (rows, _) in zip(restored.form.joined, restored.joined, strict=True)
-    }
-    return [
+    said = "has NaN or infinity in "
+    checks = [
         DeltaRefusal(
-            tf.logical_not(tf.reduce_all(tf.math.is_finite(values))),
-            UpdateStatus.FINITE,
-            f"has NaN or infinity in {variable.name}",
+            tf.logical_not(tf.reduce_all(tf.math.is_finite(values))), UpdateStatus.FINITE, said + v.name
         )
-        for variable, values in (restored.by_variable | joined).items()
+        for v, values in restored.by_variable.items()
         if values.dtype.is_floating
     ]
+    for parts, (rows, counts) in zip(restored.form.groups, restored.groups, strict=True):
+        if rows.dtype.is_floating:
+            wrong = tf.where(tf.logical_not(tf.math.is_finite(rows)))[:, 0]
+            owner = tf.searchsorted(tf.cumsum(counts), tf.concat([wrong, [0]], 0)[:1], side="right")
+            name = tf.gather([variable.name for variable, _ in parts], tf.minimum(owner[0], len(parts) - 1))
+            text = tf.strings.join([said, name])
+            checks.append(DeltaRefusal(tf.size(wrong) > 0, UpdateStatus.FINITE, text))
+    return checks
 
 
 def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
@@ -513,15 +521,19 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor:
     return tf.raw_ops.OptionalFromValue(components=list(tensors))
 
 
-def _taken_apart(
-    whole: Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int | None]]
-) -> list[Tensor]:
+def _taken_apart(whole: Tensor, kinds: Sequence[tuple[DType, list[int | None]]]) -> list[Tensor]:
     found: list[Tensor] = tf.raw_ops.OptionalGetValue(
         optional=whole,
-        output_types=[tf.as_dtype(int(dtype)) for dtype in dtypes],
-        output_shapes=[tf.TensorShape(shape) for shape in shapes],
+        output_types=[tf.as_dtype(int(dtype)) for dtype, _ in kinds],
+        output_shapes=[tf.TensorShape(shape) for _, shape in kinds],
     )
     return found
+
+
+def _kinds(variable: ServedVariable) -> list[tuple[DType, list[int | None]]]:
+    """The dtypes and static shapes of a variable's tensors."""
+    shapes: list[list[int | None]] = [[None]] if variable.is_table else []
+    return list(zip(variable.dtypes, [*shapes, _shape(variable)], strict=True))
 
 
 def _shape(variable: ServedVariable) -> list[int | None]:

@@ -253,7 +253,7 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
         if places:
             delta = replace(delta, refusal=_without_room(name, delta.refusal, target.full_overlay(places)))
         accepted = tf.equal(delta.refusal, "")
-        overlaid = _count_overlaid(places)
+        overlaid = _count_overlaid(target, places)
         waited_for = delta.rows - overlaid + overlaid // _SLOTS_A_ROW + delta.entries
         at_once = waited_for <= rules.snapshot_max_rows
 
@@ -297,7 +297,7 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
 
 def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
     """The refusal of a delta; or that the overlay of the table `full` (unless "") lacks room for it."""
-    text = " changes more rows of ", full, " than its overlay has room for"
+    text = " changes more rows of ", full, " overlay has room for"
     said = tf.strings.join([f"{UpdateStatus.OVERLAY}: ", name, *text])
     return tf.where(tf.equal(full, ""), refusal, said)
 
@@ -460,9 +460,11 @@ def _match(patterns: Tensor) -> Tensor:
     return tf.ensure_shape(paths, [None])
 
 
-def _count_overlaid(places: DeltaPlaces) -> Tensor:
+def _count_overlaid(target: UpdateTarget, places: DeltaPlaces) -> Tensor:
     """The number of a delta's rows that go into overlays, int64 []; 0 if it is refused."""
-    sizes = {name: tf.size(found.rows, tf.int64) for (name, _), found in places.items()}
+    # A table that two variables hold has two overlays.
+    tables = target.layout.overlays
+    sizes = {tables[overlay]: tf.size(found.rows, tf.int64) for overlay, found in places.items()}
     return tf.add_n([tf.constant(0, tf.int64), *sizes.values()])
 
 

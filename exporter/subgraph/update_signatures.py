@@ -21,11 +21,11 @@ from exporter.graph.editor import CPU, GraphEditor, TracedFunction, trace
 from exporter.graph.inference_graph import JoinedPart
 from exporter.graph.signatures import SignatureTensor, canonical, tensors_of
 from exporter.late_names import tf
-from exporter.subgraph.overlay import Overlay, OverlayNodes, add_fill
+from exporter.subgraph.overlay import OverlaidTable, add_fill
 from exporter.subgraph.read_delta import Expected
 from exporter.subgraph.state import SETTLED, STATE_INPUTS, State, StateNodes, Tensor, UpdateState, read
 from exporter.subgraph.update import UpdateRules, update
-from exporter.subgraph.write_delta import JoinedRows, UpdateTarget
+from exporter.subgraph.write_delta import HandleLayout, JoinedRows, MappedRows, UpdateTarget
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto, message_class
 
@@ -41,13 +41,13 @@ def add_update(
     editor: GraphEditor,
     state: StateNodes,
     served: Served,
-    overlays: Mapping[str, OverlayNodes],
+    overlaid: Mapping[str, OverlaidTable],
     joined: Mapping[str, JoinedPart],
     how: HowToUpdate,
     texts: Mapping[str, str],
 ) -> Proto:
     """Add the nodes of `incremental_update`, and return its signature; `texts` are log and lineage."""
-    up_to, outputs = _add_part(editor, state, served, overlays, joined, "update", "up_to", how, texts)
+    up_to, outputs = _add_part(editor, state, served, overlaid, joined, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
     numbers = {"position": position, "step": step, "rows": rows, "deltas": deltas}
@@ -64,7 +64,7 @@ class HowToUpdate(Struct, frozen=True):
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
         """Trace `update`; log and lineage, string [], are inputs, so that bases share the function."""
-        expected = Expected(lineage, target.form, self.finite)
+        expected = Expected(lineage, target.layout.form, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 
 
@@ -72,11 +72,11 @@ def add_digest(
     editor: GraphEditor,
     state: StateNodes,
     served: Served,
-    overlays: Mapping[str, OverlayNodes],
+    overlaid: Mapping[str, OverlaidTable],
     joined: Mapping[str, JoinedPart],
 ) -> Proto:
     """Add the nodes of `incremental_digest` and return its signature."""
-    rows, outputs = _add_part(editor, state, served, overlays, joined, "digest", "rows", digest)
+    rows, outputs = _add_part(editor, state, served, overlaid, joined, "digest", "rows", digest)
     dtypes = (DType.STRING, DType.INT64, DType.INT64)
     checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
     return _signature(
@@ -89,7 +89,7 @@ OVERLAY_OUTPUTS = ("mapped_tables", "tables_to_map", "overlay_percent")
 
 
 def add_status(
-    editor: GraphEditor, state: StateNodes, lineage: str, overlays: Collection[OverlayNodes] = ()
+    editor: GraphEditor, state: StateNodes, lineage: str, overlaid: Collection[OverlaidTable] = ()
 ) -> Proto:
     """Add the nodes of `incremental_status` and return its signature."""
 
@@ -103,14 +103,14 @@ def add_status(
     probe = editor.placeholder("probe", DType.INT64, (None,))
     position, step, unsettled, owner = editor.call("status", part, [probe, state.position, state.unsettled])
     numbers = {"position": position, "step": step, "unsettled": unsettled}
-    if overlays:
+    if overlaid:
 
         def fill(probe: Tensor, *values: Tensor) -> list[Tensor]:
             return [tf.fill(tf.shape(probe), value) for value in values]
 
         kinds = {"probe": (DType.INT64, (None,)), **dict.fromkeys(OVERLAY_OUTPUTS, (DType.INT64, ()))}
         spread = editor.function("overlay_status", fill, kinds)
-        found = editor.call("overlay_status", spread, [probe, *add_fill(editor, overlays)])
+        found = editor.call("overlay_status", spread, [probe, *add_fill(editor, overlaid)])
         numbers |= dict(zip(OVERLAY_OUTPUTS, found, strict=True))
     return _signature({"probe": probe}, numbers, {"lineage": owner})
 
@@ -148,54 +148,11 @@ def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
     return next(iter([*open_, *vectors, *tensors]))
 
 
-class _Handles(Struct, frozen=True):
-    """The handles that a traced function takes, independent of the log, so that bases share the function.
-
-    `owners` are the variables that are written, once for each of their handles; `numbers` are the arguments
-    with these handles: variables inside one joined variable share an argument. `overlays` has each owner's
-    overlay, or None; `joined` the first row of a variable that is part of another, or None.
-    """
-
-    schema: Schema
-    owners: tuple[ServedVariable, ...]
-    numbers: tuple[int, ...]
-    overlays: tuple[OverlayNodes | None, ...]
-    joined: tuple[int | None, ...]
-
-    @property
-    def count(self) -> int:
-        """The number of arguments: the handles of variables and of overlays."""
-        further = sum(len(overlay.handles) for overlay in self.overlays if overlay is not None)
-        return max(self.numbers, default=-1) + 1 + further
-
-    def target(self, handles: Sequence[Tensor]) -> UpdateTarget:
-        """Sort the function's arguments (handles of variables, then of overlays) by the variables' names."""
-        by_name: dict[str, list[Tensor | Overlay | JoinedRows]] = {
-            variable.name: [] for variable in self.schema.variables
-        }
-        further = iter(handles[max(self.numbers, default=-1) + 1 :])
-        for owner, overlay, first, number in zip(
-            self.owners, self.overlays, self.joined, self.numbers, strict=True
-        ):
-            handle = handles[number]
-            # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
-            shape = owner.shape if first is None else (None, *owner.shape[1:])
-            valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, shape)
-            if first is not None:
-                by_name[owner.name].append(JoinedRows(valued, first))
-            elif overlay is not None:
-                beside = [_with_handle_data(next(further), *kind) for kind in overlay.handles.values()]
-                by_name[owner.name].append(Overlay(valued, overlay, *beside))
-            else:
-                by_name[owner.name].append(valued)
-        return UpdateTarget(self.schema, by_name)
-
-
 def _add_part(
     editor: GraphEditor,
     state: StateNodes,
     served: Served,
-    overlays: Mapping[str, OverlayNodes],
+    overlaid: Mapping[str, OverlaidTable],
     joined: Mapping[str, JoinedPart],
     name: str,
     argument: str,
@@ -208,44 +165,37 @@ def _add_part(
     schema = Schema.of(served)
     owners = tuple(variable for variable in schema.variables for _ in served[variable])
     nodes = [node for variable in schema.variables for node in served[variable]]
-    overlaid = tuple(overlays.get(node) for node in nodes)
     parts = [joined.get(node) for node in nodes]
     firsts = tuple(None if part is None else part.first for part in parts)
     handles = [node if part is None else part.node for node, part in zip(nodes, parts, strict=True)]
-    further = [handle for overlay in overlaid if overlay is not None for handle in overlay.handles]
     numbered = {handle: number for number, handle in enumerate(dict.fromkeys(handles))}
     numbers = tuple(numbered[handle] for handle in handles)
-    part = editor.place(
-        name, _traced(build, argument, _Handles(schema, owners, numbers, overlaid, firsts), tuple(texts))
-    )
+    of_tables = tuple(map(overlaid.get, nodes))
+    overlays = dict.fromkeys(table.overlay for table in of_tables if table is not None)
+    further = [handle for overlay in overlays for handle in overlay.handles]
+    vectors = editor.pack(f"{name}/variables", [*numbered, *further])
+    layout = HandleLayout(schema, owners, numbers, of_tables, firsts, (*vectors,))
+    part = editor.place(name, _traced(build, argument, layout, tuple(texts)))
     given = editor.placeholder(argument, DType.INT64, (None,))
     said = [editor.constant(f"{name}/{key}", text, DType.STRING) for key, text in texts.items()]
-    return given, editor.call(name, part, [given, *state.all, *numbered, *further, *said])
+    return given, editor.call(name, part, [given, *state.all, *vectors.values(), *said])
 
 
 @lru_cache(maxsize=8)
 def _traced(
-    build: Callable[..., tuple[Tensor, ...]], argument: str, handles: _Handles, texts: tuple[str, ...]
+    build: Callable[..., tuple[Tensor, ...]], argument: str, layout: HandleLayout, texts: tuple[str, ...]
 ) -> TracedFunction:
     """Trace `build` as a function, once for all bases of one schema: it takes a second."""
-    count = handles.count
 
     def part(given: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         state, own = inputs[: len(STATE_INPUTS)], inputs[len(STATE_INPUTS) :]
-        return build(given, State(*state), handles.target(own[:count]), *own[count:])
+        packed, own = own[: len(layout.vectors)], own[len(layout.vectors) :]
+        return build(given, State(*state), UpdateTarget(layout, packed), *own)
 
-    resources = STATE_INPUTS | {f"variable_{n}": (DType.RESOURCE, ()) for n in range(count)}
+    vectors = {f"variables_{n}": (DType.RESOURCE, (len(each),)) for n, each in enumerate(layout.vectors)}
+    resources = STATE_INPUTS | vectors
     kinds = {argument: (DType.INT64, (None,))} | resources | dict.fromkeys(texts, (DType.STRING, ()))
     return trace(part, kinds, as_written=True)
-
-
-def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> Tensor:
-    """Give a handle the dtype and shape of its variable, and return it."""
-    from tensorflow.python.ops import handle_data_util  # the public API cannot set them
-
-    known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
-    handle_data_util.set_handle_data(handle, known)
-    return handle
 
 
 def _unless_refused(
@@ -284,7 +234,7 @@ def _vector_info(tensor: str, dtype: DType) -> Proto:
 def add_init(
     editor: GraphEditor,
     state: StateNodes,
-    overlays: Iterable[OverlayNodes],
+    overlaid: Iterable[OverlaidTable],
     asset: str,
     before: str | None,
     start: tuple[int, int],
@@ -317,7 +267,7 @@ def add_init(
         state.since: (editor.constant("first_since", 0.0, DType.DOUBLE), DType.DOUBLE),
         state.base: (base, DType.STRING),
     }
-    for overlay in overlays:
+    for overlay in dict.fromkeys(table.overlay for table in overlaid):
         values |= overlay.add_first_values(editor)
     cold = editor.constant("cold", False, DType.BOOL)
     own = [node.name for node in editor.graph_def.node if node.name.startswith(f"{editor.scope}/")]
@@ -340,7 +290,7 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
     refusal = tf.where(tf.reduce_all(exist), "", f"chunks are numbered 0 to {first[-1] - 1}")
     numbers = tf.where(exist, numbers, 0)
     before = _settled_position(state)
-    branches = [_branch(variable, target.handles[variable.name][0]) for variable in variables]
+    branches = [_branch(variable, target) for variable in variables]
     branches = branches or [lambda _: tf.constant(0, tf.int64)]  # without chunks every call is refused
 
     def of_chunk(number: Tensor) -> Tensor:
@@ -357,19 +307,20 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
     return tf.strings.as_string(found), tf.fill(shape, before), tf.fill(shape, after), refusal
 
 
-def _branch(variable: ServedVariable, handle: Tensor | Overlay | JoinedRows) -> Callable[[Tensor], Tensor]:
+def _branch(variable: ServedVariable, target: UpdateTarget) -> Callable[[Tensor], Tensor]:
     """A function that adds nodes for the digest of a chunk of `variable`, given the chunk's first row."""
     dtype = tf.as_dtype(int(variable.dtype))
 
     def of_rows(start: Tensor) -> Tensor:
         if variable.dtype is DType.STRING:
             return tf.constant(0, tf.int64)
+        handle = target.handle(variable)
         stop = tf.minimum(start + CHUNK_ROWS, row_count(variable))
         if variable.kind is ChangeKind.DENSE:
             whole = tf.reshape(read(handle, variable.dtype, variable.shape), [row_count(variable), -1])
             rows = whole[start:stop]
-        elif isinstance(handle, Overlay):
-            rows = handle.gather(tf.range(start, stop))
+        elif isinstance(handle, MappedRows):
+            rows = handle.overlay.gather(handle.handle, handle.first, tf.range(start, stop))
         else:  # reading it whole would copy it: see `graph.variable_uses`
             ids = tf.range(start, stop)
             if isinstance(handle, JoinedRows):

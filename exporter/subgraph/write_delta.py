@@ -13,8 +13,9 @@ have written.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
@@ -23,9 +24,10 @@ from msgspec.structs import astuple
 
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.late_names import tf
-from exporter.subgraph.overlay import Overlay, Places
+from exporter.subgraph.overlay import MANY, OverlaidTable, Overlay, OverlayNodes, Places
 from exporter.subgraph.read_delta import DeltaForm, ReadDelta
 from exporter.subgraph.state import SETTLED, Tensor, UpdateState, assign, sleep
+from exporter.wire.dtypes import DType
 
 CHUNK_ROWS = 4096
 """Rows written under one lock of a table, for which lookups wait: about a millisecond for 64 floats a row."""
@@ -35,8 +37,8 @@ _LONGEST_QUIET_SECONDS = 30.0  # that an update waits, if readers asked for more
 _AT_ONCE = 4  # scatters at the same time: a model with fewer tables than this has them cut into parts
 
 
-DeltaPlaces: TypeAlias = dict[tuple[str, int], Places]
-"""The places of a delta's rows in overlays, by the table's name and the number of its handle."""
+DeltaPlaces: TypeAlias = dict[OverlayNodes, Places]
+"""The places of a delta's rows in overlays."""
 
 
 class JoinedRows(Struct, frozen=True):
@@ -46,107 +48,245 @@ class JoinedRows(Struct, frozen=True):
     first: int
 
 
-class UpdateTarget(Struct, frozen=True):
-    """The variables into which a delta is written: handles by the names of the schema.
+class MappedRows(Struct, frozen=True):
+    """A mapped table's handle and overlay, and the number there of the table's first row."""
 
-    A name has several handles if several variables of the graph are restored from one tensor. The handle of a
-    mapped table comes with its overlay, the handle of a joined variable with its first row.
+    handle: Tensor
+    overlay: Overlay
+    first: int
+
+
+Handle: TypeAlias = "Tensor | JoinedRows | MappedRows"
+
+
+class TableGroup(Struct, frozen=True):
+    """Tables whose rows are written together, each with the number that is added to its row numbers.
+
+    `home` is the place of the joined variable's handle, the overlay that they share, or, if the number is 0,
+    the place of each one's handle.
+    """
+
+    parts: tuple[tuple[ServedVariable, int], ...]
+    home: int | OverlayNodes | tuple[int, ...]
+
+
+class HandleLayout(Struct, frozen=True, dict=True):
+    """The order of the handles that a function takes, independent of the log, so that bases share it.
+
+    `owners` are the variables that are written, once for each of their handles: several if variables of the
+    graph are restored from one tensor. `numbers` are the places of these handles: variables inside one joined
+    variable share a place. `overlaid` has each owner's overlay, or None; `joined` the first row of a variable
+    that is part of another, or None. The handles of overlays come last. The function takes them as vectors,
+    one for each device; `vectors` are the places of what is in each.
     """
 
     schema: Schema
-    handles: Mapping[str, Sequence[Tensor | Overlay | JoinedRows]]
+    owners: tuple[ServedVariable, ...]
+    numbers: tuple[int, ...]
+    overlaid: tuple[OverlaidTable | None, ...]
+    joined: tuple[int | None, ...]
+    vectors: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """The vector of each handle, and the handle's number there."""
+        vectors = enumerate(self.vectors)
+        return {place: (vector, n) for vector, each in vectors for n, place in enumerate(each)}
+
+    @cached_property
+    def overlays(self) -> dict[OverlayNodes, tuple[ServedVariable, ...]]:
+        """The overlays, each with its tables."""
+        found: dict[OverlayNodes, tuple[ServedVariable, ...]] = {}
+        for owner, table in zip(self.owners, self.overlaid, strict=True):
+            if table is not None:
+                found[table.overlay] = (*found.get(table.overlay, ()), owner)
+        return found
+
+    @cached_property
+    def groups(self) -> list[TableGroup]:
+        """The tables that are written together: parts of one variable, of one overlay, and many alike."""
+        parts: dict[Any, list[tuple[ServedVariable, int]]] = {}
+        alike: dict[Any, dict[ServedVariable, int]] = {}
+        handles = Counter(self.owners)
+        for owner, number, table, first in zip(
+            self.owners, self.numbers, self.overlaid, self.joined, strict=True
+        ):
+            if first is not None:
+                parts.setdefault(number, []).append((owner, first))
+            elif table is not None and len(self.overlays[table.overlay]) > 1:
+                parts.setdefault(table.overlay, []).append((owner, table.first))
+            elif table is None and owner.is_table and handles[owner] == 1:
+                kind = owner.dtype, owner.element_shape, self.places[number][0]
+                alike.setdefault(kind, {})[owner] = number
+        # Row numbers of one variable or overlay have to increase.
+        groups = [TableGroup((*sorted(each, key=lambda e: e[1]),), home) for home, each in parts.items()]
+        many = (each for (_, shape, _), each in alike.items() if len(each) >= MANY and 0 not in shape)
+        groups += [TableGroup(tuple((v, 0) for v in each), (*each.values(),)) for each in many]
+        return groups
+
+    @cached_property
     def form(self) -> DeltaForm:
-        """The arrangement of a delta that is written here: rows of joined variables together."""
-        return DeltaForm(self.schema, self._own, tuple(parts for _, parts in self._joined))
+        """The arrangement of a delta that is written here."""
+        groups = tuple(group.parts for group in self.groups)
+        grouped, handles = Counter(table for parts in groups for table, _ in parts), Counter(self.owners)
+        own = (v for v in self.schema.variables if not grouped[v] or handles[v] > grouped[v])
+        return DeltaForm(self.schema, tuple(own), groups)
+
+    def handle(self, handles: Sequence[Tensor], index: int) -> Handle:
+        """One owner's handle, of those in their order."""
+        owner, first, table = self.owners[index], self.joined[index], self.overlaid[index]
+        handle = handles[self.numbers[index]]
+        # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
+        shape = owner.shape if first is None else (None, *owner.shape[1:])
+        valued = handle if owner.contents else _with_handle_data(handle, owner.dtype, shape)
+        if first is not None:
+            return JoinedRows(valued, first)
+        return (
+            valued if table is None else MappedRows(valued, self.overlay(handles, table.overlay), table.first)
+        )
+
+    def overlay(self, handles: Sequence[Tensor], overlay: OverlayNodes) -> Overlay:
+        """The handles of an overlay, of those in their order."""
+        number = max(self.numbers) + 1
+        for other in self.overlays:
+            if other == overlay:
+                break
+            number += len(other.handles)
+        kinds = enumerate(overlay.handles.values(), number)
+        return Overlay(overlay, *(_with_handle_data(handles[n], *kind) for n, kind in kinds))
+
+
+def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> Tensor:
+    """Give a handle the dtype and shape of its variable, and return it."""
+    from tensorflow.python.ops import handle_data_util  # the public API cannot set them
+
+    known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
+    handle_data_util.set_handle_data(handle, known)
+    return handle
+
+
+class _Picked(Sequence[Tensor]):
+    """Handles in their order, each taken out of its vector when it is asked for."""
+
+    def __init__(self, target: UpdateTarget) -> None:
+        self._target = target
+
+    def __len__(self) -> int:
+        return len(self._target.layout.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        vector, number = self._target.layout.places[index]
+        return tf.gather(self._target.packed[vector], number)
+
+
+class UpdateTarget(Struct, frozen=True):
+    """The variables into which a delta is written: the vectors of their handles, and the layout of these."""
+
+    # Vectors, which are taken apart where handles are used. Loops and branches, which are functions, would
+    # take each handle as an argument, and a server prepares every argument of every function a dozen times
+    # while it loads a version.
+
+    layout: HandleLayout
+    packed: Sequence[Tensor]
 
     @property
-    def _own(self) -> tuple[ServedVariable, ...]:
-        """The variables with a tensor that is written separately."""
-        handles = self.handles
-        is_joined = {name: all(isinstance(each, JoinedRows) for each in handles[name]) for name in handles}
-        return tuple(v for v in self.schema.variables if not (handles[v.name] and is_joined[v.name]))
+    def schema(self) -> Schema:
+        """The schema that deltas have."""
+        return self.layout.schema
 
-    @property
-    def _joined(self) -> list[tuple[Tensor, tuple[tuple[ServedVariable, int], ...]]]:
-        """The handle of each joined variable, with its parts: a variable, and its first row there."""
-        found: dict[Any, list[tuple[ServedVariable, int]]] = {}
-        for variable in self.schema.variables:
-            for handle in self.handles[variable.name]:
-                if isinstance(handle, JoinedRows):
-                    found.setdefault(handle.handle.ref(), []).append((variable, handle.first))
-        return [(handle.deref(), tuple(parts)) for handle, parts in found.items()]
+    def handle(self, variable: ServedVariable) -> Handle:
+        """Add nodes that take the first handle of a variable."""
+        return self.layout.handle(_Picked(self), self.layout.owners.index(variable))
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
         """Add nodes that choose places for a delta's rows in overlays.
 
-        Returns the places by (table, number of its handle). They are places for no rows if the delta is
-        refused, as its ids may be invalid.
+        They are places for no rows if the delta is refused, as its ids may be invalid.
         """
         # Slots are read once, before anything is written: the check for room uses the same places.
-        overlays = {
-            (name, number): handle
-            for name, handles in self.handles.items()
-            for number, handle in enumerate(handles)
-            if isinstance(handle, Overlay)
-        }
+        overlays = self.layout.overlays
         if not overlays:
             return {}
 
         def place() -> list[Tensor]:
             # Inside the branch: a refused delta has no tensors, and to take them would fail the call.
-            own, _ = self.form.take(delta.tensors)
-            changed = {variable.name: its_tensors[0] for variable, its_tensors in own.items()}
-            chosen = (overlay.place(changed[name]) for (name, _), overlay in overlays.items())
+            changed = self._overlaid(*self.layout.form.take(delta.tensors))
+            handles = self._handles()
+            chosen = (self.layout.overlay(handles, each).place(changed[each][0]) for each in overlays)
             return [part for places in chosen for part in astuple(places)]
 
         def nowhere() -> list[Tensor]:
             return [*astuple(Places.nowhere())] * len(overlays)
 
         parts = iter(tf.cond(tf.equal(delta.refusal, ""), place, nowhere))
-        return {key: Places(*islice(parts, len(Places.__struct_fields__))) for key in overlays}
+        return {each: Places(*islice(parts, len(Places.__struct_fields__))) for each in overlays}
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
-        """The name of the first table whose overlay has no room for a delta's rows, string []; or empty."""
-        name = tf.constant("")
-        for (table, number), found in reversed(places.items()):
-            overlay = self.handles[table][number]
-            assert isinstance(overlay, Overlay)
-            name = tf.where(overlay.is_full(found), table, name)
-        return name
+        """The first table whose overlay has no room for a delta's rows, as `<name> than its`, or empty."""
+        full = tf.constant("")
+        for overlay, (table, *others) in reversed(self.layout.overlays.items()):
+            name = f"{table.name} and {len(others)} others than their" if others else f"{table.name} than its"
+            full = tf.where(places[overlay].used[0] > overlay.capacity, name, full)
+        return full
+
+    def _handles(self) -> list[Tensor]:
+        """Add nodes that take all handles; returns them in their order."""
+        vectors = zip(self.packed, self.layout.vectors, strict=True)
+        opened = [tf.raw_ops.Unpack(value=vector, num=len(places)) for vector, places in vectors]
+        return [opened[vector][n] for _, (vector, n) in sorted(self.layout.places.items())]
+
+    def _overlaid(
+        self, own: Mapping[ServedVariable, Sequence[Tensor]], groups: Sequence[Sequence[Tensor]]
+    ) -> dict[OverlayNodes, Sequence[Tensor]]:
+        """The numbers and rows that each overlay gets, of what `DeltaForm.take` returns."""
+        together = {
+            group.home: taken
+            for group, taken in zip(self.layout.groups, groups, strict=True)
+            if isinstance(group.home, OverlayNodes)
+        }
+        return {
+            overlay: together[overlay] if overlay in together else own[tables[0]]
+            for overlay, tables in self.layout.overlays.items()
+        }
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
         """List the writes that a delta needs, given its `places`; variables without elements need none."""
-        found, joined = self.form.take(delta.tensors)
-        tensors = [tensor for its_tensors in (*found.values(), *joined) for tensor in its_tensors]
-        writes = Writes(tensors, [], [], [], [], [], [], [], [])
+        layout, handles = self.layout, self._handles()
+        found, groups = layout.form.take(delta.tensors)
+        tensors = [tensor for its_tensors in (*found.values(), *groups) for tensor in its_tensors]
+        writes = Writes(tensors, [], [], [], [], [], [], [], [], [])
         flags = tf.unstack(delta.changed)  # one node, where an index takes three for each variable
         changed = dict(zip(self.schema.variables, flags, strict=True))
-        for (handle, _), (ids, rows) in zip(self._joined, joined, strict=True):
-            writes.tables.append((handle, ids, rows))
+        for group, (ids, rows, counts) in zip(layout.groups, groups, strict=True):
+            if isinstance(group.home, int):
+                writes.tables.append((handles[group.home], ids, rows))
+            elif isinstance(group.home, tuple):
+                writes.alike.append((group.home, [handles[n] for n in group.home], ids, rows, counts))
+        for nodes, (_, rows, *_) in self._overlaid(found, groups).items():
+            overlay, found_at = layout.overlay(handles, nodes), places[nodes]
+            writes.overlaid.append((overlay.rows, found_at.rows, rows))
+            writes.cleared.append((overlay, found_at.pages, found_at.begins))
+            writes.slots.append((overlay.slots, found_at.at, found_at.slots))
+            if overlay.pages is not None:
+                writes.pages.append((overlay.pages, found_at.pages, found_at.begins))
+            any_used = found_at.used[0] > 0
+            writes.used.extend([(overlay.used, found_at.used), (overlay.changed, any_used)])
+        by_name: dict[str, list[Handle]] = {variable.name: [] for variable in self.schema.variables}
+        for index, owner in enumerate(layout.owners):
+            by_name[owner.name].append(layout.handle(handles, index))
         for variable, its_tensors in found.items():
             # Lookup tables follow below; scatter kernels refuse rows of no elements.
             if variable.contents is not None or 0 in variable.shape:
                 continue
-            for number, handle in enumerate(self.handles[variable.name]):
-                if isinstance(handle, Overlay):
-                    found_at = places[variable.name, number]
-                    writes.overlaid.append((handle.rows, found_at.rows, its_tensors[1]))
-                    writes.cleared.append((handle, found_at.pages, found_at.begins))
-                    writes.slots.append((handle.slots, found_at.at, found_at.slots))
-                    if handle.pages is not None:
-                        writes.pages.append((handle.pages, found_at.pages, found_at.begins))
-                    any_used = found_at.used[0] > 0
-                    writes.used.extend([(handle.used, found_at.used), (handle.changed, any_used)])
-                elif isinstance(handle, JoinedRows):
-                    continue  # written with the other parts, above
-                elif variable.kind is ChangeKind.TABLE:
+            for handle in by_name[variable.name]:
+                if isinstance(handle, (JoinedRows, MappedRows)):
+                    continue  # written above
+                if variable.kind is ChangeKind.TABLE:
                     writes.tables.append((handle, *its_tensors))
                 else:
                     writes.dense.append((handle, changed[variable], *its_tensors))
         for keys, values in self.schema.lookups:
-            for handle in self.handles[keys.name]:
+            for handle in by_name[keys.name]:
                 writes.lookups.append((handle, changed[keys], *found[keys], *found[values]))
         return writes
 
@@ -154,8 +294,9 @@ class UpdateTarget(Struct, frozen=True):
 class Writes(Struct, frozen=True):
     """A delta's `tensors`, and the writes that it needs, one for each handle.
 
-    `tables` are scattered (handle, ids, rows), `dense` variables assigned (handle, whether it changed,
-    value), the entries of `lookups` replaced (handle, whether they changed, keys, values).
+    `tables` are scattered (handle, ids, rows), and so are the groups of `alike` ones (places, handles, ids,
+    rows, the number for each), `dense` variables assigned (handle, whether it changed, value), the entries of
+    `lookups` replaced (handle, whether they changed, keys, values).
 
     For overlays, first the `overlaid` rows are scattered (handle, places, rows), and the slots of some pages
     `cleared` (overlay, pages, contents); then the `slots` that point to rows (handle, at, places) and the
@@ -167,6 +308,7 @@ class Writes(Struct, frozen=True):
 
     tensors: Sequence[Tensor]
     tables: list[tuple[Tensor, Tensor, Tensor]]
+    alike: list[tuple[tuple[int, ...], list[Tensor], Tensor, Tensor, Tensor]]
     dense: list[tuple[Tensor, Tensor, Tensor]]
     lookups: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     overlaid: list[tuple[Tensor, Tensor, Tensor]]
@@ -191,7 +333,7 @@ def write_snapshot(
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.
-    tables, slots = map(_in_parts, (writes.tables, writes.slots))
+    tables, slots = _in_parts([*writes.tables, *_apart(writes)]), _in_parts(writes.slots)
     dense = [(handle, _value_if(handle, changed, value)) for handle, changed, value in writes.dense]
     scattered = (*tables, *writes.overlaid, *writes.cleared, *slots, *writes.pages)
     chosen = (value for _, *values in (*scattered, *dense, *writes.used) for value in values)
@@ -251,6 +393,15 @@ def _grant_quiet(state: UpdateState) -> Tensor:
     return granted
 
 
+def _apart(writes: Writes) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """The tables of all groups, separately: handle, ids, rows."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for places, handles, ids, rows, counts in writes.alike:
+        each = (tf.split(tensor, counts, num=len(places)) for tensor in (ids, rows))
+        found += zip(handles, *each, strict=True)
+    return found
+
+
 def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Cut the rows of a few tables into parts, to be written at the same time; many tables stay whole."""
     # The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
@@ -288,6 +439,8 @@ def write_rows(
         written += [_import_if(*write) for write in writes.lookups]
         if writes.tables or writes.overlaid:
             written.append(_scatter_chunks(target, delta, places))
+        for at, _, *changed in writes.alike:
+            written.append(_scatter_one_by_one(target, at, *changed))
     with tf.control_dependencies(written):
         written += [assign(handle, used) for handle, used in writes.used]
     # The sequence is odd here only if an earlier snapshot died. These writes have repaired its state, so the
@@ -378,6 +531,40 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
     # rows by control edges alone, and servers with `enable_mlir_graph_optimization` lose those: places were
     # read before their rows were written, and so would slots be before they were cleared.
     return run(tf.minimum(end, 0), leads=True) if writes.slots else end
+
+
+def _scatter_one_by_one(
+    target: UpdateTarget, places: Sequence[int], ids: Tensor, rows: Tensor, counts: Tensor
+) -> Tensor:
+    """Add a loop that writes one chunk of one table per round.
+
+    `places` are those of the tables' handles, `counts` the number of rows for each.
+    """
+    # The same few nodes for any number of tables.
+    ends = tf.cumsum(counts)
+    (vector,) = {target.layout.places[place][0] for place in places}
+    numbers = [target.layout.places[place][1] for place in places]
+
+    def write(number: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        end = tf.minimum(start + CHUNK_ROWS, ends[number])
+        handle = tf.gather(target.packed[vector], tf.gather(tf.constant(numbers), number))
+        dtype = DType(rows.dtype.as_datatype_enum)
+        scattered = tf.raw_ops.ResourceScatterNdUpdate(
+            ref=_with_handle_data(handle, dtype, (None, *rows.shape[1:])),
+            indices=ids[start:end, tf.newaxis],
+            updates=rows[start:end],
+            use_locking=True,
+        )
+        with tf.control_dependencies([scattered]):
+            return number + tf.cast(tf.equal(end, ends[number]), tf.int32), tf.identity(end)
+
+    number, _ = tf.while_loop(
+        lambda number, _: number < len(places),
+        write,
+        [tf.constant(0), tf.zeros([], tf.int64)],
+        parallel_iterations=1,
+    )
+    return number
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:

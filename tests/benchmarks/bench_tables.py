@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,24 @@ def many_tables(lab: Lab) -> Iterator[Row]:
     for batch, figures in found.samples[-1].result.items():
         yield _against_dense(f"look up {batch} keys in each of {tables} tables", figures)
         yield Row("  each table by itself", seconds(figures["apart"]))
+
+
+def loading_many(lab: Lab) -> Iterator[Row]:
+    """Load a base with many tables, and make the calls that a warm-up makes; stock: a plain version."""
+    tables, keys = (8, 1000) if lab.quick else (100, 20_000)
+    directory = lab.once("many-tables", lambda d: job("jobs_tables:prepare_many", d, tables, keys))
+    kinds = ("plain", "base", "mapped")
+    found = lab.side_by_side(
+        *(lambda kind=kind: job("jobs_tables:load_many", directory / kind / "1") for kind in kinds), repeats=3
+    )
+    taken = {kind: each.samples for kind, each in zip(kinds, found, strict=True)}
+    for kind in kinds[1:]:
+        for what, said in {"load": "load", "calls": "  and first calls of all signatures"}.items():
+            ours, theirs = (
+                seconds(statistics.median(sample.result[what] for sample in taken[each]))
+                for each in (kind, "plain")
+            )
+            yield cost(f"{said}, {tables} tables by keys, {kind}, processor time", ours, theirs, at_most=2.0)
 
 
 def building(lab: Lab) -> Iterator[Row]:
@@ -109,4 +128,12 @@ def _prepared(lab: Lab, count: int, name: str = "tables", *, head_room: bool = F
     )
 
 
-BENCHMARKS: tuple[Benchmark, ...] = (building, whole_command, loading, lookups, many_tables, updates)
+BENCHMARKS: tuple[Benchmark, ...] = (
+    building,
+    whole_command,
+    loading,
+    loading_many,
+    lookups,
+    many_tables,
+    updates,
+)

@@ -21,7 +21,7 @@ from exporter.publish.delta_log import read_log
 from exporter.tables import DynamicTable
 from tests.benchmarks.job import Timer
 from tests.benchmarks.jobs_incremental import idle_and_busy, serving
-from tests.support.deeprec import Ev, write_increment, write_large
+from tests.support.deeprec import Ev, write_full, write_increment, write_large
 
 if TYPE_CHECKING:
     from exporter.graph.inference_graph import InferenceGraph
@@ -77,6 +77,49 @@ def read(timer: Timer, directory: str) -> int:
                 while file.readinto(buffer):
                     pass
     return sum(shard.stat().st_size for shard in shards)
+
+
+_KINDS: dict[str, Figures] = {
+    "plain": {},
+    "base": {"updates": Updates()},
+    "mapped": {"updates": Updates(), "map_tables": True},
+}
+
+
+def prepare_many(timer: Timer, directory: str, tables: str, keys: str) -> None:
+    """A version of each kind with as many tables of as many keys."""
+    import tensorflow as tf
+
+    def model() -> Any:
+        ids = tf.compat.v1.placeholder(tf.int64, [None, int(tables)], name="ids")
+        rows = [DynamicTable(f"t{n}", 16).lookup(ids[:, n]) for n in range(int(tables))]
+        return {"ids": ids}, {"score": tf.reduce_sum(tf.concat(rows, 1), 1)}
+
+    evs = {f"t{n}": Ev.random(int(keys), 16, seed=n) for n in range(int(tables))}
+    write_full(Path(directory) / "train" / f"model.ckpt-{BASE}", evs, step=BASE)
+    for kind, options in _KINDS.items():
+        out = Path(directory) / kind
+        export(ExportRequest(Path(directory) / "train", out, model=model, **options))
+
+
+def load_many(timer: Timer, version: str) -> Figures:
+    """Processor seconds of loading a version, and of that and the first calls that a warm-up makes."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    with v1.Session(graph=tf.Graph()) as other, other.graph.as_default():
+        other.run(tf.constant(1) + tf.constant(2))
+    with v1.Session(graph=tf.Graph()) as session, session.graph.as_default(), timer:
+        began = time.process_time()
+        signatures = v1.saved_model.load(session, ["serve"], version).signature_def
+        loaded = time.process_time() - began
+        width = signatures["serving_default"].inputs["ids"].tensor_shape.dim[1].size
+        given = {"incremental_update": [-1], "incremental_status": [0], "serving_default": [[0] * width]}
+        for name, value in given.items():
+            if name in signatures:
+                (fed,) = signatures[name].inputs.values()
+                session.run([each.name for each in signatures[name].outputs.values()], {fed.name: value})
+        return {"load": loaded, "calls": time.process_time() - began}
 
 
 def lookup(timer: Timer, keys: str, dim: str, tables: str, *batches: str) -> dict[str, Figures]:

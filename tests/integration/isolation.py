@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,12 +45,15 @@ def test_no_response_mixes_positions(tmp_path: Path) -> None:
     assert seen.mixed == seen.unknown == 0
 
 
-def play(directory: Path, responses: int) -> Seen:
-    """Read from several threads while each update sets all values of a mapped base to its own position."""
-    model = updatable_model(directory, constant_everywhere, {"ids": [0]}, mapped=True)
+def play(
+    directory: Path, responses: int, build: Callable[[], Any] = constant_everywhere, *, mapped: bool = True
+) -> Seen:
+    """Read from several threads while each update sets all values of a base to its own position."""
+    model = updatable_model(directory, build, {"ids": [0]}, mapped=mapped)
+    tables = sum(variable.is_table for variable in model.schema.variables)
     with loaded(model) as server, ThreadPoolExecutor(_READERS) as pool:
-        (mapped,) = server.call("incremental_status", probe=[0])["mapped_tables"]
-        assert mapped == 2
+        if mapped:
+            assert server.call("incremental_status", probe=[0])["mapped_tables"] == [tables]
         model.publish(_FIRST, _FIRST + 1, filled(model, _FIRST + 1))
         assert server.update()["position"] == _FIRST + 1
         found = [pool.submit(_read, server, -(-responses // _READERS), seed) for seed in range(_READERS)]
@@ -56,7 +61,7 @@ def play(directory: Path, responses: int) -> Seen:
         while not all(each.done() for each in found):
             delta = model.publish(position, position + 1, filled(model, position + 1))
             position += 1
-            assert server.update(position)["rows"] == 2 * WIDE_ROWS
+            assert server.update(position)["rows"] == tables * WIDE_ROWS
             shutil.rmtree(delta)
             time.sleep(_UPDATE_EVERY_S)
         each = [reader.result() for reader in found]

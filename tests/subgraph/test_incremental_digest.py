@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from exporter.delta.chunk_digest import CHUNK_ROWS, Chunk, chunk_digest, chunks
 from exporter.delta.format import ChangeKind, Schema, ServedVariable
 from exporter.wire.dtypes import DType
-from tests.support.updatable import Model, loaded, updatable_model
+from tests.support.updatable import expected_digests, loaded, updatable_model
 
 tf1 = tf.compat.v1
 
@@ -34,29 +34,22 @@ def several_chunks() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"ids": ids}, {str(n): tf.identity(tensor) for n, tensor in enumerate(read)}
 
 
-def expected(model: Model, position: int) -> list[bytes]:
-    values = model.at(position)
-    rows = [
-        values[c.variable][c.start : c.stop] if values[c.variable].shape else values[c.variable]
-        for c in chunks(model.schema)
-    ]
-    return [str(chunk_digest(array)).encode() for array in rows]
-
-
 def test_digests_are_those_that_the_exporter_computes(tmp_path: Path) -> None:
     model = updatable_model(tmp_path, several_chunks, {"ids": [0]}, digest=True)
     every = list(range(len(list(chunks(model.schema)))))
     with loaded(model) as server:
         found = server.call("incremental_digest", rows=every)
-        assert found["digest"].tolist() == expected(model, 100)
+        assert found["digest"].tolist() == expected_digests(model, 100)
         assert set(found["position_before"]) == set(found["position_after"]) == {100}
         rng = np.random.default_rng(1)
         rows = np.sort(rng.choice(CHUNK_ROWS, 9, replace=False)) + CHUNK_ROWS
         model.publish_rows(100, 110, "long", rows, rng.normal(size=(9, 2)).astype(np.float32))
         server.update()
         found = server.call("incremental_digest", rows=every)
-        assert found["digest"].tolist() == expected(model, 110)
-        pairs = zip(chunks(model.schema), expected(model, 100), expected(model, 110), strict=True)
+        assert found["digest"].tolist() == expected_digests(model, 110)
+        pairs = zip(
+            chunks(model.schema), expected_digests(model, 100), expected_digests(model, 110), strict=True
+        )
         assert [chunk for chunk, before, after in pairs if before != after] == [
             Chunk("long", CHUNK_ROWS, 2 * CHUNK_ROWS)
         ]

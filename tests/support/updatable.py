@@ -20,6 +20,7 @@ from exporter.bundle.mapped_tables import MappedTables, choose_mapped
 from exporter.bundle.saved_model_writer import write_saved_model
 from exporter.bundle.variables import mapped_files, write_variables
 from exporter.checkpoint.tensor_bundle import read_catalog
+from exporter.delta.chunk_digest import chunk_digest, chunks
 from exporter.delta.delta_files import write_delta
 from exporter.delta.format import Change, ChangeKind, DeltaHeader, Rows, Schema, log_name, span_name
 from exporter.graph.inference_graph import InferenceGraph
@@ -290,7 +291,16 @@ def assert_holds(server: Loaded, model: Model, position: int) -> None:
     assert server.position() == position
 
 
-tf1 = tf.compat.v1
+def expected_digests(model: Model, position: int) -> list[bytes]:
+    """What `incremental_digest` gives for all chunks in order."""
+    values = model.at(position)
+    rows = [
+        values[c.variable][c.start : c.stop] if values[c.variable].shape else values[c.variable]
+        for c in chunks(model.schema)
+    ]
+    return [str(chunk_digest(array)).encode() for array in rows]
+
+
 WIDE_ROWS, WIDE = 20_000, 16
 
 
