@@ -39,6 +39,7 @@ from exporter.storage.files import read_regular
 from exporter.storage.layout import PUSHED_FILE
 from exporter.verify.golden import read_golden
 from exporter.wire import protos
+from exporter.wire.crc32c import extend
 from exporter.wire.tensor_proto import to_array
 from serving.agent_command import PortFlags
 from serving.credentials import server_credentials
@@ -139,9 +140,31 @@ def _changed_json(data: bytes, rng: random.Random) -> bytes:
             del holder[key]
         elif chance < 0.3 and isinstance(holder, dict):
             holder[rng.choice(_NAMES)] = holder.pop(key)
+        elif chance < 0.6:  # a value that stands elsewhere: ranges that overlap, names that are there twice
+            other, its_key = rng.choice(places)
+            holder[key] = copy.deepcopy(other.get(its_key) if isinstance(other, dict) else other[-1])
         else:
             holder[key] = copy.deepcopy(rng.choice(_VALUES))
     return json.dumps(document).encode()
+
+
+def _changed_addresses(data: bytes, rng: random.Random) -> bytes:
+    """Fields that may hold a place in the file lead elsewhere: cycles, objects that share their bytes."""
+    found = {at: struct.unpack_from("<Q", data, at)[0] for at in range(0, len(data) - 8, 8)}
+    places = [at for at, number in found.items() if 0 < number < len(data)]
+    if not places:
+        return flipped(data, rng)
+    out = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        at = rng.choice(places)
+        struct.pack_into("<Q", out, at, rng.choice([at, found[rng.choice(places)], *_NUMBERS]))
+    return bytes(out)
+
+
+def _changed_node(data: bytes, rng: random.Random) -> bytes:
+    """A file of an OCDBT store whose checksum is right."""
+    content = flipped(data[:-4], rng)
+    return content + extend(0, content).to_bytes(4, "little")
 
 
 def _changed_text(data: bytes, rng: random.Random) -> bytes:
@@ -199,8 +222,8 @@ def _changed_zip(path: Path, rng: random.Random) -> None:
 
 
 def _become_something_else(path: Path, top: Path, rng: random.Random) -> None:
-    """A pipe, a directory, a link to itself, nothing; another name; or what may not be read."""
-    match rng.randrange(6):
+    """A pipe, a directory, a link to itself, nothing; a hole; another name; or what may not be read."""
+    match rng.randrange(7):
         case 0 | 1 | 2:
             path.unlink()
             rng.choice([lambda: os.mkfifo(path), path.mkdir, lambda: path.symlink_to(path), lambda: None])()
@@ -210,6 +233,11 @@ def _become_something_else(path: Path, top: Path, rng: random.Random) -> None:
             name = rng.choice([re.sub("[0-9]+", str(number), place.name), str(number), f"{place.name}\udcff"])
             with suppress(OSError):
                 place.rename(place.with_name(name[:250]))
+        case 5:
+            content = path.read_bytes()
+            path.unlink()  # a hard link's other name keeps its size
+            path.write_bytes(content)
+            os.truncate(path, 1 << 40)
         case _:
             place = rng.choice([path, path.parent])
             if place != top:
@@ -236,6 +264,10 @@ def damage(path: Path, top: Path, rng: random.Random) -> None:
         size = int.from_bytes(data[:8], "little")
         header = _changed_json(data[8 : 8 + size], rng)
         data = len(header).to_bytes(8, "little") + header + data[8 + size :]
+    elif path.suffix == ".h5" and chance < 0.6:
+        data = _changed_addresses(data, rng)
+    elif (path.name == "manifest.ocdbt" or path.parent.name == "d") and chance < 0.7:
+        data = _changed_node(data, rng)
     elif data[:4].isdigit() or path.name == "checkpoint":
         data = re.sub(rb"[0-9]+", lambda _: str(rng.choice((*_NUMBERS, 10**18, 10**20))).encode(), data)
     else:
@@ -555,8 +587,11 @@ KINDS: Mapping[str, Kind] = {
     ),
     "orbax": Kind(
         _orbax,
-        ("zarr/*", "zarr/table/*", "zarr/table/.zarray", "ocdbt/*", "ocdbt/d/*"),
-        (*_commands("inspect @/zarr --tensors"), _read_all("zarr"), _read_all("ocdbt")),
+        ("zarr/*", "zarr/table/*", "zarr/table/.zarray", "ocdbt/*", "ocdbt/d/*", "zarr3/*", "zarr3/d/*"),
+        (
+            *_commands("inspect @/zarr --tensors"),
+            *map(_read_all, ("zarr", "ocdbt", "zarr3")),
+        ),
     ),
     "keras": Kind(
         lambda directory: keras_archive(directory / "m.keras"),
