@@ -173,7 +173,7 @@ class UsageError(ExportError):
 class RoleUnknown(UsageError):
     """The environment describes a training cluster, but not which of its nodes this is."""
 
-    default_hint = "correct the environment variable, or export on any node: --any-role"
+    default_hint = "correct the environment variable, or export on any node: --despite role"
 
 
 class CheckpointError(ExportError):
@@ -337,7 +337,7 @@ class AmbiguousRename(MappingError):
 class NoCertainMatch(MappingError):
     """The file's values have no names, and they fit the graph's variables in no way, or in several."""
 
-    default_hint = "write a table of names: export-model inspect DIR --unmatched WHAT, then --rename-file"
+    default_hint = "write a table of names: export-model inspect DIR --unmatched WHAT, then --rename FILE"
 
 
 class PartitionStrategyUnknown(MappingError):
@@ -455,7 +455,7 @@ class NotFinite(VerificationError):
 
     default_hint = (
         "correct the training, or restart it from a checkpoint without such values: the next --incr "
-        "continues from what is published; to serve such values: publish a base without --require-finite "
+        "continues from what is published; to serve such values: publish a base without --add nan-check "
         "(--new-base always)"
     )
 

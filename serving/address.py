@@ -60,7 +60,7 @@ def _meant(address: str) -> str:
         return f"{found[1]}{found[2] or ''}"
     if (longer := re.match(rf"({_HOST}:[0-9]+):", address)) and re.fullmatch(_WITH_PORT, longer[1]):
         return f"{longer[1]}; --version or --label names a version where a command takes one"
-    return f"127.0.0.1:{GRPC_PORT}, or [::1]:{GRPC_PORT}; --model names the model"
+    return f"127.0.0.1:{GRPC_PORT}, or [::1]:{GRPC_PORT}; --model-name names the model"
 
 
 def to_reach(address: str, *, is_unknown: bool = False) -> str:
@@ -71,7 +71,7 @@ def to_reach(address: str, *, is_unknown: bool = False) -> str:
     if port == str(_REST_PORT):
         return f"{port} is usually the port of REST; gRPC's is {GRPC_PORT}: {host}:{GRPC_PORT}"
     if host in _THIS_MACHINE:
-        return f"start a server: serve-model run MODEL_BASE_PATH --port {port}"
+        return f"start a server: serve-model run MODEL --port {port}"
     return "compare host and port with those that the server printed when it started"
 
 

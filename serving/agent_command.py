@@ -14,8 +14,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from exporter.errors import Exit, ExportError, UsageError
-from exporter.options import ANYBODY, Option, Trusting
+from exporter.options import ANYBODY, Option, Trusting, in_parts
 from exporter.options.given import parse_duration
+from exporter.options.parts import Part, number
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm
@@ -119,7 +120,6 @@ class PortFlags(Struct, frozen=True):
         return text
 
 
-_of_pace = partial(Option, goes_with="--pace-factor")
 _of_canary = partial(Option, goes_with="--canary")
 
 
@@ -128,35 +128,41 @@ class PaceFlags(Struct, frozen=True):
 
     step_seconds: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Apply one delta at a time, and wait this long between two.",
-            show_default="all at once",
+        in_parts(
+            {
+                "step=TIME": Part(
+                    "step_seconds", "one at a time, with this pause between two", parse_duration
+                ),
+                "factor=N": Part(
+                    "pace_factor",
+                    "one by one, with pauses while the p99 of probes is more than N times that of an idle "
+                    "replica; a probe is the first request of the version's warm-up",
+                    number,
+                    least=1,
+                ),
+                "max-delay=TIME": Part(
+                    "pace_max_delay",
+                    "with factor, a delta waits at most this long, by default 5",
+                    parse_duration,
+                    needs=("pace_factor",),
+                ),
+                "probe=TIME": Part(
+                    "probe_seconds",
+                    "with factor, the time between two probes while deltas are applied, by default 0.02; ten "
+                    "times as long otherwise",
+                    parse_duration,
+                    least=0.001,
+                    needs=("pace_factor",),
+                ),
+            },
+            "How to apply deltas, if not all at once",
+            name="--pace",
+            metavar="WORD=VALUE",
         ),
     ] = None
-    pace_factor: Annotated[
-        float | None,
-        Option(
-            "Protect predictions: apply deltas one by one, with pauses while the p99 of probes is more "
-            "than N times that of an idle replica. A probe is the first request of the version's warm-up.",
-            metavar="N",
-            least=1,
-            default="no probes, no pauses",
-        ),
-    ] = None
-    pace_max_delay: Annotated[
-        float,
-        _of_pace("With --pace-factor, a delta waits at most this long.", metavar="SECONDS", least=0),
-    ] = 5.0
-    probe_seconds: Annotated[
-        float,
-        _of_pace(
-            "Time between two probes while deltas are applied; ten times as long otherwise.",
-            metavar="SECONDS",
-            least=0.001,
-        ),
-    ] = 0.02
+    pace_factor: float | None = None
+    pace_max_delay: float = 5.0
+    probe_seconds: float = 0.02
 
     def policy(self) -> PacePolicy | None:
         """The limits of pacing; None without pacing."""
@@ -168,42 +174,32 @@ class PaceFlags(Struct, frozen=True):
 
 
 class AuditFlags(Struct, frozen=True):
-    """Options for audits of replicas' values."""
+    """The option for what follows an audit that finds a difference."""
 
-    audit_seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0.05,
-            help="Compare a sample of each replica's values with the published ones this often; for bases "
-            "exported with --with-digest.",
-            show_default="never",
-        ),
-    ] = None
     rebuild_config: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             parser=path_parser("--rebuild-config"),
-            help="The ModelServerConfig that every target runs with. If --audit-seconds finds a replica that "
+            help="The ModelServerConfig that every target runs with. If an audit finds a replica that "
             "differs, the agent removes its model from the server and adds it again, one replica at a time, "
             "while another serves the model.",
             show_default="an event, and /livez fails",
         ),
     ] = None
 
-    def rebuild(self, models: Sequence[str]) -> Callable[[], Proto] | None:
+    def rebuild(self, models: Sequence[str], audit_seconds: float | None) -> Callable[[], Proto] | None:
         """A function that reads the servers' configuration, for rebuilds; None without --rebuild-config.
 
         UsageError if nothing is audited, or the file cannot be used.
         """
         if self.rebuild_config is None:
             return None
-        if self.audit_seconds is None:
+        if audit_seconds is None:
             raise UsageError(
-                "--rebuild-config without --audit-seconds",
+                "--rebuild-config without --every audit",
                 cause="only an audit finds that a replica differs",
-                hint="set how often to audit: --audit-seconds 60",
+                hint="set how often to audit: --every audit=1m",
             )
         from serving.model_config import read_servers_config
 
@@ -353,20 +349,39 @@ class TimeFlags(Struct, frozen=True):
     ] = 1.0
     refresh_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", min=0.05, help="Ask each replica for its position at least this often."
+        in_parts(
+            {
+                "refresh=TIME": Part(
+                    "refresh_seconds",
+                    "ask each replica for its position at least this often, by default 5",
+                    parse_duration,
+                    least=0.05,
+                ),
+                "audit=TIME": Part(
+                    "audit_seconds",
+                    "compare a sample of each replica's values with the published ones; for bases exported "
+                    "with --add digest",
+                    parse_duration,
+                    least=0.05,
+                ),
+                "publication=TIME": Part(
+                    "expect_every",
+                    "expect one at least this often, by default three times the longest of the usual "
+                    "intervals; a publisher that is silent for longer is a finding",
+                    parse_duration,
+                ),
+                "resolve=TIME": Part(
+                    "resolve_seconds", "resolve names, by default every 10", parse_duration, least=0.1
+                ),
+            },
+            "How often, as in 90 (seconds), 15m, 2h, 1d",
+            name="--every",
+            metavar="WHAT=TIME",
         ),
     ] = 5.0
-    expect_every: Annotated[
-        float | None,
-        Option(
-            "Expect a publication at least this often: 90 (seconds), 15m, 2h, 1d. A publisher that is silent "
-            "for longer is a finding.",
-            metavar="DURATION",
-            parse=parse_duration,
-            default="three times the longest of its usual intervals",
-        ),
-    ] = None
+    audit_seconds: float | None = None
+    expect_every: float | None = None
+    resolve_seconds: float = 10.0
     no_read_ahead: Annotated[
         bool,
         typer.Option(
@@ -375,9 +390,6 @@ class TimeFlags(Struct, frozen=True):
             "them.",
         ),
     ] = False
-    resolve_seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Resolve names this often.")
-    ] = 10.0
     deadline: Annotated[
         float,
         typer.Option(
@@ -546,7 +558,7 @@ def _settings(
     policy = RolloutPolicy(
         refresh_s=times.refresh_seconds,
         step_s=pacing.step_seconds,
-        audit_s=audits.audit_seconds,
+        audit_s=times.audit_seconds,
         longest_delay_s=None if pace is None else pace.longest_delay_s,
     )
     return Settings(
@@ -557,7 +569,7 @@ def _settings(
         deadline_s=times.deadline,
         access=access,
         pace=pace,
-        rebuild=audits.rebuild([*models]),
+        rebuild=audits.rebuild([*models], times.audit_seconds),
     )
 
 

@@ -45,21 +45,21 @@ _HELP = f"""Serve models that export-model published, and ask model servers.
 \b
 Examples:
   serve-model run models/ranker --port 8500
-  serve-model status 127.0.0.1:8500 --model ranker
-  serve-model update 127.0.0.1:8500 --model ranker
-  serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
+  serve-model status 127.0.0.1:8500 --model-name ranker
+  serve-model update 127.0.0.1:8500 --model-name ranker
+  serve-model predict 127.0.0.1:8500 --model-name ranker --json-input request.json
 
 {EXIT_CODES}"""
 
 
 def status(
     address: Address,
-    model: OneModel = None,
-    published: Annotated[
+    model_name: OneModel = None,
+    model_base_path: Annotated[
         Path | None,
         typer.Option(
-            metavar="MODEL_BASE_PATH",
-            parser=checkpoint_parser("--published"),
+            metavar="MODEL",
+            parser=checkpoint_parser("--model-base-path"),
             help="Also show how far each version is behind this model: a path, s3://, gs:// or az://.",
         ),
     ] = None,
@@ -69,26 +69,27 @@ def status(
 ) -> None:
     """Show a model's versions on a server: their states and positions.
 
-    With --published (the model base path on this machine, or its URL), also show the hold, how many deltas
-    and training steps each version is behind, and how long ago the values that it serves were published.
+    With --model-base-path (where the model is published), also show the hold, how many deltas and training
+    steps each version is behind, and how long ago the values that it serves were published.
 
-    Without --model it is the one model of the server. `serve-model run` tells which that is; of TF Serving's
-    own servers, which list no models, `default` is asked for, and the last part of --published.
+    Without --model-name it is the one model of the server. `serve-model run` tells which that is; of TF
+    Serving's own servers, which list no models, `default` is asked for, and the last part of
+    --model-base-path.
 
     The exit code is 7 unless a version is AVAILABLE.
 
     \b
     Examples:
-      serve-model status 127.0.0.1:8500 --model ranker
-      serve-model status 127.0.0.1:8500 --model ranker --published models/ranker --json
+      serve-model status 127.0.0.1:8500 --model-name ranker
+      serve-model status 127.0.0.1:8500 --model-name ranker --model-base-path models/ranker --json
     """
     with command(printing) as sink:
         from serving import status_command
         from serving.client import ModelClient
 
         connect = partial(ModelClient, address, deadline_s=deadline, access=access)
-        with status_command.client_of(connect, model, published) as client:
-            status_command.run(client, published, sink)
+        with status_command.client_of(connect, model_name, model_base_path) as client:
+            status_command.run(client, model_base_path, sink)
 
 
 def predict(
@@ -110,14 +111,14 @@ def predict(
     model_base_path: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
+            metavar="MODEL",
             parser=path_parser("--model-base-path"),
             help="With --example: the directory that holds the versions of the model. The example is the "
             "first request of the version's --requests file; without one it has entries of vocabularies, and "
             "keys of tables by keys.",
         ),
     ] = None,
-    model: OneModel = None,
+    model_name: OneModel = None,
     signature: Annotated[
         str | None,
         typer.Option(
@@ -144,10 +145,10 @@ def predict(
 
     \b
     Examples:
-      serve-model predict 127.0.0.1:8500 --model ranker --json-input request.json
-      echo '{"inputs": {"x": [[1, 2]]}}' | serve-model predict 127.0.0.1:8500 --model ranker --json-input -
-      serve-model predict 127.0.0.1:8500 --model ranker --example --as curl
-      serve-model predict 127.0.0.1:8500 --model ranker --example --model-base-path models/ranker
+      serve-model predict 127.0.0.1:8500 --model-name ranker --json-input request.json
+      echo '{"inputs": {"x": [[1, 2]]}}' | serve-model predict 127.0.0.1:8500 --json-input -
+      serve-model predict 127.0.0.1:8500 --model-name ranker --example --as curl
+      serve-model predict 127.0.0.1:8500 --model-name ranker --example --model-base-path models/ranker
     """
     with command(printing) as sink:
         import json
@@ -172,7 +173,7 @@ def predict(
         name = signature or request.get("signature_name") or "serving_default"
         most = _MOST_PREDICTED_BYTES  # a person who asks once may ask for a large answer
         connect = partial(ModelClient, address, deadline_s=deadline, access=access, most_answer_bytes=most)
-        with client_of(connect, model, model_base_path) as client:
+        with client_of(connect, model_name, model_base_path) as client:
             model = client.model
             metadata = client.metadata(version, label=label)
             asked = version if label is None else metadata.version
@@ -211,13 +212,13 @@ def _print_example(
 
 def update(
     address: Address,
-    model: OneModel = None,
+    model_name: OneModel = None,
     up_to: Annotated[
         str,
         typer.Option(
             metavar="POSITION",
-            help="The position to reach; -1 is the newest published. With --published also by name: a tag, "
-            "@previous, @2h (two hours ago) or @2026-11-26T08:00 (UTC).",
+            help="The position to reach; -1 is the newest published. With --model-base-path also by name: a "
+            "tag, @previous, @2h (two hours ago) or @2026-11-26T08:00 (UTC).",
         ),
     ] = "-1",
     version: Annotated[
@@ -229,11 +230,11 @@ def update(
             show_default="the newest that is available",
         ),
     ] = None,
-    published: Annotated[
+    model_base_path: Annotated[
         Path | None,
         typer.Option(
-            metavar="MODEL_BASE_PATH",
-            parser=checkpoint_parser("--published"),
+            metavar="MODEL",
+            parser=checkpoint_parser("--model-base-path"),
             help="With --trust, or --up-to NAME: where the model lists its deltas; a path, s3://, gs:// or "
             "az://.",
         ),
@@ -253,9 +254,9 @@ def update(
 
     \b
     Examples:
-      serve-model update 127.0.0.1:8500 --model ranker
-      serve-model update 127.0.0.1:8500 --model ranker --up-to 4200 --json
-      serve-model update 127.0.0.1:8500 --model ranker --published /models/ranker --trust publisher.pem
+      serve-model update 127.0.0.1:8500 --model-name ranker
+      serve-model update 127.0.0.1:8500 --model-name ranker --up-to 4200 --json
+      serve-model update 127.0.0.1:8500 --model-base-path /models/ranker --trust publisher.pem
     """
     with command(printing) as sink:
         from msgspec.structs import asdict
@@ -265,11 +266,11 @@ def update(
         from serving.status_command import client_of
 
         connect = partial(ModelClient, address, deadline_s=deadline, access=access)
-        with client_of(connect, model, published) as client:
+        with client_of(connect, model_name, model_base_path) as client:
             model = client.model
-            target = _position(up_to, published, trusting)
+            target = _position(up_to, model_base_path, trusting)
             if trusting.trust:
-                with _trusted(published, trusting) as model_:
+                with _trusted(model_base_path, trusting) as model_:
                     version, target = updates.trusted_target(client, model_, up_to=target, version=version)
             done = updates.update(client, up_to=target, version=version)
         line = (
@@ -299,7 +300,7 @@ def _position(named: str, published: Path | None, trusting: Trusting) -> int:
     if published is None:
         raise UsageError(
             f"--up-to {named} is looked up where the model is published",
-            hint="add --published MODEL_BASE_PATH, or name the position by its number",
+            hint="add --model-base-path MODEL, or name the position by its number",
         )
     from exporter.publish.tags import resolve_position
     from exporter.transfer.opened import opened
@@ -318,7 +319,7 @@ def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedMo
     from exporter.transfer.opened import opened
 
     if published is None:
-        raise UsageError("--trust goes with --published", hint="add --published MODEL_BASE_PATH")
+        raise UsageError("--trust goes with --model-base-path", hint="add --model-base-path MODEL")
     with opened(published, read_only=True, trusting=trusting) as model:
         yield model.carry(lambda: Model.read(model.path))
 
@@ -433,7 +434,7 @@ def _ask(
         else:
             examples, inputs = None, predict_inputs(request, definition)
     except ValueError as error:
-        wanted = f"serve-model predict {client.address} --model {quoted(client.model)}"
+        wanted = f"serve-model predict {client.address} --model-name {quoted(client.model)}"
         wanted += "" if name == "serving_default" else f" --signature {quoted(name)}"
         raise _bad_request("the input", error, f"{wanted} --example") from error
     if examples is None:

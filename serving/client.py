@@ -60,7 +60,7 @@ _HINTS = {
     "DEADLINE_EXCEEDED": "give it more time with --deadline SECONDS",
     "RESOURCE_EXHAUSTED": "ask for less at once: fewer rows, or fewer outputs",
     "INVALID_ARGUMENT": "compare the request with the signatures: export-model inspect MODEL_VERSION",
-    "UNAUTHENTICATED": "send the token that the server expects with --grpc-token-file FILE",
+    "UNAUTHENTICATED": "send the token that the server expects with --grpc token=FILE",
     "UNIMPLEMENTED": "this port speaks another protocol: name the gRPC port, 8500 in TF Serving's image",
 }
 _REPLAYED = {
@@ -382,27 +382,27 @@ class ModelClient:
     @property
     def status_command(self) -> str:
         """The command that shows the model's versions on the server."""
-        return f"serve-model status {self.address} --model {quoted(self.model)}"
+        return f"serve-model status {self.address} --model-name {quoted(self.model)}"
 
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
         cause = f"{code}: {_GRAPH_PLACE.sub('', details).strip()}"
         hint = _HINTS.get(code, f"see what it serves: {self.status_command}")
         if code == "NOT_FOUND" and ("Latest(" in details or method == "GetModelStatus"):
-            hint = "name a model of this server with --model; it is the last part of MODEL_BASE_PATH"
+            hint = "name a model of this server with --model-name; it is the last part of MODEL"
             if method != "GetModelStatus" and self.model != "default":
                 hint = f"{hint}; if it still loads, this shows it: {self.status_command}"
         if "version label" in details:
             hint = f"leave out --label; versions that are served: {self.status_command}"
         if code == "UNAVAILABLE" and (tls := _TLS_PROBLEM.search(details)):
             message = f"{self.address} and this client do not agree on TLS"
-            hint = "compare its certificate with --grpc-ca and --grpc-name, and yours with its authority"
+            hint = "compare its certificate with --grpc ca and --grpc name, and yours with its authority"
             return CallFailed(code, message, cause=f"{code}: {tls[0]}", hint=hint)
         if code == "UNAVAILABLE" and _NO_GRPC in details:
             message = f"the process that listens at {self.address} is not a model server"
             return CallFailed(code, message, cause=f"{code}: {_NO_GRPC_CAUSE}", hint=_HINTS["UNIMPLEMENTED"])
         if code == "UNAVAILABLE":
             if _CUT_OFF in details:
-                hint = "if it expects TLS: --grpc-ca FILE; if it needs a certificate: --grpc-cert, --grpc-key"
+                hint = "if it expects TLS: --grpc ca=FILE; if it needs a certificate: --grpc cert, key"
             else:
                 hint = to_reach(self.address, is_unknown=_UNRESOLVED.search(details) is not None)
             return CallFailed(code, f"no model server answers at {self.address}", cause=cause, hint=hint)

@@ -69,44 +69,44 @@ def identity(access: ServerAccess) -> tuple[object, ...]:
 
 def _require_complete(access: ServerAccess) -> None:
     needs_tls = {
-        "--grpc-cert": access.grpc_cert,
-        "--grpc-key": access.grpc_key,
-        "--grpc-name": access.grpc_name,
-        "--grpc-token-file": access.grpc_token_file,
+        "--grpc cert": access.grpc_cert,
+        "--grpc key": access.grpc_key,
+        "--grpc name": access.grpc_name,
+        "--grpc token": access.grpc_token_file,
     }
     given = [option for option, value in needs_tls.items() if value is not None]
     if given and access.grpc_ca is None:
         raise UsageError(
-            f"{' and '.join(given)} without --grpc-ca",
+            f"{' and '.join(given)} without --grpc ca",
             cause="certificates and tokens are sent over TLS only",
-            hint=f"name the certificate authority: --grpc-ca FILE, or --grpc-ca {SYSTEM_CA}",
+            hint=f"name the certificate authority: --grpc ca=FILE, or --grpc ca={SYSTEM_CA}",
         )
     if (access.grpc_cert is None) != (access.grpc_key is None):
         raise UsageError(
-            "--grpc-cert and --grpc-key go together",
+            "--grpc cert and --grpc key go together",
             cause="a certificate cannot be used without its key",
             hint="name both files, or none",
         )
 
 
 def _authorities(file: str) -> bytes:
-    pem = _read("--grpc-ca", file, _LARGEST_PEM)
+    pem = _read("--grpc ca", file, _LARGEST_PEM)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
-        _not_pem("--grpc-ca", file, error)
+        _not_pem("--grpc ca", file, error)
     return pem
 
 
 def _key_pair(access: ServerAccess) -> tuple[bytes | None, bytes | None]:
     if access.grpc_cert is None or access.grpc_key is None:
         return None, None
-    certificate = _read("--grpc-cert", access.grpc_cert, _LARGEST_PEM)
-    key = _read("--grpc-key", access.grpc_key, _LARGEST_PEM)
+    certificate = _read("--grpc cert", access.grpc_cert, _LARGEST_PEM)
+    key = _read("--grpc key", access.grpc_key, _LARGEST_PEM)
     try:
         require_key_pair(Path(access.grpc_cert), Path(access.grpc_key))
     except (ssl.SSLError, ValueError) as error:
-        _not_pem("--grpc-cert and --grpc-key", f"{access.grpc_cert} and {access.grpc_key}", error)
+        _not_pem("--grpc cert and --grpc key", f"{access.grpc_cert} and {access.grpc_key}", error)
     return key, certificate
 
 
@@ -137,10 +137,10 @@ def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
 
 
 def _token(file: str) -> str:
-    data = _read("--grpc-token-file", file, _LONGEST_TOKEN).strip()
+    data = _read("--grpc token", file, _LONGEST_TOKEN).strip()
     if not data or not data.isascii() or any(byte <= ord(" ") for byte in data):
         raise UsageError(
-            f"--grpc-token-file {file} does not hold a token",
+            f"--grpc token={file} does not hold a token",
             cause="expected one word of ASCII characters",
             hint="write only the token into the file",
         )
@@ -152,7 +152,7 @@ def _read(option: str, file: str, most_bytes: int) -> bytes:
         return read_regular(local_path(option, file), most_bytes)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{option} {file} cannot be read",
+            f"{option}={file} cannot be read",
             cause=getattr(error, "strerror", None) or str(error),
             hint="name a file that this user can read",
         ) from error

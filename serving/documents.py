@@ -41,7 +41,7 @@ class Serving(Struct, frozen=True):
 
 
 class Published(Struct, frozen=True):
-    """The published model under `--published`."""
+    """The published model under `--model-base-path`."""
 
     position: int | None
     """The newest position; null if it cannot be read."""
@@ -102,7 +102,7 @@ class ModelStatus(Struct, frozen=True):
     model: str
     """The model's name on the server."""
     published: Published | None
-    """The published model; null without `--published`."""
+    """The published model; null without `--model-base-path`."""
     versions: Sequence[ServedVersion]
     """The versions, as the server lists them."""
 

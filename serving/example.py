@@ -62,7 +62,7 @@ def _absent(
 ) -> UsageError:
     from exporter.publish.versions import likely_model, version_dirs
 
-    asked = f"serve-model predict {client.address} --model {quoted(client.model)} --example"
+    asked = f"serve-model predict {client.address} --model-name {quoted(client.model)} --example"
     asked += "" if name == _DEFAULT_SIGNATURE else f" --signature {quoted(name)}"
     available = (each.version for each in client.status() if each.state is VersionState.AVAILABLE)
     both = max((each for each in available if each in there), default=None)

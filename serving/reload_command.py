@@ -39,24 +39,26 @@ class WholeFlags(Struct, frozen=True):
         bool,
         typer.Option(
             "--save",
-            help="Write the configuration, with --model's entry, to that file once the server serves it.",
+            help="Write the configuration, with --model-name's entry, to that file once it is served.",
         ),
     ] = False
     only: Annotated[
         bool,
-        typer.Option("--only", help="Serve only --model; without this, options for a model need a file."),
+        typer.Option(
+            "--only", help="Serve only --model-name; without this, options for a model need a file."
+        ),
     ] = False
 
     def config(self, entry: EntryFlags) -> Any:
-        """The configuration to send: the file's, or an empty one, with the entry of --model.
+        """The configuration to send: the file's, or an empty one, with the entry of --model-name.
 
         UsageError if it lists no model, or options for a model lack its name.
         """
-        config = self._given(has_model=entry.model is not None)
-        if entry.model is not None:
-            entry.put_into(config, entry.model)
+        config = self._given(has_model=entry.model_name is not None)
+        if entry.model_name is not None:
+            entry.put_into(config, entry.model_name)
         elif entry != EntryFlags():
-            raise UsageError("options for a model need its name", hint="name it: --model NAME")
+            raise UsageError("options for a model need its name", hint="name it: --model-name NAME")
         if not config.model_config_list.config:
             raise UsageError("the configuration lists no model", hint="see serve-model reload --help")
         return config
@@ -80,7 +82,7 @@ class WholeFlags(Struct, frozen=True):
             raise UsageError(
                 "there is no complete configuration to send",
                 cause="a server unloads every model that the configuration does not list",
-                hint="name a file with --model-config-file, or serve only one model: --only --model NAME",
+                hint="name a file with --model-config-file, or serve one model: --only --model-name NAME",
             )
         return message_class("serving.ModelServerConfig")()
 
@@ -88,9 +90,11 @@ class WholeFlags(Struct, frozen=True):
 class EntryFlags(Struct, frozen=True):
     """Options for the entry of one model in the configuration."""
 
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in requests.")] = None
+    model_name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name in requests.")] = (
+        None
+    )
     model_base_path: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Its base path on the server's machine.")
+        str | None, typer.Option(metavar="MODEL", help="Its base path on the server's machine.")
     ] = None
     version: Annotated[
         list[int],
@@ -188,8 +192,8 @@ def reload(
 
     Afterwards the server serves exactly the models of the configuration, and has unloaded all others. The
     configuration comes from a file (a ModelServerConfig in text form, as for TF Serving's
-    --model_config_file), from options for one model, or from both: --model changes that model's entry in the
-    file, or adds one. The command also works with TF Serving's own servers.
+    --model_config_file), from options for one model, or from both: --model-name changes that model's entry in
+    the file, or adds one. The command also works with TF Serving's own servers.
 
     A label can be given the version of a tag (--label stable=prod). It stays there until the next reload;
     serve-model agent --label follows the tag. Labels move last: a label whose new version is not available
@@ -204,8 +208,8 @@ def reload(
     Examples:
       serve-model reload 127.0.0.1:8500 --model-config-file models.config
       serve-model reload 127.0.0.1:8500 --model-config-file models.config --save \\
-          --model ranker --model-base-path /models/ranker --version 42 --version 43 --label stable=43
-      serve-model reload 127.0.0.1:8500 --only --model ranker --model-base-path /models/ranker --latest 2
+          --model-name ranker --model-base-path /models/ranker --version 42 --version 43 --label stable=43
+      serve-model reload 127.0.0.1:8500 --only --model-name ranker --model-base-path /models/ranker --latest 2
     """
     with command(printing) as sink:
         from serving.client import ModelClient

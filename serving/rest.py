@@ -283,7 +283,7 @@ def _refuse_other_pages(headers: Mapping[str, str]) -> None:
     if not is_own:
         raise StatusError(
             Code.PERMISSION_DENIED,
-            f"a page of another site asks ({origin or site!s:.99}): --rest-api-enable-cors-support allows it",
+            f"a page of another site asks ({origin or site!s:.99}): --rest_api_enable_cors_support allows it",
         )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from msgspec.structs import replace
 
 from exporter.errors import Exit, ManifestError, UsageError
 from exporter.storage.layout import CHECKPOINT_STATE_FILE
@@ -18,7 +17,7 @@ from exporter.terminal.edge import AS_TEXT, NOTES, OutputFlags, VersionFlag, com
 from exporter.terminal.output import Output, escape, quote_logs
 from exporter.terminal.tensorflow_import import require_tensorflow
 from serving.documents import ServedModel, Serving
-from serving.server_options import GRPC_ALONE, NetworkOptions, ServerOptions
+from serving.server_options import GRPC_ALONE, NO_FLAGS, NetworkOptions, ServerOptions, StockFlags
 from serving.status import VersionState, VersionStatus, error_text
 
 if TYPE_CHECKING:
@@ -34,9 +33,9 @@ def run_server(
     model_base_path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="MODEL_BASE_PATH",
+            metavar="MODEL",
             help="Directory that holds the versions of a model.",
-            parser=path_parser("MODEL_BASE_PATH"),
+            parser=path_parser("--model-base-path"),
         ),
     ] = None,
     base_path_option: Annotated[
@@ -45,7 +44,7 @@ def run_server(
             "--model-base-path",
             metavar="DIR",
             parser=path_parser("--model-base-path"),
-            help=f"The same as MODEL_BASE_PATH, by TF Serving's name: the model's name is then "
+            help=f"The same as MODEL, by TF Serving's name: the model's name is then "
             f"`{_DEFAULT_NAME}`, unless --model-name gives another.",
             rich_help_panel=_MODELS,
         ),
@@ -55,7 +54,7 @@ def run_server(
         typer.Option(
             metavar="NAME",
             help="Name in requests.",
-            show_default="MODEL_BASE_PATH's last part",
+            show_default="MODEL's last part",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -70,6 +69,7 @@ def run_server(
     ] = 60.0,
     options: ServerOptions = _DEFAULTS,
     network: NetworkOptions = GRPC_ALONE,
+    flags: StockFlags = NO_FLAGS,
     own_version: VersionFlag = False,
     printing: OutputFlags = AS_TEXT,
 ) -> None:
@@ -98,8 +98,7 @@ def run_server(
         )
         if network.monitoring_config_file is not None and network.rest_api_port is None:
             sink.note("--monitoring-config-file has no effect without --rest-api-port")
-        options = replace(options, network=network)
-        _serve(sink, base_path, name, options, wait)
+        _serve(sink, base_path, name, flags.put_into(options, network), wait)
 
 
 def _serve(
@@ -180,18 +179,16 @@ def _the_model(
             sink.note(f"{config_file} lists the models: options that name one have no effect")
         return None, None
     if argument is not None and option is not None and argument != option:
-        raise UsageError(
-            f"MODEL_BASE_PATH is {argument}, --model-base-path {option}", hint="name one of them"
-        )
+        raise UsageError(f"MODEL is {argument}, --model-base-path {option}", hint="name one of them")
     if argument is None and option is None:
         raise UsageError(
             "there is no model to serve",
             cause="neither a model base path nor a configuration file is given",
-            hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
+            hint="serve-model run MODEL, or serve-model run --model-config-file FILE",
         )
     path = argument or option
     if path is not None:
-        require_no_pattern("MODEL_BASE_PATH", path)
+        require_no_pattern("MODEL", path)
         _require_no_neighbour(sink, path)
     return path, name or (_DEFAULT_NAME if option else None)
 

@@ -204,7 +204,7 @@ class ModelServer:
                 f"unix:{path}",
                 credentials,
                 "the directory is missing, or the path is too long",
-                "choose another --grpc-socket-path",
+                "choose another --grpc_socket_path",
             )
         return server, bound
 
@@ -246,7 +246,7 @@ class ModelServer:
             hint = "correct the configuration"
             if error.code is Code.FAILED_PRECONDITION:
                 hint = "set labels after versions are available, or allow them earlier: "
-                hint += "--allow-version-labels-for-unavailable-models"
+                hint += "--allow_version_labels_for_unavailable_models"
             raise UsageError(error.message, cause=f"{error.code.name}", hint=hint) from error
 
 
@@ -277,7 +277,7 @@ def _single(base_path: str | PathLike[str] | None, name: str | None) -> tuple[Mo
         raise UsageError(
             "there is no model to serve",
             cause="neither a model base path nor a configuration file is given",
-            hint="serve-model run MODEL_BASE_PATH, or serve-model run --model-config-file FILE",
+            hint="serve-model run MODEL, or serve-model run --model-config-file FILE",
         )
     path = local_path("base_path", base_path).absolute()
     return (ModelConfig(name or path.name, path),)
@@ -293,7 +293,7 @@ def _require_unused(path: Path) -> None:
     raise ServerError(
         f"cannot listen on unix:{path}",
         cause="another server listens on it",
-        hint="choose another --grpc-socket-path",
+        hint="choose another --grpc_socket_path",
     )
 
 

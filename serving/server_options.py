@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from msgspec import Struct
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from exporter.errors import UsageError
-from exporter.storage.local_paths import path_parser
+from exporter.options import Option
+from exporter.options.parts import Part, count, fields_of, number, text_of
+from exporter.storage.local_paths import local_path, path_parser
 from serving.status import MAX_FILLED_BYTES
 
 if TYPE_CHECKING:
@@ -26,6 +30,93 @@ _of_network = partial(typer.Option, rich_help_panel=_NETWORK)
 _of_computing = partial(typer.Option, rich_help_panel=_COMPUTING)
 
 
+FLAGS = {
+    "rest_api_num_threads=N": Part(
+        "rest_api_num_threads", "how many HTTP requests to handle at once, by default 4 a CPU", count, least=1
+    ),
+    "rest_api_timeout_in_ms=N": Part(
+        "rest_api_timeout_in_ms",
+        "stop computing a REST request after this, by default 30000; 0 is never",
+        count,
+    ),
+    "rest_api_enable_cors_support": Part(
+        "rest_api_enable_cors_support", "allow requests from web pages of other origins"
+    ),
+    "model_config_file_poll_wait_seconds=N": Part(
+        "model_config_file_poll_wait_seconds",
+        "read --model-config-file again this often; 0, the default, reads it once",
+        number,
+        least=0,
+    ),
+    "allow_version_labels_for_unavailable_models": Part(
+        "allow_version_labels_for_unavailable_models",
+        "accept new labels for versions that are not available yet",
+    ),
+    "grpc_socket_path=PATH": Part("grpc_socket_path", "also listen on this UNIX socket", local_path),
+    "grpc_channel_arguments=NAME=VALUE,...": Part(
+        "grpc_channel_arguments", "as in grpc.max_connection_age_ms=2000", text_of
+    ),
+    "enable_signature_method_name_check": Part(
+        "enable_signature_method_name_check",
+        "Classify and Regress call signatures of their own method alone; models of TensorFlow 2 name "
+        "`predict` in all of them",
+    ),
+    "enable_serialization_as_tensor_content": Part(
+        "enable_serialization_as_tensor_content", "respond to Predict with bytes instead of lists of numbers"
+    ),
+    "enable_model_warmup=false": Part("no_model_warmup", "do not replay the warm-up requests of versions"),
+    "num_request_iterations_for_warmup=N": Part(
+        "num_request_iterations_for_warmup", "replay each of them this often", count
+    ),
+    "saved_model_tags=TAG,...": Part(
+        "saved_model_tags", "tags of the graph to load, by default serve", text_of
+    ),
+    "tensorflow_session_config_file=FILE": Part(
+        "tensorflow_session_config_file", "a session's ConfigProto in text form", local_path
+    ),
+    "tensorflow_intra_op_parallelism=N": Part(
+        "tensorflow_intra_op_parallelism", "threads for one operation; 0 is TensorFlow's choice", count
+    ),
+    "tensorflow_inter_op_parallelism=N": Part(
+        "tensorflow_inter_op_parallelism", "operations at the same time; 0 is TensorFlow's choice", count
+    ),
+    "tensorflow_session_parallelism=N": Part(
+        "tensorflow_session_parallelism", "the value of both if they are 0", count
+    ),
+}
+"""Flags of TensorFlow Serving, and the fields of `ServerOptions` or its `network` that they set."""
+
+
+def _flags(option: str, texts: Sequence[str]) -> Mapping[str, Any]:
+    return dict(fields_of(FLAGS, option, texts))
+
+
+class StockFlags(Struct, frozen=True):
+    """Flags of TensorFlow Serving that few need."""
+
+    fields: Annotated[
+        Mapping[str, Any],
+        Option(
+            "A flag of TensorFlow Serving, which may be typed as there: --NAME=VALUE; repeatable:",
+            name="--flag",
+            metavar="NAME=VALUE",
+            words={word: part.meaning for word, part in FLAGS.items()},
+            heading="TensorFlow Serving's flags",
+            typed=tuple[str, ...],
+            parse=_flags,
+        ),
+    ] = field(default_factory=dict)
+
+    def put_into(self, options: ServerOptions, network: NetworkOptions) -> ServerOptions:
+        """The options of a server with those of its network, and the fields that the flags set."""
+        own = {name: value for name, value in self.fields.items() if hasattr(options, name)}
+        others = {name: value for name, value in self.fields.items() if name not in own}
+        return replace(options, **own, network=replace(network, **others))
+
+
+NO_FLAGS = StockFlags()
+
+
 class NetworkOptions(Struct, frozen=True, kw_only=True):
     """Options for REST, metrics, TLS and the server's end; by default only gRPC. Names are TF Serving's."""
 
@@ -39,22 +130,9 @@ class NetworkOptions(Struct, frozen=True, kw_only=True):
             show_default="no REST",
         ),
     ] = None
-    rest_api_num_threads: Annotated[
-        int | None,
-        _of_rest(
-            metavar="N",
-            min=1,
-            help="How many HTTP requests to handle at the same time.",
-            show_default="4 for each CPU",
-        ),
-    ] = None
-    rest_api_timeout_in_ms: Annotated[
-        int, _of_rest(metavar="MS", min=0, help="Stop computing a REST request after this time; 0 is never.")
-    ] = 30_000
-    rest_api_enable_cors_support: Annotated[
-        bool,
-        _of_rest("--rest-api-enable-cors-support", help="Allow requests from web pages of other origins."),
-    ] = False
+    rest_api_num_threads: int | None = None
+    rest_api_timeout_in_ms: int = 30_000
+    rest_api_enable_cors_support: bool = False
     allow_host: Annotated[
         str | None,
         _of_rest(
@@ -113,21 +191,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             "and labels. Other options that name a model have no effect then.",
         ),
     ] = None
-    model_config_file_poll_wait_seconds: Annotated[
-        float,
-        _of_models(
-            metavar="SECONDS",
-            min=0,
-            help="Read that file again this often, and serve the models that it lists; 0 reads it once.",
-        ),
-    ] = 0.0
-    allow_version_labels_for_unavailable_models: Annotated[
-        bool,
-        _of_models(
-            "--allow-version-labels-for-unavailable-models",
-            help="Accept new labels for versions that are not available yet.",
-        ),
-    ] = False
+    model_config_file_poll_wait_seconds: float = 0.0
+    allow_version_labels_for_unavailable_models: bool = False
     poll_seconds: Annotated[
         float, _of_models(metavar="SECONDS", min=0, help="How often to look for new versions; 0 looks once.")
     ] = 1.0
@@ -135,19 +200,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     port: Annotated[
         int, _of_network(metavar="PORT", min=0, max=65535, help="gRPC port; 0 takes a free one.")
     ] = 0
-    grpc_socket_path: Annotated[
-        Path | None,
-        _of_network(
-            metavar="PATH", parser=path_parser("--grpc-socket-path"), help="Also listen on this UNIX socket."
-        ),
-    ] = None
-    grpc_channel_arguments: Annotated[
-        str | None,
-        _of_network(
-            metavar="NAME=VALUE,...",
-            help="More arguments of the gRPC server, as grpc.max_connection_age_ms=2000.",
-        ),
-    ] = None
+    grpc_socket_path: Path | None = None
+    grpc_channel_arguments: str | None = None
     threads: Annotated[
         int, _of_network(metavar="N", min=1, help="How many gRPC calls to handle at the same time.")
     ] = 8
@@ -159,47 +213,15 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             help="Refuse requests that grow by more than this when tensors are filled to their shapes.",
         ),
     ] = MAX_FILLED_BYTES
-    enable_signature_method_name_check: Annotated[
-        bool,
-        _of_computing(
-            "--enable-signature-method-name-check",
-            help="Let Classify and Regress call only signatures of their own method. Models of TensorFlow 2 "
-            "name `predict` in all of them.",
-        ),
-    ] = False
-    enable_serialization_as_tensor_content: Annotated[
-        bool,
-        _of_computing(
-            "--enable-serialization-as-tensor-content",
-            help="Respond to Predict with bytes instead of lists of numbers.",
-        ),
-    ] = False
-    no_model_warmup: Annotated[
-        bool, _of_computing("--no-model-warmup", help="Do not replay the warm-up requests of versions.")
-    ] = False
-    num_request_iterations_for_warmup: Annotated[
-        int, _of_computing(metavar="N", min=0, help="Replay each warm-up request this often.")
-    ] = 1
-    saved_model_tags: Annotated[str, _of_computing(metavar="TAG,...", help="Tags of the graph to load.")] = (
-        "serve"
-    )
-    tensorflow_session_config_file: Annotated[
-        Path | None,
-        _of_computing(
-            metavar="FILE",
-            parser=path_parser("--tensorflow-session-config-file"),
-            help="A session's ConfigProto in text form.",
-        ),
-    ] = None
-    tensorflow_intra_op_parallelism: Annotated[
-        int, _of_computing(metavar="N", min=0, help="Threads for one operation; 0 is TensorFlow's choice.")
-    ] = 0
-    tensorflow_inter_op_parallelism: Annotated[
-        int, _of_computing(metavar="N", min=0, help="Operations at the same time; 0 is TensorFlow's choice.")
-    ] = 0
-    tensorflow_session_parallelism: Annotated[
-        int, _of_computing(metavar="N", min=0, help="The value of both if they are 0.")
-    ] = 0
+    enable_signature_method_name_check: bool = False
+    enable_serialization_as_tensor_content: bool = False
+    no_model_warmup: bool = False
+    num_request_iterations_for_warmup: int = 1
+    saved_model_tags: str = "serve"
+    tensorflow_session_config_file: Path | None = None
+    tensorflow_intra_op_parallelism: int = 0
+    tensorflow_inter_op_parallelism: int = 0
+    tensorflow_session_parallelism: int = 0
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
@@ -216,7 +238,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         for part in filter(None, (self.grpc_channel_arguments or "").split(",")):
             name, equals, value = part.partition("=")
             if not equals:
-                raise UsageError(f"--grpc-channel-arguments: {part!r} is not of the form NAME=VALUE")
+                raise UsageError(f"--flag grpc_channel_arguments: {part!r} is not of the form NAME=VALUE")
             arguments.append((name, int(value) if value.lstrip("-").isdecimal() else value))
         return arguments
 
@@ -227,7 +249,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
         file, config = self.tensorflow_session_config_file, b""
         if file is not None:
-            option = "--tensorflow-session-config-file"
+            option = "--flag tensorflow_session_config_file"
             config = read_text_config(option, file, "ConfigProto").SerializeToString()
         session = self.tensorflow_session_parallelism
         return Loading(

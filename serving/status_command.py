@@ -152,7 +152,7 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
     columns = {name: columns[name] for name in shown}
     sink.table(f"{client.model} on {client.address}{_newest(target)}", columns, rows)
     if target is None and any(one.position is not None for one in found):
-        sink.note("to see how far behind a version is: --published MODEL_BASE_PATH")
+        sink.note("to see how far behind a version is: --model-base-path MODEL")
     _require_available(client, found, statuses)
 
 
@@ -192,7 +192,7 @@ def find_model(connect: Callable[[str], ModelClient], published: Path | None) ->
 
 def _not_named(client: ModelClient, error: CallFailed) -> CallFailed:
     served = error.served
-    ask = f"serve-model status {client.address} --model {quoted(served[0]) if served else 'NAME'}"
+    ask = f"serve-model status {client.address} --model-name {quoted(served[0]) if served else 'NAME'}"
     if served:
         what = f"{client.address} serves {len(served)} models: {', '.join(served)}"
         return CallFailed(error.code, what, cause="which of them is meant is not said", hint=ask)

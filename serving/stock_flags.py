@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from exporter.errors import UsageError
+from serving.server_options import FLAGS
 
 
 class StockFlag(Struct, frozen=True):
@@ -21,8 +22,8 @@ class StockFlag(Struct, frozen=True):
     option: str = ""
     """The option of this program; by default the one of the same name, with dashes."""
     is_boolean: bool = False
-    option_if_false: str = ""
-    """For a boolean that is true by default: the option that turns it off."""
+    is_true: bool = False
+    """The default of a boolean."""
     why: str = ""
     """The difference, or the reason why the flag has no effect or is refused."""
     harmless: tuple[str, ...] = ()
@@ -30,8 +31,9 @@ class StockFlag(Struct, frozen=True):
 
     @property
     def own(self) -> str:
-        """The option of this program."""
-        return self.option or f"--{self.name.replace('_', '-')}"
+        """The option of this program; `--flag` if it has none of its own."""
+        is_rare = any(word.partition("=")[0] == self.name for word in FLAGS)
+        return "--flag" if is_rare else self.option or f"--{self.name.replace('_', '-')}"
 
 
 def _same(name: str, option: str = "", why: str = "") -> StockFlag:
@@ -61,7 +63,7 @@ STOCK_FLAGS = (
     _switch("allow_version_labels_for_unavailable_models"),
     _switch("enable_signature_method_name_check"),
     _switch("enable_serialization_as_tensor_content"),
-    StockFlag("enable_model_warmup", is_boolean=True, option_if_false="--no-model-warmup"),
+    StockFlag("enable_model_warmup", is_boolean=True, is_true=True),
     _same("num_request_iterations_for_warmup"),
     _same("saved_model_tags"),
     _same("tensorflow_session_config_file"),
@@ -133,11 +135,13 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _options(flag: StockFlag, value: str | None) -> Iterable[str]:
+    is_flag = flag.own == "--flag"
     if not flag.is_boolean:
-        return [flag.own if value is None else f"{flag.own}={value}"]
-    if not _truth(flag, value):
-        return [flag.option_if_false] if flag.option_if_false else []
-    return [] if flag.option_if_false else [flag.own]
+        option = f"--flag={flag.name}" if is_flag else flag.own
+        return [option if value is None else f"{option}={value}"]
+    if _truth(flag, value) == flag.is_true:
+        return []
+    return [f"--flag={flag.name}{'=false' * flag.is_true}"] if is_flag else [flag.own]
 
 
 def _truth(flag: StockFlag, value: str | None) -> bool:

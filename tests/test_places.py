@@ -63,7 +63,7 @@ def test_every_path_of_a_command_line_refuses_stores(app: typer.Typer) -> None:
     ("option", "url"),
     [
         (option, url)
-        for option in ("--ckpt-dir", "--out", "--signatures", "--rename-file", "--requests")
+        for option in ("--ckpt-dir", "--out", "--signatures", "--rename", "--requests")
         for url in ("gs://bucket/m", "s3://bucket/m", "hdfs://name:8020/m", "azfs://a/b")
         if option not in ("--ckpt-dir", "--out") or url[:2] not in ("gs", "s3")
     ],
@@ -187,7 +187,13 @@ def test_serve_model_refuses_stores() -> None:
         ran = run_app(serving_cli.app, "run", url)
         assert (ran.code, "export-model pull s3://models/m m, then" in ran.err) == (2, True), ran.err
     ran = run_app(
-        serving_cli.app, "predict", "127.0.0.1:1", "--model", "m", "--json-input", "gs://bucket/request.json"
+        serving_cli.app,
+        "predict",
+        "127.0.0.1:1",
+        "--model-name",
+        "m",
+        "--json-input",
+        "gs://bucket/request.json",
     )
     assert (ran.code, "--json-input gs://bucket/request.json: only local" in ran.err) == (2, True)
 

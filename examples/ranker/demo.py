@@ -122,7 +122,7 @@ class Source:
         what: Words = ["--ckpt-dir", self.checkpoints, "--model", builder, *size]
         # Room for all rows: on a slow machine training touches most of them before the demonstration ends.
         room: Words = ["--map-tables", "--overlay-rows", str(USERS)]
-        return ["export-model", *what, "--out", self.model, "--incr", "--stamp", *room]
+        return ["export-model", *what, "--out", self.model, "--incr", "--add=stamp", *room]
 
     def await_checkpoint(self, cluster: Cluster) -> None:
         """Return when there is a full checkpoint of a trained model."""

@@ -52,13 +52,13 @@ class Admission(Struct, frozen=True):
         """Raise UsageError if a filter needs numbers that no table with rows has, or an unknown step."""
         if self.max_age_steps is not None and catalog.step is None:
             raise UsageError(
-                f"--max-age-steps counts back from the training step, and {catalog.prefix.name} tells none",
+                f"--keys max-age-steps counts back from a training step, and {catalog.prefix.name} has none",
                 hint="leave it out, or save the checkpoint with its global step",
             )
         from exporter.checkpoint.embedding_variables import count_blocks
 
-        asked = {"--min-freq": ("freqs", self.min_freq > 0)}
-        asked["--max-age-steps"] = ("versions", self.max_age_steps is not None)
+        asked = {"--keys min-freq": ("freqs", self.min_freq > 0)}
+        asked["--keys max-age-steps"] = ("versions", self.max_age_steps is not None)
         for option, (what, is_asked) in asked.items():
             if is_asked and all(v.rows and count_blocks(catalog, v, what) is None for v in variables):
                 raise UsageError(

@@ -49,6 +49,13 @@ _delta = partial(Option, heading=DELTAS)
 _of_incr = partial(_delta, goes_with="--incr")
 
 
+_DESPITE = {
+    "hold": "the model is held",
+    "deltas": "the newest version takes deltas, and this one would not",
+    "role": "this node of a cluster is not the chief",
+}
+
+
 class PlaceFlags(Struct, frozen=True):
     """The options that say where a checkpoint is read, and where its version is published."""
 
@@ -69,7 +76,10 @@ class PlaceFlags(Struct, frozen=True):
         ),
     ] = None
     again: Annotated[bool, _place("Publish a checkpoint again that is already published.")] = False
-    any_role: Annotated[bool, _place("Export even if this node of a cluster is not the chief.")] = False
+    despite: Annotated[
+        tuple[str, ...],
+        _place("Publish although something speaks against it; repeatable:", metavar="WORD", words=_DESPITE),
+    ] = ()
     config: Annotated[
         Path | None,
         _place(
@@ -152,7 +162,7 @@ class RunFlags(Struct, frozen=True):
         return self.incr and "always" not in self.new_base
 
 
-def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
+def check_places(places: PlaceFlags, run: RunFlags, request: ExportRequest) -> None:
     """Refuse options about one version that cannot be combined with deltas or a watch."""
     if alone := [when for when in run.new_base if when != "always" and not run.publishes_deltas]:
         raise UsageError(
@@ -162,10 +172,12 @@ def check_places(places: PlaceFlags, run: RunFlags, *, plain: bool) -> None:
         raise UsageError(
             "--again publishes one version: it does not go with --watch and --incr", hint="leave out --again"
         )
-    if plain and run.takes_deltas:
+    if request.check_graph and not run.incr:
+        raise UsageError("--verify graph goes with --incr", hint="add --incr, or leave out --verify graph")
+    if "deltas" in places.despite and run.takes_deltas:
         raise UsageError(
-            "--plain publishes a version that takes no deltas: it does not go with --incr and --new-base",
-            hint="leave out --plain",
+            "--despite deltas publishes a version that takes none: it does not go with --incr and --new-base",
+            hint="leave out --despite deltas",
         )
 
 
@@ -257,11 +269,13 @@ def export(
         require_apart(ckpt_dir, out)
         servers = Servers(flags.notify, access)
         servers.check()
-        check_places(places, flags, plain=request.plain)
+        check_places(places, flags, request)
         request = replace(
             request,
             ckpt_dir=ckpt_dir,
             again=places.again,
+            plain="deltas" in places.despite,
+            despite_hold="hold" in places.despite,
             data=data_mode(out, request.data),
             updates=request.updates if flags.takes_deltas else None,
         )
@@ -269,7 +283,7 @@ def export(
         sink.json_lines, sink.is_brief = flags.watch, flags.watch and not flags.verbose
         from exporter.cli import export_commands  # late: refused options need none of this
 
-        if not places.any_role and not (role := node_role()).is_chief:
+        if "role" not in places.despite and not (role := node_role()).is_chief:
             export_commands.stand_by(role, sink)
             return
         target = stack.enter_context(opened(out, read_only=flags.dry_run, signing=request.signing))

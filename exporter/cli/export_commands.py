@@ -52,7 +52,7 @@ def stand_by(role: Role, sink: Output) -> None:
     from exporter.cli.documents.exported import StandBy
 
     document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
-    why = f"this node is {role} ({role.source}), and the chief exports; --any-role exports here, too"
+    why = f"this node is {role} ({role.source}), and the chief exports; --despite role exports here, too"
     sink.result(document, [labelled("nothing to do", why)], is_done=True)
 
 
@@ -143,12 +143,12 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
     """Publish the next delta, or the base; with `dry_run` only print the plan. A watch runs until it ends.
 
     Raises:
-        UsageError: `--check-graph` is combined with `--watch` or `--new-base if-needed`.
+        UsageError: `--verify graph` is combined with `--watch` or `--new-base if-needed`.
         ModelHeld: the model is held, and `--new-base merged` would publish a base.
     """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
-            "--check-graph goes neither with --watch nor with --new-base if-needed",
+            "--verify graph goes neither with --watch nor with --new-base if-needed",
             cause="a builder is run once in a process: of a second run, layers have other names",
         )
     if dry_run:
@@ -329,7 +329,7 @@ def exported(
     for one in document.notified:
         if one.problem is not None:
             what = "the delta is published" if done.published is not None else "nothing new was published"
-            again = f"serve-model update {one.address} --model {quoted(plan.log.model.name)}"
+            again = f"serve-model update {one.address} --model-name {quoted(plan.log.model.name)}"
             sink.warn(f"{what}; {one.address} did not take it: {one.problem} (hint: {again})")
 
 
@@ -349,7 +349,7 @@ def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
     """Return a warning with the delta's least size, its budget, and the budget that would be enough."""
     is_rate = (request.delta_budget or "").endswith("/s")
     enough = f"{math.ceil(found.due / max(found.seconds, 1.0))}B/s" if is_rate else f"{found.due}B"
-    age = "" if request.max_row_age is None else ", rows that waited for --max-row-age,"
+    age = "" if request.max_row_age is None else ", rows that waited for --delta-budget age,"
     return (
         f"the budget allowed {found.allowed} B, and {found.due} B had to go: what is served whole, new "
         f"keys{age} and the delta's own index; --delta-budget {enough} would be enough"
@@ -382,7 +382,7 @@ def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
         place = plan.log.model if by is None else by.place(plan.log.model)
         yield labelled("next", f"export-model resume {quoted(place)}")
     elif not is_told:
-        yield labelled("next", f"serve-model update HOST:PORT --model {quoted(plan.log.model.name)}")
+        yield labelled("next", f"serve-model update HOST:PORT --model-name {quoted(plan.log.model.name)}")
 
 
 def _dry_run(request: ExportRequest, sink: Output, how: RunOptions) -> None:

@@ -11,7 +11,7 @@ import typer
 from msgspec import Struct, field
 
 from exporter.options import ExportRequest, Option
-from exporter.storage.local_paths import checkpoint_parser
+from exporter.storage.local_paths import checkpoint_parser, local_path
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 
 _compared = partial(Option, goes_with="--unmatched")
@@ -24,7 +24,7 @@ class ComparisonFlags(Struct, frozen=True):
         str | None,
         Option(
             "Compare a checkpoint with this graph (as --model names it), and list unmatched names.",
-            metavar="MODEL",
+            metavar="WHAT",
         ),
     ] = None
     model_args: Annotated[
@@ -40,7 +40,10 @@ class ComparisonFlags(Struct, frozen=True):
         _compared("With --unmatched: an output of a .meta's graph.", name="--output", metavar="NAME=TENSOR"),
     ] = field(default_factory=dict)
     rename_file: Annotated[
-        Path | None, _compared("With --unmatched: the table of names so far.", metavar="FILE")
+        Path | None,
+        _compared(
+            "With --unmatched: the table of names so far.", name="--rename", metavar="FILE", parse=local_path
+        ),
     ] = None
 
     def request(self, ckpt_dir: Path) -> ExportRequest | None:

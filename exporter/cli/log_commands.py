@@ -41,9 +41,14 @@ class RebaseFlags(Struct, frozen=True):
     keep: Annotated[
         int | None, _of_rebase("With --rebase: keep the newest N versions.", metavar="N", least=1)
     ] = None
-    despite_hold: Annotated[
-        bool, _of_rebase("With --rebase: publish the base although the model is held.")
-    ] = False
+    despite: Annotated[
+        tuple[str, ...],
+        _of_rebase(
+            "With --rebase: publish the base although something speaks against it:",
+            metavar="hold",
+            words={"hold": "the model is held"},
+        ),
+    ] = ()
 
 
 DELTAS_ALONE = RebaseFlags()
@@ -97,7 +102,7 @@ def merge(
             based = api.rebase(
                 model,
                 keep=base.keep,
-                despite_hold=base.despite_hold,
+                despite_hold="hold" in base.despite,
                 jobs=jobs,
                 progress=sink.progress,
                 signing=signing,

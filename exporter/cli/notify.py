@@ -53,9 +53,7 @@ class Servers(Struct, frozen=True):
         if self.access == WITHOUT_TLS:
             return
         if not self.addresses:
-            raise UsageError(
-                "--grpc-ca and its like go with --notify", hint="add --notify HOST, or leave them out"
-            )
+            raise UsageError("--grpc goes with --notify", hint="add --notify HOST, or leave out --grpc")
         from serving.credentials import channel_credentials
 
         channel_credentials(self.access)

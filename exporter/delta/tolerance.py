@@ -1,9 +1,9 @@
 """Approximate deltas: which changed rows are sent, rounded or held back, and the report on them.
 
 Each changed row has a *distance*: the Euclidean norm of its new value less the served one. Rows below
-`--min-change` are held back; with a budget the nearest rows are held back until the others fit. One threshold
-divides the rows of all tables: the given one, or the lowest that fits the budget. Rows that are held back are
-remembered, with the time when they began to wait, and compete again with their whole distance.
+`--delta-budget change=X` are held back; with a size the nearest rows are held back until the others fit. One
+threshold divides the rows of all tables: the given one, or the lowest that fits the size. Rows that are held
+back are remembered, with the time when they began to wait, and compete again with their whole distance.
 
 All is done only if asked for, and each publication says how far served values may be from the trainer's. A
 row whose distance is NaN or infinite is always sent, and so are changes without a distance: variables that
@@ -41,7 +41,7 @@ from exporter.wire.int8_codes import values_of
 _ROWS = 1 << 12  # at a time: of 64 floats, their differences in float64 stay in a processor's cache
 _SAME, _WILD, _HELD = -3.0, -2.0, -1.0
 """Scores of rows that are served already in the form in which they would be sent, and of rows that are held
-back in any case: beyond their norm, or below `--min-change`."""
+back in any case: beyond their norm, or below `--delta-budget change=X`."""
 _FURTHEST = sys.float_info.max  # infinity is no number of JSON
 
 

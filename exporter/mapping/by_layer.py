@@ -286,7 +286,7 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
         raise NoCertainMatch(
             "layers of the model and of the checkpoint that would belong together have other names",
             cause=lines_of(found[:_SHOWN]),
-            hint="build the layers in the trainer's order and by its names, or write a --rename-file",
+            hint="build the layers in the trainer's order and by its names, or list the pairs: --rename FILE",
         )
 
 

@@ -1,6 +1,6 @@
 """The rules of mapping variables to tensors: renames, a table of names, casts, and partitions' row order.
 
-A table of names (`--rename-file`) is written by hand, or begun by `inspect --unmatched`: two columns
+A table of names (`--rename`) is written by hand, or begun by `inspect --unmatched`: two columns
 separated by blanks; `#` at the beginning of a line or after a blank begins a comment.
 
     # variable            tensor
@@ -391,7 +391,10 @@ def parse_admission(request: ExportRequest) -> Admission:
     Raises:
         UsageError: a number is negative.
     """
-    for option, count in (("--min-freq", request.min_freq), ("--max-age-steps", request.max_age_steps)):
+    for option, count in (
+        ("--keys min-freq", request.min_freq),
+        ("--keys max-age-steps", request.max_age_steps),
+    ):
         if count is not None and count < 0:
             raise UsageError(f"{option} {count}: expected 0 or more")
     return Admission(request.min_freq, request.max_age_steps)

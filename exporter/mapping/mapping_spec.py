@@ -186,8 +186,8 @@ class MappingSpec(
     given: Annotated[RulesDocument, doc("the rules that variables were mapped to tensors by")]
     tables: Annotated[tuple[GraphTable, ...], doc("lookup tables whose contents are served")] = ()
     dynamic: Annotated[tuple[DynamicTable, ...], doc("tables by arbitrary keys")] = ()
-    min_freq: Annotated[Count, doc("--min-freq")] = 0
-    max_age_steps: Annotated[Count | None, doc("--max-age-steps")] = None
+    min_freq: Annotated[Count, doc("--keys min-freq")] = 0
+    max_age_steps: Annotated[Count | None, doc("--keys max-age-steps")] = None
     not_in_8_bits: Annotated[tuple[Text, ...], doc("names of variables that --cast int8 leaves out")] = ()
     layers: Annotated[
         Mapping[Text, tuple[PlaceDocument, ...]],

@@ -31,6 +31,16 @@ from exporter.errors import UsageError
 from exporter.newer_python import StrEnum
 from exporter.options import given
 from exporter.options.given import Checked, Given, StrPath
+from exporter.options.parts import (
+    Fields,
+    Part,
+    count,
+    fields_of,
+    number,
+    require_needed,
+    texts_of,
+    wrong_word,
+)
 from exporter.storage.local_paths import checkpoint_path, local_name, local_path
 from exporter.storage.url import Url
 
@@ -65,6 +75,8 @@ class Option(Struct, frozen=True):
     """What is typed for a value: the other way round; of an option with `fields` several texts."""
     fields: tuple[str, ...] = ()
     """The fields of its struct that it sets, if they are not its own alone: `parse` returns `Fields`."""
+    parts: Mapping[str, Part] = {}
+    """The field of each of its words, if `in_parts` made it."""
     goes_with: str = ""
     """Options without one of which it has no effect, and is refused: `--incr or --new-base`; or an option
     with its value: `--verify outputs`.
@@ -79,10 +91,24 @@ class Option(Struct, frozen=True):
         return "Option(...)"  # signatures show it in each annotation; the docstring has the texts
 
     @property
+    def lines(self) -> str:
+        """The help text, and a line for each word."""
+        return "\n".join([self.help, *(f"{word}: {meaning}" for word, meaning in self.words.items())])
+
+    @property
     def told(self) -> str:
-        """The help text with the meaning of each word."""
+        """The help text with the meaning of each word, as one paragraph."""
         words = "; ".join(f"{word} ({meaning})" for word, meaning in self.words.items())
         return f"{self.help} {words}." if words else self.help
+
+    def of_fields(self) -> dict[str, str]:
+        """What each field does that its words set: its help, and what the words say; empty without parts."""
+        said: dict[str, list[str]] = {}
+        for word, part in self.parts.items():
+            is_value = part.take is None and part.value is not True
+            said.setdefault(part.field, []).append(f"{word} ({part.meaning})" if is_value else part.meaning)
+        head = self.help.removesuffix("; repeatable:")
+        return {name: f"{head}: {'; '.join(texts)}." for name, texts in said.items()}
 
     def require_word(self, name: str, text: str) -> None:
         """Refuse a text that is not one of the option's words.
@@ -92,15 +118,22 @@ class Option(Struct, frozen=True):
         """
         heads = {word.partition("=")[0]: word for word in self.words}
         head, equals, value = text.partition("=")
-        if head in heads and bool(value) == ("=" in heads[head]) and bool(equals) == bool(value):
-            return
-        close = heads.get(given.nearest_name(head, heads))
-        hint = f"{name} {close}" if close else f"one of {', '.join(self.words)}"
-        raise UsageError(f"{name} {text!r} is not one of its words", hint=hint)
+        if not (head in heads and bool(value) == ("=" in heads[head]) and bool(equals) == bool(value)):
+            raise wrong_word(self.words, name, text)
 
 
-class Fields(dict[str, Any]):
-    """The values of several fields of a struct, by name, that one option sets."""
+def in_parts(parts: Mapping[str, Part], help: str, **settings: Any) -> Option:
+    """A repeatable option whose words each set a field of its struct."""
+    return Option(
+        f"{help}; repeatable:",
+        typed=tuple[str, ...],
+        words={word: part.meaning for word, part in parts.items()},
+        parts=parts,
+        parse=partial(fields_of, parts),
+        text=partial(texts_of, parts),
+        fields=tuple(dict.fromkeys(part.field for part in parts.values())),
+        **settings,
+    )
 
 
 class DeclaredOption(Struct, frozen=True):
@@ -118,7 +151,8 @@ class DeclaredOption(Struct, frozen=True):
         if not self.option.fields:
             return self.own(values)
         for name in self.path[:-1]:
-            values = getattr(values, name)
+            if (values := getattr(values, name)) is None:
+                return self.default
         plain = {each.name: each for each in fields(type(values))}
         found = ((name, getattr(values, name)) for name in self.option.fields)
         return Fields({name: value for name, value in found if value != default_of(plain[name])})
@@ -154,6 +188,9 @@ def _declared(kind: type[Struct]) -> Iterator[DeclaredOption]:
         if option is not None:
             name = option.name or f"--{each.name.replace('_', '-')}"
             default = Fields() if option.fields else default
+            for word, part in option.parts.items():
+                if part.take is not None or part.value is True:
+                    given.FIELDS[name, word.partition("=")[0]] = part.field
             yield DeclaredOption(name, (each.name,), option, get_args(hint)[0], default)
         elif (inner := struct_in(hint)) is not None:
             yield from (replace(one, path=(each.name, *one.path)) for one in declared(inner))
@@ -166,8 +203,12 @@ def struct_in(hint: Any) -> type[Struct] | None:
 
 
 def option_of(kind: type[Struct], name: str) -> str:
-    """The name of the option that sets a field: `--name`."""
-    return next(one.name for one in declared(kind) if one.path[-1] == name)
+    """What sets a field: `--name`, or an option and its word."""
+    for one in declared(kind):
+        words = [word for word, part in one.option.parts.items() if part.field == name]
+        if words or one.path[-1] == name:
+            return f"{one.name} {words[0]}" if len(words) == 1 else one.name
+    raise KeyError(name)
 
 
 def arguments(values: Struct) -> Iterator[str]:
@@ -195,17 +236,25 @@ def digest_fields(values: Struct) -> dict[str, Any]:
     """The values of options that are part of a plan's digest, by field; None for a struct that is absent."""
     told: dict[str, Any] = {}
     for one in declared(type(values)):
-        if not one.option.digest:
+        asked = {each.field: each.digest for each in one.option.parts.values()} or {
+            one.path[-1]: one.option.digest
+        }
+        if not any(asked.values()):
             continue
-        part = told
+        part, owner = told, values
         for name in one.path[:-1]:
-            if getattr(values, name) is None:
+            if (owner := getattr(owner, name)) is None:
                 part[name] = None
                 break
             part = part.setdefault(name, {})
         else:
-            if one.option.digest == "always" or one.is_given(values):
-                part[one.path[-1]] = one.own(values)
+            plain = {each.name: default_of(each) for each in fields(type(owner))}
+            found = {name: getattr(owner, name) for name, when in asked.items() if when}
+            part |= {
+                name: value
+                for name, value in found.items()
+                if asked[name] == "always" or value != plain[name]
+            }
     return told
 
 
@@ -233,7 +282,8 @@ def lacking_company(found: Sequence[tuple[DeclaredOption, Any]]) -> Iterator[Dec
     """
     known = {one.name for one, _ in found}
     given = {one.name: one.option.text(value) for one, value in found if value != one.default}
-    there = {*given, *(f"{name} {text}" for name, text in given.items())}
+    texts = ((name, [text] if isinstance(text, str) else text) for name, text in given.items())
+    there = {*given, *(f"{name} {each}" for name, several in texts for each in several)}
     for one, _ in found:
         company = one.option.goes_with.split(" or ") if one.option.goes_with else []
         is_known = bool(company) and all(text.partition(" ")[0] in known for text in company)
@@ -253,9 +303,20 @@ def _take_within_limits(values: Struct, own: Collection[str] = ()) -> None:
             value = one.value(values)
             if value is not None and not value >= one.option.least:
                 raise given.wrong(one.path[0], value, f"{one.option.least:g} or more")
+        if one.option.parts and len(one.path) == 1:
+            _require_parts(one, values)
         if one.option.words and one.option.parse is None and len(one.path) == 1:
             for text in one.value(values):
                 one.option.require_word(one.name, text)
+
+
+def _require_parts(one: DeclaredOption, values: Struct) -> None:
+    parts = one.option.parts
+    for part in parts.values():
+        value = getattr(values, part.field)
+        if part.least is not None and value is not None and not value >= part.least:
+            raise given.wrong(part.field, value, f"{part.least:g} or more")
+    require_needed(parts, one.name, one.value(values))
 
 
 class _Limited(Given, frozen=True):
@@ -426,9 +487,10 @@ def _path_or_url(option: str, text: str) -> str:
 _places, _served, _names, _storage, _keyed, _checks, _deltas, _following, _work, _signatures = (
     partial(Option, heading=heading) for heading in HEADINGS
 )
-# `always`: these options were in the first release. A new option of a base overrides it by "if given", or the
-# digest of every base that is published would change.
-_base = partial(_deltas, goes_with="--incr or --new-base", digest="always")
+_OF_BASES: Mapping[str, Any] = {"heading": DELTAS, "goes_with": "--incr or --new-base"}
+"""Settings of the options of `Updates`. Those of the first release have the digest `always`; a new one says
+`if given`, or the digest of every base that is published would change.
+"""
 
 
 _ENGINE_WORDS = {
@@ -597,26 +659,48 @@ class Updates(_Limited, frozen=True, repr_omit_defaults=True):
 
     isolation: Annotated[
         Isolation,
-        _base("Consistency during an update: snapshot never mixes two positions; row may."),
+        in_parts(
+            {
+                "snapshot": Part(
+                    "isolation", "no response mixes two positions", value=Isolation.SNAPSHOT, digest="always"
+                ),
+                "snapshot=N": Part(
+                    "snapshot_max_rows",
+                    "deltas of more than N rows, by default 4000000, are applied in visible pieces",
+                    count,
+                    least=0,
+                    digest="always",
+                ),
+                "row": Part("isolation", "responses may mix positions", value=Isolation.ROW, digest="always"),
+            },
+            "Consistency during an update",
+            metavar="WORD",
+            **_OF_BASES,
+        ),
     ] = Isolation.SNAPSHOT
-    snapshot_max_rows: Annotated[
-        int,
-        _base("Apply larger deltas in visible pieces.", metavar="N", least=0),
-    ] = 4_000_000
+    snapshot_max_rows: int = 4_000_000
     stamp: Annotated[
         bool,
-        _base("Add model_position and model_step to predict responses."),
-    ] = False
-    digest: Annotated[
-        bool,
-        _base("Add a signature that returns checksums of the served values.", name="--with-digest"),
-    ] = False
-    finite: Annotated[
-        bool,
-        _base(
-            "Refuse deltas with NaN or infinity; new bases, too, by --verify bytes.", name="--require-finite"
+        in_parts(
+            {
+                "stamp": Part("stamp", "model_position and model_step in predict responses", digest="always"),
+                "digest": Part(
+                    "digest", "a signature that returns checksums of the served values", digest="always"
+                ),
+                "nan-check": Part(
+                    "finite",
+                    "a refusal of deltas with NaN or infinity; of new bases, too, by --verify bytes",
+                    digest="always",
+                ),
+            },
+            "Give a base this, too",
+            name="--add",
+            metavar="WORD",
+            **_OF_BASES,
         ),
     ] = False
+    digest: bool = False
+    finite: bool = False
 
     if TYPE_CHECKING:
 
@@ -698,28 +782,70 @@ class GraphOptions(Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
 
 
 _REQUESTS = {
-    "FILE": "warm-up requests of the version; --verify outputs tries them, too",
-    "verify=FILE": "for --verify outputs alone",
-    "none": "no warm-up requests, nor generated ones",
+    "FILE": Part("warmup", "warm-up requests of the version; --verify outputs tries them, too", local_path),
+    "verify=FILE": Part("verify_inputs", "requests for --verify outputs alone", local_path),
+    "none": Part("no_warmup", "no warm-up requests, nor generated ones", digest="always"),
+}
+_KEEP = {
+    "N": Part("keep", "the newest N", count, least=1),
+    "hourly=N": Part(
+        "keep_hourly",
+        "also the newest of each of the last N hours that have one",
+        count,
+        least=0,
+        needs=("keep",),
+    ),
+    "daily=N": Part(
+        "keep_daily",
+        "also the newest of each of the last N days that have one",
+        count,
+        least=0,
+        needs=("keep",),
+    ),
+}
+_KEYS = {
+    "min-freq=N": Part("min_freq", "seen N times or more", count, least=0),
+    "max-age-steps=N": Part("max_age_steps", "updated in the last N steps", count, least=0),
+}
+_CHECKED = {
+    "none": Part("verify", "nothing", value=Verify.NONE, digest="always"),
+    "files": Part("verify", "index, sizes, small files; the default", value=Verify.FILES, digest="always"),
+    "bytes": Part("verify", "every value, too", value=Verify.BYTES, digest="always"),
+    "outputs": Part("verify", "responses, too", value=Verify.OUTPUTS, digest="always"),
+    "graph": Part("check_graph", "with --incr: the graph, built again, is the base's"),
+}
+_BUDGET = {
+    "SIZE": Part("delta_budget", "the rows that changed most, up to 64MiB a delta, or 1MB/s", _budget),
+    "change=X": Part(
+        "min_change", "rows that moved X or more (Euclidean norm) since they were sent", number, least=0.0
+    ),
+    "age=TIME": Part(
+        "max_row_age",
+        "each row after this time (90, 10m, 2h), whatever the budget",
+        given.parse_duration,
+        least=0.0,
+        needs=("delta_budget", "min_change"),
+    ),
 }
 
 
-def _requests(option: str, texts: Sequence[str]) -> Fields:
-    """The fields of a request that `--requests` sets; UsageError for two files of one use."""
+def _renames(option: str, texts: Sequence[str]) -> Fields:
+    """The fields that `--rename` sets; UsageError for two files."""
     found = Fields()
-    for text in texts:
-        path = text.removeprefix("verify=")
-        field_ = "no_warmup" if text == "none" else "verify_inputs" if path != text else "warmup"
-        value = True if text == "none" else local_path(option, path)
-        if found.setdefault(field_, value) != value:
-            raise UsageError(f"{option} names two files, {found[field_]} and {value}", hint="name one")
+    if rules := tuple(text for text in texts if "=" in text):
+        found["renames"] = rules
+    if files := [text for text in texts if "=" not in text]:
+        if len(files) > 1:
+            raise UsageError(f"{option} names two files, {files[0]} and {files[1]}", hint="name one")
+        found["rename_file"] = local_path(option, files[0])
     return found
 
 
-def _requests_texts(found: Fields) -> Iterator[str]:
-    """What is typed for fields that `--requests` sets."""
-    names = {"warmup": "{}", "verify_inputs": "verify={}", "no_warmup": "none"}
-    yield from (names[name].format(value) for name, value in found.items())
+def _rename_texts(found: Mapping[str, Any]) -> Iterator[str]:
+    """What is typed for fields that `--rename` sets."""
+    yield from found.get("renames", ())
+    if "rename_file" in found:
+        yield str(found["rename_file"])
 
 
 class ExportOptions(GraphOptions, frozen=True, kw_only=True):
@@ -746,23 +872,25 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
             digest="if given",
         ),
     ] = None
-    plain: Annotated[
-        bool, _places("Publish a version that takes no deltas, although the newest one does.")
-    ] = False
-    despite_hold: Annotated[bool, _places("Publish a version although the model is held.")] = False
+    plain: bool = False
+    """Publish a version that takes no deltas, although the newest one does."""
+    despite_hold: bool = False
+    """Publish a version although the model is held."""
     again: bool = False
     """Publish once more what is published already by the same plan."""
     renames: Annotated[
         tuple[str, ...],
         _names(
-            "Map variables (regular expression) to tensor names. Repeatable.",
+            "Map variables (regular expression) to tensor names, or by a file of lines 'variable tensor', "
+            "where # begins a comment. Repeatable.",
             name="--rename",
-            metavar="PATTERN=NAME",
+            metavar="PATTERN=NAME|FILE",
+            parse=_renames,
+            fields=("renames", "rename_file"),
+            text=_rename_texts,
         ),
     ] = ()
-    rename_file: Annotated[
-        Path | None, _names("File with lines 'variable tensor'; # begins a comment.", metavar="FILE")
-    ] = None
+    rename_file: Path | None = None
     by_order: Annotated[bool, _names("Match arrays without names to variables by the graph's order.")] = False
     average: Annotated[
         str | None, _names("Serve moving averages instead of raw weights.", metavar="ema|NAME")
@@ -840,45 +968,32 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     """Without them a base that takes deltas, and a version that maps its tables, brings generated ones."""
     no_warmup: Annotated[
         bool,
-        _storage(
-            "Requests of the model, one in REST's JSON on each line; repeatable:",
+        in_parts(
+            _REQUESTS,
+            "Requests of the model, one in REST's JSON on each line",
+            heading=STORAGE,
             name="--requests",
             metavar="FILE|none",
-            words=_REQUESTS,
-            typed=tuple[str, ...],
-            parse=_requests,
-            fields=("warmup", "no_warmup", "verify_inputs"),
-            text=_requests_texts,
-            digest="always",
         ),
     ] = False
-    keep: Annotated[int | None, _storage("Keep only the newest N versions.", metavar="N", least=1)] = None
-    keep_hourly: Annotated[
-        int,
-        _storage(
-            "With --keep: also the newest version of each of the last N hours that have one.",
-            metavar="N",
-            least=0,
-            goes_with="--keep",
-        ),
-    ] = 0
-    keep_daily: Annotated[
-        int,
-        _storage(
-            "With --keep: also the newest version of each of the last N days that have one.",
-            metavar="N",
-            least=0,
-            goes_with="--keep",
-        ),
-    ] = 0
+    keep: Annotated[
+        int | None,
+        in_parts(_KEEP, "Keep these versions, and remove others", heading=STORAGE, metavar="N"),
+    ] = None
+    keep_hourly: int = 0
+    keep_daily: int = 0
     table_head_room: Annotated[
         float | None, _keyed("Room for X times more keys in tables.", metavar="X", default="0.25")
     ] = None
-    min_freq: Annotated[int, _keyed("Serve keys that were seen N times or more.", metavar="N", least=0)] = 0
-    max_age_steps: Annotated[
-        int | None, _keyed("Serve keys that were updated in the last N steps.", metavar="N", least=0)
-    ] = None
-    verify: Annotated[Verify, _checks("What to check before publishing.", digest="always")] = Verify.FILES
+    min_freq: Annotated[
+        int,
+        in_parts(_KEYS, "Serve no other keys than these", heading=KEYED, name="--keys", metavar="WORD=N"),
+    ] = 0
+    max_age_steps: int | None = None
+    verify: Annotated[
+        Verify,
+        in_parts(_CHECKED, "What to check before publishing", heading=CHECKS, metavar="WORD"),
+    ] = Verify.FILES
     verify_inputs: Path | None = None
     tolerance: Annotated[
         float,
@@ -893,15 +1008,6 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     ] = None
     updates: Updates | None = None
     """How the version takes deltas; None: it takes none."""
-    min_change: Annotated[
-        float,
-        _deltas(
-            "With --incr: hold back rows that moved less than X (Euclidean norm) since their publication.",
-            metavar="X",
-            least=0.0,
-            goes_with="--incr",
-        ),
-    ] = 0.0
     delta_dtype: Annotated[
         DeltaDtype | None,
         _deltas(
@@ -911,22 +1017,16 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
     ] = None
     delta_budget: Annotated[
         str | None,
-        _deltas(
-            "With --incr: send the rows that changed most, up to this size a delta, or rate.",
-            metavar="SIZE|SIZE/s",
+        in_parts(
+            _BUDGET,
+            "With --incr: send these rows, hold others back",
+            heading=DELTAS,
+            metavar="SIZE",
             goes_with="--incr",
-            parse=_budget,
         ),
     ] = None
-    max_row_age: Annotated[
-        float | None,
-        _deltas(
-            "Send each row that was held back after this time, whatever the budget.",
-            metavar="SECONDS",
-            least=0.0,
-            goes_with="--delta-budget or --min-change",
-        ),
-    ] = None
+    min_change: float = 0.0
+    max_row_age: float | None = None
     max_norm: Annotated[
         tuple[str, ...],
         _deltas(
@@ -940,10 +1040,7 @@ class ExportOptions(GraphOptions, frozen=True, kw_only=True):
         OnWild,
         _deltas("What to do with rows beyond --max-norm.", goes_with="--max-norm"),
     ] = OnWild.WARN
-    check_graph: Annotated[
-        bool,
-        _deltas("With --incr: build the graph again and compare it with the base's.", goes_with="--incr"),
-    ] = False
+    check_graph: bool = False
     jobs: Jobs = LOCALLY
     """Where values are cast, moved and compared."""
     signing: Signing = UNSIGNED
@@ -988,18 +1085,13 @@ class ExportRequest(ExportOptions, frozen=True, metaclass=Checked):
                 "--requests verify=FILE goes with --verify outputs",
                 hint="add --verify outputs, or leave out --requests verify=FILE",
             )
-        if not math.isfinite(self.min_change):
-            raise UsageError(
-                f"--min-change {self.min_change} is not a distance", hint="as in --min-change 0.001"
-            )
         if self.delta_budget is not None:
             DeltaBudget.parse("--delta-budget", self.delta_budget)
         for text in self.max_norm:
             NormRule.parse("--max-norm", text)
-        if self.max_row_age is not None and not math.isfinite(self.max_row_age):
-            raise UsageError(
-                f"--max-row-age {self.max_row_age} is not a time", hint="as in --max-row-age 600"
-            )
+        for name in ("min_change", "max_row_age"):
+            if (value := getattr(self, name)) is not None and not math.isfinite(value):
+                raise given.wrong(name, value, "a finite number")
         modules = tuple(local_name("--custom-objects", name) for name in self.custom_objects)
         force_setattr(self, "custom_objects", modules)
 
@@ -1046,12 +1138,13 @@ def _model(what: Any) -> Any:
 
 _IN_PYTHON = {  # what the command line has in another form
     "again": "Publish a checkpoint again that is already published.",
+    "plain": "Publish a version that takes no deltas, although the newest one does.",
+    "despite_hold": "Publish a version although the model is held.",
+    "renames": "Map variables (regular expression) to tensor names.",
+    "rename_file": "File with lines 'variable tensor'; # begins a comment.",
     "updates": "How the version takes deltas; None: it takes none.",
     "jobs": "Where values are cast, moved and compared.",
     "signing": "Who signs what is published.",
-    "warmup": "Warm-up requests: one request in REST's JSON on each line.",
-    "no_warmup": "Generate no warm-up requests of the model's signatures.",
-    "verify_inputs": 'Requests for verify="outputs", in the form of warmup.',
     "engine": "Move, cast, compare and check as tasks of this engine; resumes a job that ended half-way.",
     "address": "The cluster of the engine: ray://HOST:10001, tcp://HOST:8786.",
     "settings": "The engine's own options.",
@@ -1064,7 +1157,11 @@ def meanings(kind: type[Struct]) -> dict[str, str]:
     """Return what each option of a struct does, by the field's name, with options as in Python:
     `verify="outputs"`.
     """
-    told = {one.path[0]: _in_python(one.option.told) for one in declared(kind) if len(one.path) == 1}
+    told: dict[str, str] = {}
+    for one in declared(kind):
+        if len(one.path) == 1:
+            texts = one.option.of_fields() or {one.path[0]: one.option.told}
+            told |= {name: _in_python(text) for name, text in texts.items()}
     told |= _IN_PYTHON
     return {name: told[name] for name in kind.__struct_fields__ if name in told}
 
@@ -1115,8 +1212,7 @@ def require_exact(request: ExportRequest, hint: str = _FOR_DELTAS) -> None:
     Raises:
         UsageError: `min_change`, `check_graph` or the like is set: a version is exact, and its own.
     """
-    given = [
-        one.path[0] for one in declared(ExportRequest) if one.path[0] in _OF_DELTAS and one.is_given(request)
-    ]
+    plain = {each.name: default_of(each) for each in fields(ExportRequest)}
+    given = sorted(name for name in _OF_DELTAS if getattr(request, name) != plain[name])
     if given:
         raise UsageError(f"{', '.join(given)}: such options are for deltas, a version is exact", hint=hint)

@@ -250,7 +250,9 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
     return signature(function).parameters
 
 
-_AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:]+(?::[^\s,;:]+)*))?")
+FIELDS = {("--despite", "hold"): "despite_hold", ("--despite", "deltas"): "plain"}
+"""The argument in Python for an option's word; the words of declared options are added."""
+_AN_OPTION = re.compile(r"--([a-z][a-z-]*)(?:[ =]([^\s,;:)]+(?::[^\s,;:)]+)*))?")
 
 
 def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
@@ -265,6 +267,9 @@ def _name_arguments(error: ExportError, function: Callable[..., Any]) -> None:
 
     def as_argument(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]
+        word, _, text = (value or "").partition("=")
+        if field := FIELDS.get((f"--{found[1]}", word)):
+            return f"{field}={text}" if text else field
         if name not in known:
             return found[0]
         if value and ":" in value:

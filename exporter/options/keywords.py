@@ -27,15 +27,18 @@ class UpdatesKeywords(TypedDict, total=False):
     """Keyword arguments of `Updates`."""
 
     isolation: Isolation | Literal["snapshot", "row"]
-    """Consistency during an update: snapshot never mixes two positions; row may."""
+    """Consistency during an update: snapshot (no response mixes two positions); row (responses may mix
+    positions)."""
     snapshot_max_rows: int
-    """Apply larger deltas in visible pieces."""
+    """Consistency during an update: deltas of more than N rows, by default 4000000, are applied in visible
+    pieces."""
     stamp: bool
-    """Add model_position and model_step to predict responses."""
+    """Give a base this, too: model_position and model_step in predict responses."""
     digest: bool
-    """Add a signature that returns checksums of the served values."""
+    """Give a base this, too: a signature that returns checksums of the served values."""
     finite: bool
-    """Refuse deltas with NaN or infinity; new bases, too, by verify='bytes'."""
+    """Give a base this, too: a refusal of deltas with NaN or infinity; of new bases, too, by
+    verify='bytes'."""
 
 
 class JobsKeywords(TypedDict, total=False):
@@ -123,45 +126,50 @@ class ExportKeywords(TypedDict, total=False):
     """Lay the most read rows of a mapped table side by side: those in a .npy file, or by the checkpoint's
     counts."""
     warmup: StrPath | None
-    """Warm-up requests: one request in REST's JSON on each line."""
+    """Requests of the model, one in REST's JSON on each line: warm-up requests of the version;
+    verify='outputs' tries them, too."""
     no_warmup: bool
-    """Generate no warm-up requests of the model's signatures."""
+    """Requests of the model, one in REST's JSON on each line: no warm-up requests, nor generated ones."""
     keep: int | None
-    """Keep only the newest N versions."""
+    """Keep these versions, and remove others: the newest N."""
     keep_hourly: int
-    """With keep: also the newest version of each of the last N hours that have one."""
+    """Keep these versions, and remove others: also the newest of each of the last N hours that have one."""
     keep_daily: int
-    """With keep: also the newest version of each of the last N days that have one."""
+    """Keep these versions, and remove others: also the newest of each of the last N days that have one."""
     table_head_room: float | None
     """Room for X times more keys in tables."""
     min_freq: int
-    """Serve keys that were seen N times or more."""
+    """Serve no other keys than these: seen N times or more."""
     max_age_steps: int | None
-    """Serve keys that were updated in the last N steps."""
+    """Serve no other keys than these: updated in the last N steps."""
     verify: Verify | Literal["none", "files", "bytes", "outputs"]
-    """What to check before publishing."""
+    """What to check before publishing: none (nothing); files (index, sizes, small files; the default);
+    bytes (every value, too); outputs (responses, too)."""
     verify_inputs: StrPath | None
-    """Requests for verify='outputs', in the form of warmup."""
+    """Requests of the model, one in REST's JSON on each line: requests for verify='outputs' alone."""
     tolerance: float
     """Largest absolute difference that verify='outputs' accepts."""
     golden: StrPath | None
     """Golden requests that a version or base must pass."""
     updates: Updates | None
     """How the version takes deltas; None: it takes none."""
-    min_change: float
-    """For deltas: hold back rows that moved less than X (Euclidean norm) since their publication."""
     delta_dtype: DeltaDtype | Literal["bfloat16", "int8"] | None
     """For deltas: send table rows as bfloat16 or int8; reports the largest error."""
     delta_budget: str | None
-    """For deltas: send the rows that changed most, up to this size a delta, or rate."""
+    """For deltas: send these rows, hold others back: the rows that changed most, up to 64MiB a delta, or
+    1MB/s."""
+    min_change: float
+    """For deltas: send these rows, hold others back: rows that moved X or more (Euclidean norm) since they
+    were sent."""
     max_row_age: float | None
-    """Send each row that was held back after this time, whatever the budget."""
+    """For deltas: send these rows, hold others back: each row after this time (90, 10m, 2h), whatever the
+    budget."""
     max_norm: Sequence[str]
     """For deltas: look for table rows of a larger Euclidean norm."""
     on_wild: OnWild | Literal["refuse", "hold-row", "warn"]
     """What to do with rows beyond max_norm."""
     check_graph: bool
-    """For deltas: build the graph again and compare it with the base's."""
+    """What to check before publishing: with incr: the graph, built again, is the base's."""
     jobs: Jobs
     """Where values are cast, moved and compared."""
     signing: Signing

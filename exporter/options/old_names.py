@@ -31,6 +31,52 @@ NEW_NAMES = {
     "--allow-foreign-ops": "--allow foreign-ops",
     "--allow-dropout": "--allow dropout",
     "--allow-batch-statistics": "--allow batch-statistics",
+    "--despite-hold": "--despite hold",
+    "--any-role": "--despite role",
+    "--plain": "--despite deltas",
+    "--rename-file": "--rename {}",
+    "--keep-hourly": "--keep hourly={}",
+    "--keep-daily": "--keep daily={}",
+    "--min-freq": "--keys min-freq={}",
+    "--max-age-steps": "--keys max-age-steps={}",
+    "--check-graph": "--verify graph",
+    "--snapshot-max-rows": "--isolation snapshot={}",
+    "--stamp": "--add stamp",
+    "--with-digest": "--add digest",
+    "--require-finite": "--add nan-check",
+    "--min-change": "--delta-budget change={}",
+    "--grpc-ca": "--grpc ca={}",
+    "--grpc-cert": "--grpc cert={}",
+    "--grpc-key": "--grpc key={}",
+    "--grpc-name": "--grpc name={}",
+    "--grpc-token-file": "--grpc token={}",
+    "--rest-api-num-threads": "--flag rest_api_num_threads={}",
+    "--rest-api-timeout-in-ms": "--flag rest_api_timeout_in_ms={}",
+    "--model-config-file-poll-wait-seconds": "--flag model_config_file_poll_wait_seconds={}",
+    "--grpc-socket-path": "--flag grpc_socket_path={}",
+    "--grpc-channel-arguments": "--flag grpc_channel_arguments={}",
+    "--num-request-iterations-for-warmup": "--flag num_request_iterations_for_warmup={}",
+    "--saved-model-tags": "--flag saved_model_tags={}",
+    "--tensorflow-session-config-file": "--flag tensorflow_session_config_file={}",
+    "--tensorflow-intra-op-parallelism": "--flag tensorflow_intra_op_parallelism={}",
+    "--tensorflow-inter-op-parallelism": "--flag tensorflow_inter_op_parallelism={}",
+    "--tensorflow-session-parallelism": "--flag tensorflow_session_parallelism={}",
+    "--rest-api-enable-cors-support": "--flag rest_api_enable_cors_support",
+    "--allow-version-labels-for-unavailable-models": "--flag allow_version_labels_for_unavailable_models",
+    "--enable-signature-method-name-check": "--flag enable_signature_method_name_check",
+    "--enable-serialization-as-tensor-content": "--flag enable_serialization_as_tensor_content",
+    "--no-model-warmup": "--flag enable_model_warmup=false",
+    "--refresh-seconds": "--every refresh={}",
+    "--resolve-seconds": "--every resolve={}",
+    "--audit-seconds": "--every audit={}",
+    "--expect-every": "--every publication={}",
+    "--step-seconds": "--pace step={}",
+    "--pace-factor": "--pace factor={}",
+    "--pace-max-delay": "--pace max-delay={}",
+    "--probe-seconds": "--pace probe={}",
+    "--model": "--model-name {}",
+    "--published": "--model-base-path {}",
+    "--max-row-age": "--delta-budget age={}",
 }
 """The option that is written now for each old one, with its value; `{}` is the value of the old option.
 
@@ -95,11 +141,14 @@ def renew_words(program: Any, words: Sequence[str]) -> tuple[list[str], list[str
     return found, notes
 
 
-def renew_arguments(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of an export, as an earlier release wrote them, under their new names."""
+def renew_arguments(arguments: Sequence[str], known: Collection[str]) -> Iterator[str]:
+    """Yield the arguments of an export, as an earlier release wrote them, under their new names.
+
+    `known` are options that exist under these names.
+    """
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if name in NEW_NAMES:
+        if name in NEW_NAMES and name not in known:
             new, texts = renewed(name, value if equals else True)
             yield from (f"{new}={text}" for text in texts)
         else:
@@ -153,6 +202,8 @@ def renew_named(named: Mapping[str, Any], known: Collection[str]) -> tuple[dict[
         new, texts = renewed(_option(name), named[name])
         argument = new.lstrip("-").replace("-", "_")
         before = found.get(argument, [])
+        if isinstance(before, Mapping):
+            before = [f"{each}={text}" for each, text in before.items()]
         values = [*(before if isinstance(before, list | tuple) else [before]), *texts]
         if texts:
             found[argument] = values[0] if len(values) == 1 else values

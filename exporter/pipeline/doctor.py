@@ -629,8 +629,8 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
             Code.BUDGET,
             f"{len(excess)} of the last {len(used)} deltas with a budget exceeded it: the worst had "
             f"{human_bytes(most.due)} that had to go, and {human_bytes(most.allowed)} were allowed",
-            "what is served whole, new keys, and rows older than --max-row-age go whatever the budget",
-            "export with a larger --delta-budget, or a longer --max-row-age",
+            "what is served whole, new keys, and rows older than --delta-budget age go whatever the budget",
+            "export with a larger --delta-budget, or a longer --delta-budget age",
         )
     elif len(used) >= LEAST and (share := sum(each.share for each in used) / len(used)) < SMALL_SHARE:
         sent, changes = (

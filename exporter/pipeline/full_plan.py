@@ -249,7 +249,8 @@ def _require_consistent(request: ExportRequest) -> None:
     """Raise UsageError for options that contradict each other."""
     if request.plain and request.updates:
         raise UsageError(
-            "--plain: this version takes deltas", hint="leave out --plain, or --incr and --new-base"
+            "--despite deltas: this version takes deltas",
+            hint="leave out --despite deltas, or --incr and --new-base",
         )
     if request.updates and request.version:
         raise UsageError("a base that takes deltas is named by its position", hint="leave --version out")
@@ -371,7 +372,7 @@ def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: Variable
     _refuse_large_tables(mapping)
     notes = schema_of(as_served(graph, mapping)[0]).notes
     if request.updates and request.updates.finite and not request.verify.includes(Verify.BYTES):
-        return (*notes, "--require-finite checks deltas; with --verify bytes the base's own values, too")
+        return (*notes, "--add nan-check checks deltas; with --verify bytes the base's own values, too")
     return notes
 
 

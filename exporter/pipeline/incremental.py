@@ -54,10 +54,10 @@ from exporter.publish.manifest import DeltaEntry, DeltaOrigin, overwritten_notes
 from exporter.publish.permission import require_not_taken_back
 from exporter.publish.versions import (
     VersionDir,
+    is_trusting,
     newest_of,
     newest_version,
     require_signer,
-    runner_of,
     version_dirs,
 )
 from exporter.storage import mirror
@@ -69,6 +69,7 @@ from exporter.wire.dtypes import Array
 if TYPE_CHECKING:
     from exporter.delta.residual import Waiting
     from exporter.delta.row_hashes import HashIndex
+    from exporter.jobs.runner import Runner
     from exporter.pipeline.delta_budget import Allowance
     from exporter.pipeline.full import Exported
 
@@ -674,8 +675,7 @@ def _all_changes(
 
     spec = log.base.entry.mapping_spec
     # Workers on other machines cannot see the bundle that an archive becomes here.
-    jobs, model = planned.request.jobs, planned.request.out
-    runner = runner_of(jobs, model) if jobs.engine is not None and trainer.archive is None else None
+    runner = _runner(planned.request) if trainer.archive is None else None
     trainer = trainer.in_bundle(spec, scratch / "source" / "model.ckpt", progress)
     compared = ordinary(log.schema, spec)
     limit = most_bytes({each.name: each.bytes_ for each in compared.variables if each.is_table})
@@ -690,3 +690,12 @@ def _all_changes(
     hashes = HashIndex(log.lineage, planned.position, hasher, found.hashes, state="")
     compared_bytes = found.bytes_ + tables.compared_bytes
     return _Found(Divided(found.changes | tables.changes), compared_bytes, hashes)
+
+
+def _runner(request: ExportRequest) -> Runner | None:
+    """A runner whose tasks compare, if an engine is named; else None."""
+    if request.jobs.engine is None:
+        return None
+    from exporter.jobs.runner import Runner
+
+    return Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out))

@@ -55,11 +55,11 @@ from exporter.publish.tags import Standing, resolve_position
 from exporter.publish.versions import (
     VersionDir,
     is_taken,
+    is_trusting,
     log_directories,
     newest_of,
     newest_version,
     nothing_published,
-    runner_of,
     version_dirs,
 )
 from exporter.storage import mirror
@@ -595,7 +595,10 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
     """The runner of a merger; the job of a single task is not kept, unless an engine is named."""
-    return runner_of(jobs, model, is_kept=jobs.engine is not None or tasks > 1)
+    from exporter.jobs.runner import Runner
+
+    is_kept = jobs.engine is not None or tasks > 1
+    return Runner.of(jobs, model if is_kept else None, resumes=not is_trusting(model))
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:

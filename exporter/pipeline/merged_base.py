@@ -46,7 +46,7 @@ from exporter.publish.manifest import (
     MergedPart,
     tensor_entries,
 )
-from exporter.publish.versions import MAX_MANIFEST_BYTES, VersionDir, delta_named
+from exporter.publish.versions import MAX_MANIFEST_BYTES, VersionDir, delta_named, require_signed_bytes
 from exporter.storage import mirror
 from exporter.storage.files import copy_file, make_directories, read_regular
 from exporter.storage.layout import (
@@ -107,7 +107,7 @@ def write_base(
     """
     base, chain = way_to(log, of.at.position)
     at, trained = of.at, of.entry.trained
-    base.check_files()
+    require_signed_bytes(base.path, base.manifest)
     mapped_id = secrets.token_hex(16)
     written = write_files(
         log, base, chain, place, at.step or 0, mapped_id, staging.path, task_bytes, runner, progress

@@ -121,7 +121,7 @@ def check_same_graph(
     differences = [*(origin or GraphOrigin()).differences(asked)]
     if origin is None and request.check_graph:
         raise UsageError(
-            f"--check-graph: what base {log.base.at.position} was made from is not known",
+            f"--verify graph: what base {log.base.at.position} was made from is not known",
             hint="publish a base that remembers it: the same export with --new-base always, once",
         )
     if origin is None:
@@ -169,7 +169,7 @@ def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> Sam
     cannot be built.
     """
     if asked.model is None:
-        raise UsageError("--check-graph: nothing says what to build", hint="name the model again: --model")
+        raise UsageError("--verify graph: nothing says what to build", hint="name the model again: --model")
     base = f"of base {log.base.at.position}"
     _, differences = _compare_built(log, origin, asked, SourceFiles())
     if differences:

@@ -38,7 +38,7 @@ from exporter.pipeline.table_layout import write_tables
 from exporter.publish.commit import ReservedPosition, Staging, VersionRule, reserve_position
 from exporter.publish.finite import require_base_finite
 from exporter.publish.manifest import BaseEntry, MappedRecord, MappedTable, UnmappedTable, tensor_entries
-from exporter.publish.versions import runner_of
+from exporter.publish.versions import is_trusting
 from exporter.terminal.progress import ProgressFactory
 from exporter.verify.outputs import Difference, Probe, Running, compare_outputs, require_golden
 from exporter.verify.table_index import verify_tables
@@ -107,7 +107,10 @@ def write_values(staged: Staged) -> None:
         LinkRefused: links are asked for, and the checkpoint is not a tensor bundle.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
-    data, runner = staged.plan.data, runner_of(request.jobs, request.out)
+    data, runner = (
+        staged.plan.data,
+        Runner.of(request.jobs, request.out, resumes=not is_trusting(request.out)),
+    )
     indexer = runner
     if not catalog.is_bundle:
         if data is DataMode.LINK:

@@ -68,7 +68,7 @@ def lay_out_tables(
     if not wanted:
         if not admission.is_everyone:
             raise UsageError(
-                "--min-freq and --max-age-steps choose keys of dynamic tables, and there are none to lay out",
+                "--keys chooses keys of dynamic tables, and there are none to lay out",
                 hint="leave them out",
             )
         if head_room is not None:

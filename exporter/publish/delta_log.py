@@ -79,12 +79,6 @@ class LogBase(Struct, frozen=True):
         """The position of a server right after loading this base, and its training step."""
         return Position(self.manifest.position, self.manifest.step)
 
-    def check_files(self) -> None:
-        """Compare its files with their signed digests, if keys are trusted here; VerificationError if one
-        differs.
-        """
-        require_signed_bytes(self.path, self.manifest)
-
     def stored(self) -> dict[str, RowReader]:
         """Readers of its served variables, by name.
 
@@ -289,7 +283,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         by_position = {base.at.position: base for base in self.bases}
         base = by_position[nearest_base(self.deltas, by_position, target)]
         chain = self.chain(base.at.position, target)
-        base.check_files()
+        require_signed_bytes(base.path, base.manifest)
         layers = tuple(self.open(delta, only=only).changes for delta in chain)
         return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 

@@ -1,6 +1,6 @@
 """Keep NaN and infinity out of a log whose model refuses them.
 
-A base that was exported with `--require-finite` refuses, inside its graph, each delta that holds either. A
+A base that was exported with `--add nan-check` refuses, inside its graph, each delta that holds either. A
 server gets past such a delta only by one that spans it and holds newer, finite values: so none is published.
 Each delta published since is marked as checked; earlier releases published without a check.
 """
@@ -56,7 +56,7 @@ def require_base_finite(catalog: Catalog) -> None:
             for start in range(0, len(values), _VALUES_AT_ONCE):
                 if not np.isfinite(values[start : start + _VALUES_AT_ONCE]).all():
                     raise NotFinite(
-                        f"{name!r} holds NaN or infinity, which the model refuses (--require-finite)",
+                        f"{name!r} holds NaN or infinity, which the model refuses (--add nan-check)",
                         cause=f"the new base would serve it from {catalog.prefix.name} on",
                         hint="export a checkpoint from before, or train on until these values are finite",
                     )
@@ -150,7 +150,7 @@ def _places(values: RowValues) -> Array:
 def _refused(name: str, rows: Array, span: Span, hint: str) -> NotFinite:
     several = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     return NotFinite(
-        f"{name!r} holds NaN or infinity, and the model refuses such deltas (--require-finite)",
+        f"{name!r} holds NaN or infinity, and the model refuses such deltas (--add nan-check)",
         cause=f"row {rows[0]}{several} of what would lead to position {span.end}",
         hint=hint,
     )

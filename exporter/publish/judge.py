@@ -353,7 +353,7 @@ def command(*words: str | Path) -> str:
 
 def _of_server(model: Model, server: Server, now: datetime, limits: Limits) -> Iterator[Finding]:
     where = f"{server.name} on {server.address}"
-    status = command("serve-model", "status", server.address, "--model", server.name)
+    status = command("serve-model", "status", server.address, "--model-name", server.name)
     if (failure := server.failure) is not None:
         if failure.code == "UNAVAILABLE":
             yield Finding(Code.DOWN, failure.message, failure.cause, _to_start(model, server, failure.cause))
@@ -388,7 +388,7 @@ def _to_start(model: Model, server: Server, cause: str) -> str:
         return command("getent", "hosts", host)
     if host in _THIS_MACHINE:
         return command("serve-model", "run", model.path, "--port", port)
-    return command("serve-model", "status", server.address, "--model", server.name)
+    return command("serve-model", "status", server.address, "--model-name", server.name)
 
 
 def _not_loaded(
@@ -405,7 +405,7 @@ def _not_loaded(
         f"{server.name} on {server.address}: version {newest.version} {state}; it serves "
         f"{', '.join(serves) or 'nothing'}",
         answer.message if answer else "",
-        command("serve-model", "status", server.address, "--model", server.name),
+        command("serve-model", "status", server.address, "--model-name", server.name),
         known_level=Level.WARNING if is_young else Level.WRONG,
     )
 
@@ -430,7 +430,7 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
             Code.LATE,
             f"{where}, {count(len(found.left), 'delta')} behind {found.left[-1].end}; the oldest is "
             f"{human_time(age)} old",
-            command=command("serve-model", "update", server.address, "--model", server.name),
+            command=command("serve-model", "update", server.address, "--model-name", server.name),
             known_level=Level.WARNING if age < limits.late_s else Level.WRONG,
         )
 

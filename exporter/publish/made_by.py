@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from exporter.errors import ManifestError
-from exporter.options import ExportRequest, Updates, arguments
+from exporter.options import ExportRequest, Updates, arguments, declared
 from exporter.options.old_names import renew_arguments
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.versions import newest_version, read_manifest
@@ -134,5 +134,6 @@ def _again(model: str | Path, *options: str) -> str:
     kept = _kept(model)
     if kept is None:
         return ""
-    typed = " ".join(map(quoted, [*renew_arguments(kept.arguments), *options]))
+    known = {one.name for one in declared(ExportRequest)}
+    typed = " ".join(map(quoted, [*renew_arguments(kept.arguments, known), *options]))
     return f"cd {quoted(kept.directory)} && export-model {typed}"

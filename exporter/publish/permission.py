@@ -58,7 +58,7 @@ class Permission(Struct, frozen=True):
             raise ChainEnds(
                 f"{newest.path} takes deltas, and this version would not: servers that load it stop updating",
                 hint="publish what changed: --incr; a new base: --new-base always; or, if this is meant: "
-                "--plain",
+                "--despite deltas",
             )
 
 
@@ -155,5 +155,5 @@ def _held(model: Path, hold: Hold) -> ModelHeld:
     return ModelHeld(
         f"{model} is held{where}, and servers would load a new version in spite of that",
         cause="" if held.by is None else held.by.text,
-        hint=f"lift the hold: export-model resume {quoted(place)}; or publish anyway: --despite-hold",
+        hint=f"lift the hold: export-model resume {quoted(place)}; or publish anyway: --despite hold",
     )

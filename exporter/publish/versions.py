@@ -106,8 +106,6 @@ def models_in(directory: Path) -> list[str]:
 
 
 if TYPE_CHECKING:
-    from exporter.jobs.runner import Runner
-    from exporter.options import Jobs
     from exporter.publish.signing import Signer, Trust
 
 T = TypeVar("T")
@@ -514,16 +512,6 @@ def is_trusting(model: Path) -> bool:
     Then only their publications are accepted there, because others may write to it.
     """
     return bool(_in_force) and _keys_of(os.path.abspath(model)).trust is not None  # noqa: PTH100
-
-
-def runner_of(jobs: Jobs, model: Path, *, is_kept: bool = True) -> Runner:
-    """The runner of jobs for a model; with `is_kept` their finished tasks stay there for a later run.
-
-    Where keys are trusted, a later run does not use them: nobody has signed what tasks wrote.
-    """
-    from exporter.jobs.runner import Runner  # late: few who list versions run jobs
-
-    return Runner.of(jobs, model if is_kept else None, resumes=not is_trusting(model))
 
 
 def require_signer(model: Path, newest: Manifest) -> None:

@@ -43,7 +43,7 @@ _PUT = {
 }
 _HERE = "name a local directory; `export-model pull URL DIR` copies what is published in a store"
 # Names of the arguments for published models.
-_MODELS = ("MODEL_BASE_PATH", "--model-base-path", "base_path")
+_MODELS = ("--model-base-path", "base_path")
 _BUCKETS = {"s3": "BUCKET", "gs": "BUCKET", "az": "CONTAINER"}
 _SAME = {"s3a": "s3://{rest}", "s3n": "s3://{rest}", "gcs": "gs://{rest}"}
 # The text after `abfss://` and `wasbs://`: container, account, path.

@@ -185,7 +185,7 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
         if options.stamp and signature.method_name == PREDICT_METHOD and taken:
             raise NotServable(
                 f"signature {name!r} has an output {taken[0]!r} of its own",
-                hint="rename it, or leave out --stamp",
+                hint="rename it, or leave out --add stamp",
             )
 
 

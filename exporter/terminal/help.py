@@ -42,7 +42,7 @@ class Help(Struct, frozen=True):
         yield from (f"  {line}" for line in self.examples)
         yield from ("", "Options:")
         by_name = {name: one for one in command.params for name in one.opts}
-        yield from _options((by_name[name] for name in self.options), root)
+        yield from _options((by_name[name] for name in self.options), root, is_brief=True)
         yield from ("", "Commands:", *_commands(command, root))
         more = f"More: {root.info_name} --help-all, {root.info_name} help TOPIC:"
         yield from ("", *textwrap.wrap(f"{more} {', '.join(self.names())}", _WIDTH))
@@ -121,7 +121,7 @@ def _short_of(command: PlainCommand, context: Any) -> Iterator[str]:
     if arguments:
         yield from ("", "Arguments:", *_options(arguments, context))
     shown.sort(key=lambda one: min(places.get(name, len(places)) for name in one.opts))
-    yield from ("", "Options:", *_options(shown, context))
+    yield from ("", "Options:", *_options(shown, context, is_brief=True))
     yield from ("", f"More: {context.command_path} --help-all")
 
 
@@ -157,13 +157,27 @@ def _clause(text: str, width: int) -> str:
     return (first if len(first) <= width else first[:width].rpartition(",")[0]) + "."
 
 
-def _options(parameters: Iterable[Any], context: Any) -> Iterator[str]:
-    """Yield lines of help: each option's name, and its text in a second column."""
+def brief(text: str) -> str:
+    """A help text whose lines after the first tell of a word each, with the words alone."""
+    first, *words = text.split("\n")
+    return " ".join([first, ", ".join(word.partition(": ")[0] for word in words)]).strip()
+
+
+def _options(parameters: Iterable[Any], context: Any, *, is_brief: bool = False) -> Iterator[str]:
+    """Yield lines of help: each option's name, and its text in a second column.
+
+    A text of several lines has a word on each line but the first: the short help has the words alone.
+    """
     for one in parameters:
         if (record := one.get_help_record(context)) is None:
             continue
         name, text = record
+        text, *words = text.split("\n")
+        if is_brief and words:
+            text, words = brief("\n".join([text, *words])), []
         first, *others = textwrap.wrap(text, _WIDTH - _COLUMN - 2)
+        for word in words:
+            others += textwrap.wrap(word, _WIDTH - _COLUMN - 2, subsequent_indent="  ")
         if len(name) < _COLUMN:
             yield f"  {name:<{_COLUMN}}{first}"
         else:

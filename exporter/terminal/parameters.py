@@ -35,9 +35,10 @@ from msgspec import Struct
 
 from exporter.errors import ExportError, UsageError, nearest
 from exporter.newer_python import type_hints
-from exporter.options import HEADINGS, DeclaredOption, Fields, declared, lacking_company, require_company
+from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
 from exporter.options.given import changed
 from exporter.options.old_names import renew_named
+from exporter.options.parts import Fields
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
 OPTIONS_FILE = "--config"
@@ -170,7 +171,7 @@ ARGUMENTS: ContextVar[tuple[str, ...]] = ContextVar("ARGUMENTS", default=())
 """The arguments that were typed after the program's name."""
 COMMAND = ContextVar("COMMAND", default="export-model")
 """The typed command: the name of the program and of its subcommand."""
-_WORDS = {word: word for word in ("MODEL", "WHAT", "PATH", "MODEL_BASE_PATH")} | {"DIR|PREFIX": "DIR"}
+_WORDS = {word: word for word in ("MODEL", "WHAT", "PATH")} | {"DIR|PREFIX": "DIR"}
 """The words in hints that stand for a parameter, by its metavar."""
 
 
@@ -231,7 +232,11 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
         TAKEN.set(tuple(elsewhere.values()))
         MISSPELT.set(tuple(misspelt(context)))
         for name, (values, fields) in structs.items():
-            typed = {one.path: _value(one, value) for one, owner, value in found.values() if owner == name}
+            typed = {
+                one.path: _read(one, value, elsewhere)
+                for one, owner, value in found.values()
+                if owner == name
+            }
             given[name] = _filled(values, typed | {(field,): given.pop(field) for field in fields})
         require_company([given[name] for name in structs])
         function(**given)
@@ -245,7 +250,8 @@ def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhe
     """Reset options that were not typed, and would have no effect, to their defaults."""
     while True:
         values = [
-            (one, one.default if value is None else _value(one, value)) for one, _, value in found.values()
+            (one, one.default if value is None else _read(one, value, elsewhere))
+            for one, _, value in found.values()
         ]
         alone = [one for one in lacking_company(values) if _parameter_name(one) in elsewhere]
         if not alone:
@@ -289,7 +295,7 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
         kind,
         typer.Option(
             *filter(None, (one.name, option.letter)),
-            help=option.told,
+            help=option.lines,
             autocompletion=_completions(option.words) if option.words else None,
             rich_help_panel=option.heading,
             metavar=option.metavar,
@@ -370,12 +376,26 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
     return changed(values, **changes)
 
 
+def _read(one: DeclaredOption, typed: Any, elsewhere: Mapping[str, Taken]) -> Any:
+    """The value of an option's field; an error knows the variable or the file that has it."""
+    try:
+        return _value(one, typed)
+    except UsageError as error:
+        if (taken := elsewhere.get(_parameter_name(one))) is not None:
+            place = taken.source
+            where = f"correct {place}, or unset it" if place in os.environ else f"correct it in {place}"
+            error.message, error.hint = f"{place}: {error.message}", f"{where}; {error.hint}"
+        raise
+
+
 def _value(one: DeclaredOption, typed: Any) -> Any:
     """The value of an option's field, from the typed one."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
         return kind(typed)  # from a file; Typer converts typed ones
     if _is_several(one) and one.option.parse is not None:
         return one.option.parse(one.name, typed)
+    for text in typed if one.option.words else ():
+        one.option.require_word(one.name, text)
     if _is_mapping(one.type):
         return pairs(one.name, typed)
     if get_origin(one.type) is tuple:

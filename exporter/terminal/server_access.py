@@ -1,20 +1,32 @@
-"""The options by which a command reaches model servers over TLS, the same for all commands."""
+"""The option by which a command reaches model servers over TLS, the same for all commands."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
-import typer
 from msgspec import Struct
+
+from exporter.options import in_parts
+from exporter.options.parts import Part, text_of
 
 SYSTEM_CA = "system"
 """The value for gRPC's own certificate authorities, instead of a file."""
 
 
 GROUP = "Reaching model servers over TLS"
-
-_Option = partial(typer.Option, rich_help_panel=GROUP)
+_WORDS = {
+    f"ca=FILE|{SYSTEM_CA}": Part(
+        "grpc_ca", "speak TLS with servers whose certificate this authority (PEM) has signed", text_of
+    ),
+    "cert=FILE": Part("grpc_cert", "the certificate (PEM) that a server is shown", text_of),
+    "key=FILE": Part("grpc_key", "its private key (PEM)", text_of),
+    "name=NAME": Part("grpc_name", "the name in a server's certificate, if it is not its host", text_of),
+    "token=FILE": Part(
+        "grpc_token_file",
+        "send this file's content as a bearer token with each call; it is read each time",
+        text_of,
+    ),
+}
 
 
 class ServerAccess(Struct, frozen=True):
@@ -25,29 +37,12 @@ class ServerAccess(Struct, frozen=True):
 
     grpc_ca: Annotated[
         str | None,
-        _Option(
-            metavar="FILE|system",
-            help="Speak TLS with model servers whose certificate this authority (PEM) has signed.",
-        ),
+        in_parts(_WORDS, "How model servers are reached", heading=GROUP, name="--grpc", metavar="WORD=FILE"),
     ] = None
-    grpc_cert: Annotated[
-        str | None, _Option(metavar="FILE", help="Certificate (PEM) that a model server is shown.")
-    ] = None
-    grpc_key: Annotated[str | None, _Option(metavar="FILE", help="Its private key (PEM).")] = None
-    grpc_name: Annotated[
-        str | None,
-        _Option(
-            metavar="NAME",
-            help="The name in the certificate of a model server, if it is not the address's host.",
-        ),
-    ] = None
-    grpc_token_file: Annotated[
-        str | None,
-        _Option(
-            metavar="FILE",
-            help="Send this file's content as a bearer token with each call; it is read again each time.",
-        ),
-    ] = None
+    grpc_cert: str | None = None
+    grpc_key: str | None = None
+    grpc_name: str | None = None
+    grpc_token_file: str | None = None
 
 
 WITHOUT_TLS = ServerAccess()

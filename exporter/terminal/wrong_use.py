@@ -10,6 +10,7 @@ from typing import Any
 
 from exporter.errors import UsageError, nearest
 from exporter.storage.local_paths import quoted
+from exporter.terminal.help import brief
 from exporter.terminal.parameters import variable_of
 
 _PLAINLY = {
@@ -57,14 +58,14 @@ def wrong_use(
             arguments = [*_with_position(parameter, arguments)]
             hint = _with_missing(program, arguments, parameter, context)
         else:
-            hint = _nearest_choice(parameter, message) or f"{_usage_of(parameter, context)}: {parameter.help}"
+            hint = _nearest_choice(parameter, message) or _told(parameter, context)
         if (file := getattr(error, "file_of_options", None)) is not None:
             message, hint = f"{file}: {message}", f"correct it in {file}; {hint}"
         elif (variable := variable_of(context, parameter)) is not None:
             message, hint = f"{variable}: {message}", f"correct {variable}, or unset it; {hint}"
     elif (lacks := getattr(error, "option_name", None)) is not None:
         found = next((one for one in context.command.params if lacks in one.opts), None)
-        hint = hint if found is None else f"{_usage_of(found, context)}: {found.help}"
+        hint = hint if found is None else _told(found, context)
     elif (extra := _EXTRA.search(message)) is not None:
         too_many = extra[1].split(" ")
         known = {name for one in context.command.params for name in getattr(one, "opts", ())}
@@ -163,6 +164,11 @@ def _usage_of(parameter: Any, context: Any) -> str:
     if parameter.param_type_name == "argument":
         return metavar.strip("{}[]")
     return f"{max(parameter.opts, key=len)} {metavar}"
+
+
+def _told(parameter: Any, context: Any) -> str:
+    """An option as it is typed, and its help."""
+    return f"{_usage_of(parameter, context)}: {brief(parameter.help)}"
 
 
 def _nearest_choice(parameter: Any, message: str) -> str:

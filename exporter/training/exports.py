@@ -525,6 +525,10 @@ def _options(request: ExportRequest) -> Iterator[str]:
     yield f"{_OUT}={request.out}"
     if request.again:
         yield "--again"
+    if request.plain:
+        yield "--despite=deltas"
+    if request.despite_hold:
+        yield "--despite=hold"
     if request.updates is not None:
         yield "--new-base=always"
     yield from arguments(request)

@@ -373,7 +373,7 @@ class LocalCopy:
         """Return the hint that puts back what this copy has, if it has a model, else one from elsewhere."""
         url = quoted(self.url)
         if not version_dirs(self._model):
-            return f"publish one: export-model push MODEL_BASE_PATH {url}"
+            return f"publish one: export-model push MODEL {url}"
         found = f"put back what this copy has: export-model push {quoted(self._model)} {url}"
         holds = [Hold(log).for_servers() for log in log_directories(self._model)]
         if any(hold is not None and hold.is_canary for hold in holds):

@@ -109,7 +109,7 @@ class UpdateStatus(StrEnum):
     )
     FINITE = (
         "finite",
-        "A delta has NaN or infinity, and the base was exported with `--require-finite`.",
+        "A delta has NaN or infinity, and the base was exported with `--add nan-check`.",
         "`export-model doctor MODEL` names the command that helps.",
     )
     OVERLAY = (

@@ -49,7 +49,7 @@ def audit(
     """
     if SIGNATURE not in client.metadata(action.version).signatures:
         return Audited(
-            action.position, skipped="it does not compute digests: publish its base with --with-digest"
+            action.position, skipped="it does not compute digests: publish its base with --add digest"
         )
     try:
         log = read_log(model)

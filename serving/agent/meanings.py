@@ -145,10 +145,10 @@ MEANINGS: Mapping[Code, Meaning] = {
     ),
     Code.PUBLISHER_SILENT: Meaning(
         "Nothing was published for three times the longest of the intervals that are usual for this model, "
-        "or for longer than the agent's `--expect-every` says.",
+        "or for longer than the agent's `--every publication` says.",
         "The export with `--dry-run`, as the command has it where this user has exported the model, says how "
         "far the trainer has written, and what it would publish. If the model is published more seldom from "
-        "now on, give the agent `--expect-every`.",
+        "now on, give the agent `--every publication=TIME`.",
     ),
     Code.OVERLAY: Meaning(
         "The room for changed rows beside mapped tables is nearly used up. When it is, a server refuses "
@@ -277,7 +277,8 @@ MEANINGS: Mapping[Code, Meaning] = {
     Code.BUDGET: Meaning(
         "The deltas of `--delta-budget` lately exceeded it, because more had to go, or sent less than a "
         "quarter of the change.",
-        "Give a larger budget, or a longer `--max-row-age`. What all changes would take: `history --json`.",
+        "Give a larger budget, or a longer `--delta-budget age`. What all changes would take: "
+        "`history --json`.",
     ),
     Code.NOT_MAPPED: Meaning(
         "Servers here do not map the tables that were made for it, or map them where that is dangerous.",

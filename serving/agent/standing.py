@@ -214,8 +214,8 @@ def _ask(code: Code, model: ModelView, row: Row) -> str:
     if code is Code.BEYOND_HOLD:
         return command("export-model", "rollback", _where_held(model), "--to", str(model.position))
     if code is Code.DIFFERS:
-        return command("serve-model", "reload", address, "--model", name)
-    return command("serve-model", "status", address, "--model", name, "--published", model.path)
+        return command("serve-model", "reload", address, "--model-name", name)
+    return command("serve-model", "status", address, "--model-name", name, "--model-base-path", model.path)
 
 
 def _doctor(model: ModelView) -> str:

@@ -165,7 +165,7 @@ def test_real_replicas_are_paced_and_get_there(tmp_path: Path) -> None:
     with ExitStack() as stack:
         server = Server(publishing.model, stack=stack).start()
         newest = [publishing.publish() for _ in range(4)][-1]
-        patient = ("--pace-factor", "1", "--pace-max-delay", "600", "--probe-seconds", "0.002")
+        patient = ("--pace", "factor=1", "--pace", "max-delay=600", "--pace", "probe=0.002")
         with agent(publishing.model, server.address, more=patient) as running:
             wait(lambda: server.position(version) == newest)
             applied = wait(lambda: found if len(found := running.of("applied")) == 4 else [])
@@ -173,7 +173,7 @@ def test_real_replicas_are_paced_and_get_there(tmp_path: Path) -> None:
             labels = f'{{model="ranker",replica="{server.address}",state="idle"}}'
             wait(lambda: f"probe_p99_seconds{labels}" in running.get("/metrics")[1])
         newest = [publishing.publish() for _ in range(3)][-1]
-        hasty = ("--pace-factor", "1", "--pace-max-delay", "0")
+        hasty = ("--pace", "factor=1", "--pace", "max-delay=0")
         with agent(publishing.model, server.address, more=hasty) as running:
             wait(lambda: server.position(version) == newest)
             assert [event["deltas"] for event in wait(lambda: running.of("applied"))] == [3], (

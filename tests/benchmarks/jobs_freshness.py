@@ -108,7 +108,7 @@ def commit_to_served(timer: Timer, directory: str, replicas: str, every_s: str) 
         train, model = place / "replayed", place / "served" / "ranker"
         stack.callback(_remove, place / "served", train)
         recording.do(train, 0, recording.begin)
-        export = [*_export(train, model), "--incr", "--stamp", "--with-digest"]
+        export = [*_export(train, model), "--incr", "--add=stamp", "--add=digest"]
         subprocess.run([*export, "-q"], cwd=ROOT, check=True)
         servers = [Server(model, stack=stack, poll_s=1.0).start() for _ in range(int(replicas))]
         stop = threading.Event()

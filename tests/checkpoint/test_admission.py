@@ -46,6 +46,6 @@ def test_a_table_without_records_is_served_whole_and_a_filter_that_does_nothing_
     variables = embedding_variables(catalog)
     assert admitted(catalog, variables["bare"], Admission(9, 0), 400) is None
     Admission(9, 0).require_recorded(catalog, tuple(variables.values()))
-    for option, admission in (("--min-freq", Admission(9)), ("--max-age-steps", Admission(0, 3))):
+    for option, admission in (("--keys min-freq", Admission(9)), ("--keys max-age-steps", Admission(0, 3))):
         with pytest.raises(UsageError, match=option):
             admission.require_recorded(catalog, (variables["bare"],))

@@ -118,7 +118,23 @@ def test_options_say_what_a_request_says() -> None:
     said = ["--input=x=X:0", "--rename=-a=b", "--rename=c=d", "--by-order", "--data=copy"]
     assert [*arguments(request)] == said
     assert [*arguments(Jobs(task_bytes=1 << 20))] == ["--engine=task-size=1048576B"]
-    assert option_of(Updates, "finite") == "--require-finite"
+    assert option_of(Updates, "finite") == "--add nan-check"
+
+
+def test_words_set_fields_and_are_said_by_them() -> None:
+    keep = next(one for one in declared(ExportRequest) if one.name == "--keep")
+    request = replace(PLAIN, keep=5, keep_daily=7, verify=Verify.BYTES, check_graph=True)
+    said = ["--keep=5", "--keep=daily=7", "--verify=bytes", "--verify=graph"]
+    assert [*arguments(request)] == said
+    assert keep.option.parse("--keep", ["5", "daily=7"]) == keep.value(request)
+    with pytest.raises(UsageError, match="--keep names two of keep: 5 and 6"):
+        keep.option.parse("--keep", ["5", "6"])
+    with pytest.raises(UsageError, match="--keep daily=N goes with --keep N"):
+        keep.option.parse("--keep", ["daily=7"])
+    with pytest.raises(UsageError, match="--keep daily=N goes with --keep N"):
+        ExportRequest("train", "model", keep_daily=7)
+    with pytest.raises(UsageError, match="'daily' is not one of its words"):
+        keep.option.parse("--keep", ["daily"])
 
 
 @pytest.mark.parametrize(

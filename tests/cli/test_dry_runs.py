@@ -118,4 +118,4 @@ def test_a_hold_is_minded(model: Path) -> None:
     set_hold(read_log(model), 20)
     ran = export_model("merge", model, "--rebase", "--dry-run", "--json")
     assert (ran.code, ran.error["error"]) == (5, "ModelHeld")
-    assert export_model("merge", model, "--rebase", "--despite-hold", "--dry-run", "-q").code == 0
+    assert export_model("merge", model, "--rebase", "--despite=hold", "--dry-run", "-q").code == 0

@@ -70,7 +70,7 @@ def test_a_base_that_passes_is_published_with_its_increments(world: Published, t
     near = np.full((len(USERS), 3), 0.5)
     near[3] = 0.75  # which only the increment says
     before = newest_version(world.model)
-    other = [*world.arguments(), "--new-base=if-needed", "--stamp"]
+    other = [*world.arguments(), "--new-base=if-needed", "--add=stamp"]
     wrong = export_model(*other, "--golden", golden(tmp_path, near=0.5, tolerance=0.01))
     assert (wrong.code, newest_version(world.model)) == (6, before), wrong.err
     done = export_model(*other, "--golden", golden(tmp_path, near=near.tolist(), tolerance=0.01))
@@ -112,5 +112,7 @@ def test_requests_that_do_not_fit_the_signature_do_not_pass(world: Published, tm
 
 def test_a_metagraph_alone_cannot_be_asked(world: Published, tmp_path: Path) -> None:
     file = golden(tmp_path)
-    done = export_model(*world.arguments()[:-1], "--plain", "--format", "metagraph", "--golden", file)
+    done = export_model(
+        *world.arguments()[:-1], "--despite=deltas", "--format", "metagraph", "--golden", file
+    )
     assert (done.code, "--golden asks a SavedModel" in done.err) == (2, True), done.err

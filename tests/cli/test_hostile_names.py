@@ -190,9 +190,9 @@ def test_a_model_and_a_server(tmp_path: Path) -> None:
             if ran.code == 0:
                 assert json.loads(ran.out) == {"predictions": [TEXT + "!"]}
         for command in (
-            ("status", server.address, "--model", TEXT),
-            ("status", server.address, "--model", f"{TEXT}x"),
-            ("update", server.address, "--model", TEXT),
+            ("status", server.address, "--model-name", TEXT),
+            ("status", server.address, "--model-name", f"{TEXT}x"),
+            ("update", server.address, "--model-name", TEXT),
         ):
             ran = run_app(serve_model, *command)
             assert_clean(ran.out + ran.err)

@@ -244,13 +244,13 @@ def test_other_rules_than_the_base_has_are_refused(setting: Log) -> None:
 
 
 def test_a_base_that_takes_deltas_in_another_way_is_not_silently_kept(setting: Log) -> None:
-    ran = setting.export("--stamp", "--isolation", "row")
+    ran = setting.export("--add=stamp", "--isolation", "row")
     assert (ran.error["error"], ran.code) == ("SchemaChanged", 5)
     assert "--new-base if-needed" in ran.error["hint"]
-    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--stamp")
-    assert "--stamp was not given, is given" in ran.err
-    assert "hint:  give --stamp as it was, or begin a new log" in ran.err
-    assert setting.export("--plain").code == 2
+    ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, "--incr", "--add=stamp")
+    assert "--add stamp was not given, is given" in ran.err
+    assert "hint:  give --add stamp as it was, or begin a new log" in ran.err
+    assert setting.export("--despite=deltas").code == 2
     assert setting.export().code == 0, "options that say nothing mean those of the base"
 
 
@@ -421,13 +421,13 @@ def test_a_forgotten_incr_does_not_end_the_log(setting: Log, ranker: Path, ranke
         refused = export_model(*options, *way)
         assert refused.code == 5
         assert f"{setting.model / '10'} takes deltas" in refused.err
-        assert all(option in refused.err for option in ("--incr", "--new-base always", "--plain"))
+        assert all(option in refused.err for option in ("--incr", "--new-base always", "--despite deltas"))
     assert sorted(path for path in map(str, setting.model.rglob("*")) if "/.watch" not in path) == before
     note = f"note: {setting.model / '10'} takes deltas"
-    assert note in export_model(*options, "--dry-run", "--plain").err
+    assert note in export_model(*options, "--dry-run", "--despite=deltas").err
     assert export_model(*options, "--dry-run", "--new-base=always").code == 0
-    assert export_model(*options, "--new-base=always", "--plain").code == 2
-    assert note in export_model(*options, "--plain").err
+    assert export_model(*options, "--new-base=always", "--despite=deltas").code == 2
+    assert note in export_model(*options, "--despite=deltas").err
     assert "note" not in export_model(*options).err, "what is replaced now takes none either"
 
 
@@ -443,14 +443,14 @@ def test_a_model_that_goes_back_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--stamp",), ("--with-digest", "--verify", "none"), ("--isolation", "row")]
+    "options", [("--add=stamp",), ("--add=digest", "--verify", "none"), ("--isolation", "row")]
 )
 def test_how_deltas_are_taken_is_no_matter_of_a_plain_version(setting: Log, options: tuple[str, ...]) -> None:
     ran = export_model("--ckpt-dir", setting.train, "--out", setting.model, *options)
     assert (ran.code, "with --incr or --new-base" in ran.err) == (2, True), ran.err
 
 
-@pytest.mark.parametrize("options", [("--keep", "1"), ("--despite-hold",), ("--rebase", "--to", "20")])
+@pytest.mark.parametrize("options", [("--keep", "1"), ("--despite=hold",), ("--rebase", "--to", "20")])
 def test_no_option_of_merge_goes_without_effect(setting: Log, options: tuple[str, ...]) -> None:
     ran = export_model("merge", setting.model, *options)
     assert ran.code == 2

@@ -89,7 +89,7 @@ def test_talk_that_nobody_hears_fails_nothing(
     ran = run(
         shell,
         *("--ckpt-dir", ranker, "--model", ranker_graph, "--out", tmp_path / "m", "--json"),
-        *("--plain",),
+        *("--despite=deltas",),
     )
     assert ran.returncode == 0
     assert json.loads(ran.stdout)["version"] == 21

@@ -37,7 +37,7 @@ EXPORT = "--ckpt-dir ranker --model graph --out models/new"
 RUNS = {
     "export-model": [f"{EXPORT} --dry-run", EXPORT, EXPORT],
     "export-model --incr": [
-        f"{EXPORT} --new-base always --plain",
+        f"{EXPORT} --new-base always --despite deltas",
         f"{EXPORT} --new-base always --again",
         f"{EXPORT} --incr --dry-run",
         f"{EXPORT} --incr",
@@ -59,7 +59,7 @@ RUNS = {
         "merge models/ranker --from 10 --to 30",
         "merge models/deeprec",
         "merge models/plain",
-        "merge models/ranker --rebase --despite-hold",
+        "merge models/ranker --rebase --despite hold",
     ],
     "export-model rollback, export-model resume": [
         "rollback models/plain --to 10 --dry-run",

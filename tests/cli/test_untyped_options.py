@@ -62,9 +62,10 @@ def test_a_file_says_what_neither_is_typed_nor_a_variable(
         ('{"kep": 3}', "did you mean 'keep'?"),
         ('{"keep": "three"}', "'three' is not a whole number"),
         ('{"options": "x"}', "'options' is only valid on the command line"),
-        ('{"keep": []}', "'keep' is []: expected one value"),
-        ('{"keep": [1, 2]}', "'keep' is [1, 2]: expected one value"),
-        ('{"keep": {"a": 1}}', "expected one value"),
+        ('{"tolerance": []}', "'tolerance' is []: expected one value"),
+        ('{"tolerance": [1, 2]}', "'tolerance' is [1, 2]: expected one value"),
+        ('{"tolerance": {"a": 1}}', "expected one value"),
+        ('{"keep": {"a": 1}}', "'a=1' is not a whole number"),
         ('{"keep": true}', "'keep' is true: expected a text or a number"),
         ('{"model": null}', "'model' is null: expected a text or a number"),
         ('{"incr": null}', "expected true or false"),
@@ -104,7 +105,12 @@ def test_the_same_values_are_the_same_plan(
 
 
 def test_what_has_no_effect_is_left_out(places: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TOLERANCE": "0.5", "INTERVAL": "2", "STAMP": "1", "MIN_CHANGE": "0.1"}.items():
+    for name, value in {
+        "TOLERANCE": "0.5",
+        "INTERVAL": "2",
+        "ADD": "stamp",
+        "DELTA_BUDGET": "change=0.1",
+    }.items():
         monkeypatch.setenv(f"EXPORT_MODEL_{name}", value)
     ran = export_model(*places, "--dry-run", "--json")
     assert (ran.code, ran.document["taken"]) == (0, []), ran.err

@@ -124,8 +124,8 @@ def test_a_node_that_is_not_the_chief_writes_nothing(
         ({"TF_CONFIG": ""}, []),
         ({"TF_CONFIG": WORKER.replace("1}", "0}")}, []),
         ({"JOB_NAME": "nightly export"}, []),
-        ({"TF_CONFIG": WORKER}, ["--any-role"]),
-        ({"TF_CONFIG": "broken"}, ["--any-role"]),
+        ({"TF_CONFIG": WORKER}, ["--despite=role"]),
+        ({"TF_CONFIG": "broken"}, ["--despite=role"]),
     ],
 )
 def test_chiefs_and_nodes_alone_export(
@@ -149,7 +149,7 @@ def test_an_environment_that_contradicts_itself_is_no_guess(
     monkeypatch.setenv("TF_CONFIG", "broken")
     ran = export_model("--ckpt-dir", ranker, "--out", tmp_path / "m", "--json")
     assert (ran.code, ran.error["error"]) == (2, "RoleUnknown")
-    assert "--any-role" in ran.error["hint"]
+    assert "--despite role" in ran.error["hint"]
     assert not (tmp_path / "m").exists()
 
 

@@ -37,11 +37,11 @@ WRONG = [
         "export-model --model m.py:s --ckpt-dir train --out models/new --keep 2",
     ),
     (f"{EXPORT} --verify byte", 2, "--verify bytes"),
-    (f"{EXPORT} --keep three", 2, "--keep N: Keep only the newest N versions."),
-    (f"{EXPORT} --keep", 2, "--keep N: Keep only the newest N versions."),
-    (f"{EXPORT} --keep 0", 2, "--keep N: Keep only the newest N versions."),
+    (f"{EXPORT} --keep three", 2, "as in 3"),
+    (f"{EXPORT} --keep", 2, "--keep N: Keep these versions, and remove others; repeatable: N, hourly=N"),
+    (f"{EXPORT} --keep 0", 2, "as in --keep 1"),
     (f"{EXPORT} --incr --again", 2, "leave out --again"),
-    (f"{EXPORT} --incr --plain", 2, "leave out --plain"),
+    (f"{EXPORT} --incr --despite deltas", 2, "leave out --despite deltas"),
     ("export-model --ckpt-dir train", 2, "export-model --ckpt-dir train --out MODEL --model WHAT"),
     ("export-model --out models/new", 2, "export-model --ckpt-dir DIR --out models/new --model WHAT"),
     ("export-model --out models/new inspect train", 2, "leave out --out: export-model inspect train"),
@@ -54,20 +54,20 @@ WRONG = [
     (f"{EXPORT} --interval 2", 2, "add --watch, or leave out --interval"),
     (f"{EXPORT} --tolerance 0.1 --verify bytes", 2, "add --verify outputs, or leave out --tolerance"),
     (f"{EXPORT} --requests verify=requests", 2, "add --verify outputs, or leave out --requests verify"),
-    (f"{EXPORT} --incr --grpc-ca system", 2, "add --notify HOST"),
+    (f"{EXPORT} --incr --grpc ca=system", 2, "add --notify HOST"),
     (
-        f"{EXPORT} --notify localhost --min-change 0.1",
+        f"{EXPORT} --notify localhost --delta-budget change=0.1",
         2,
-        "add --incr, or leave out --notify and --min-change",
+        "add --incr, or leave out --notify and --delta-budget",
     ),
     ("export-model merge models/ranker --keep 2", 2, "add --rebase, or leave out --keep"),
-    ("export-model merge models/ranker --despite-hold", 2, "add --rebase, or leave out --despite-hold"),
+    ("export-model merge models/ranker --despite hold", 2, "add --rebase, or leave out --despite"),
     ("export-model verify models/ranker --engine ray", 2, "add --bytes, or leave out --engine"),
     ("export-model doctor models/ranker --patience 2", 2, "add --target, or leave out --patience"),
     ("export-model doctor models/ranker --deadline 2", 2, "add --target, or leave out --deadline"),
     ("export-model doctor models/ranker --model-name m", 2, "add --target, or leave out --model-name"),
-    (f"{AGENT} --pace-max-delay 2", 2, "add --pace-factor, or leave out --pace-max-delay"),
-    (f"{AGENT} --probe-seconds 2", 2, "add --pace-factor, or leave out --probe-seconds"),
+    (f"{AGENT} --pace max-delay=2", 2, "add --pace factor=N, or leave out --pace max-delay"),
+    (f"{AGENT} --pace probe=2", 2, "add --pace factor=N, or leave out --pace probe"),
     (f"{AGENT} --canary-drift 2", 2, "add --canary, or leave out --canary-drift"),
     (f"{AGENT} --canary-seconds 2", 2, "add --canary, or leave out --canary-seconds"),
     # what is read
@@ -192,8 +192,12 @@ WRONG = [
     ("serve-model status models/ranker", 2, "write 127.0.0.1:8500"),
     ("serve-model status 8600", 2, "write 127.0.0.1:8600"),
     ("serve-model status http://127.0.0.1:8500/v1", 2, "write 127.0.0.1:8500"),
-    ("serve-model status 127.0.0.1:1", 7, "serve-model run MODEL_BASE_PATH --port 1"),
-    ("serve-model status 127.0.0.1:1 --published models/ranker", 7, "serve-model run models/ranker --port 1"),
+    ("serve-model status 127.0.0.1:1", 7, "serve-model run MODEL --port 1"),
+    (
+        "serve-model status 127.0.0.1:1 --model-base-path models/ranker",
+        7,
+        "serve-model run models/ranker --port 1",
+    ),
     ("serve-model predict 127.0.0.1:1 --json-input '{\"inputs\": 1}'", 2, "--json-input -"),
     (
         "serve-model agent --model-base-path models/ranker",
@@ -329,7 +333,7 @@ def test_a_version_that_is_not_there_is_no_matter_of_a_hold(
 
 def test_a_hint_knows_its_program(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    ran = typed("serve-model reload 127.0.0.1:1 --only --model a --model-base-path /b --label c=d")
+    ran = typed("serve-model reload 127.0.0.1:1 --only --model-name a --model-base-path /b --label c=d")
     assert "hint:  see serve-model reload --help" in ran.err
 
 

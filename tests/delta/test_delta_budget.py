@@ -335,8 +335,8 @@ def test_a_watch_follows_under_a_rate(trainer: Trainer, tmp_path: Path) -> None:
     limits = [
         "--delta-budget",
         "10KB/s",
-        "--max-row-age",
-        60,
+        "--delta-budget",
+        "age=60",
         "--interval",
         0.1,
         "--until",

@@ -1,4 +1,4 @@
-"""`--min-change`: what stays behind stays within the bound, is told, and is sent later."""
+"""`--delta-budget change=X`: what stays behind stays within the bound, is told, and is sent later."""
 
 from __future__ import annotations
 
@@ -116,20 +116,28 @@ def test_values_that_are_no_numbers_are_no_small_changes(trainer: Trainer, tmp_p
 def test_the_command_says_what_was_left_out(trainer: Trainer, tmp_path: Path) -> None:
     drift(trainer, 0.01)
     trainer.save()
-    command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr", "--min-change"]
-    shown = export_model(*command, "1.5")
+    command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr"]
+    shown = export_model(*command, "--delta-budget", "change=1.5")
     assert "left out" in shown.out and "8 rows that moved less than 1.5" in shown.out
     drift(trainer, 0.01)
     trainer.save()
-    told = export_model(*command, "1.5", "--json").document["left_out"]
+    told = export_model(*command, "--delta-budget", "change=1.5", "--json").document["left_out"]
     assert told["bound"] == 1.5 and 8 <= told["rows"] <= 16 and 0 < told["largest"] < 0.2
 
 
 @pytest.mark.parametrize("bound", [math.nan, math.inf, -1.0])
 def test_a_bound_is_a_distance(trainer: Trainer, tmp_path: Path, bound: float) -> None:
-    command = ["--ckpt-dir", trainer.directory, "--out", tmp_path / "model", "--incr", "--min-change", bound]
+    command = [
+        "--ckpt-dir",
+        trainer.directory,
+        "--out",
+        tmp_path / "model",
+        "--incr",
+        "--delta-budget",
+        f"change={bound}",
+    ]
     assert export_model(*command).code == 2
-    assert export_model(*command[:-3], "--min-change", "1").code == 2
+    assert export_model(*command[:-3], "--delta-budget", "change=1").code == 2
 
 
 def test_what_was_left_out_survives_a_manifest() -> None:

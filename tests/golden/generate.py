@@ -94,7 +94,7 @@ def ranker(train: Path, model: Path) -> dict[str, Any]:
         served[trainer.step] = trainer.served()
 
     trainer.save()
-    export("--model", f"{MODEL}:serving", "--stamp", "--with-digest")
+    export("--model", f"{MODEL}:serving", "--add=stamp", "--add=digest")
     trainer.train({"users": [1, 5]}, dense="kernel")
     trainer.increment()
     export()
@@ -109,7 +109,7 @@ def ranker(train: Path, model: Path) -> dict[str, Any]:
     trainer.train({"users": [0, 1, 3], "items": [1]}, by=0.01)
     trainer.values["users"][3] += 5
     trainer.increment()
-    export("--min-change", 0.5)
+    export("--delta-budget", "change=0.5")
     served[50] = {**served[40], "users": served[40]["users"].copy()}
     served[50]["users"][3] = trainer.values["users"][3]
     trainer.train({"users": [4, 5], "items": [2, 5]})
@@ -182,7 +182,7 @@ def deeprec(train: Path, model: Path) -> dict[str, Any]:
 
     trainer.save()
     first = ["--ckpt-dir", train, "--out", model, "--incr"]
-    run(*first, "--model", f"{MODEL}:ranking", "--isolation", "row", "--no-warmup")
+    run(*first, "--model", f"{MODEL}:ranking", "--isolation", "row", "--requests=none")
     served = trainer.served()
     trainer.train({"users": [0, 7], "items": [2, 6]}, dense="scale")
     trainer.deeprec_increment()

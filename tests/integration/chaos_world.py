@@ -75,7 +75,13 @@ NEAR = 0.05
 NOT_UPDATABLE = {"map_tables": False, "overlay_rows": None, "hot_rows": {}}
 LATER = 1e12
 """A time at which every grace period is over."""
-BASES = [(), ("--stamp",), ("--isolation", "row"), ("--snapshot-max-rows", "4"), ("--with-digest", "--stamp")]
+BASES = [
+    (),
+    ("--add=stamp",),
+    ("--isolation", "row"),
+    ("--isolation", "snapshot=4"),
+    ("--add=digest", "--add=stamp"),
+]
 TABLES = {"user_rows": "s/users", "item_rows": "s/items"}
 """What is served of each table, by the name of the output."""
 TAGS = ("prod", "offline-test")
@@ -372,7 +378,7 @@ class World:
 
     def export_near(self) -> None:
         """Rows that moved little may wait."""
-        self.publish("--min-change", NEAR)
+        self.publish("--delta-budget", f"change={NEAR}")
         self.account(near=True)
 
     def export_rounded(self) -> None:

@@ -293,17 +293,17 @@ class World:
             *(
                 "--port",
                 self._agent_port,
-                "--refresh-seconds",
-                "1",
+                "--every",
+                "refresh=1",
                 "--deadline",
                 "2",
-                "--audit-seconds",
-                "0.5",
+                "--every",
+                "audit=0.5",
             ),
         ]
 
     def _publishing(self) -> list[str]:
-        return [*publishing(self.train, self.model, self.graph), "--stamp", "--with-digest", *self.options]
+        return [*publishing(self.train, self.model, self.graph), "--add=stamp", "--add=digest", *self.options]
 
     def mixes(self, version: int) -> bool:
         """True if responses of a version may mix positions: its base was exported so, or is not there."""
@@ -393,11 +393,11 @@ class World:
     ]
     OPTIONS: ClassVar[list[tuple[str, ...]]] = [
         *MAPPED,
-        ("--require-finite",),
+        ("--add=nan-check",),
         ("--cast", "s/items=bfloat16"),
-        ("--cast", "s/users=float16", "--require-finite"),
+        ("--cast", "s/users=float16", "--add=nan-check"),
         ("--isolation", "row"),
-        ("--snapshot-max-rows", "4"),
+        ("--isolation", "snapshot=4"),
         ("--data", "compact", "--verify", "bytes"),
     ]
 

@@ -179,14 +179,14 @@ def test_a_damaged_delta_is_quarantined_and_a_base_asked_for(
 @pytest.mark.landing
 def test_a_replica_that_holds_something_else_is_to_be_started_anew(tmp_path: Path) -> None:
     """It loaded other values at the same position, as no checksum of a file can tell."""
-    published = Published(tmp_path, ("--with-digest",))
+    published = Published(tmp_path, ("--add=digest",))
     published.publish()
     copy = tmp_path / "other" / "ranker"
     shutil.copytree(published.model, copy)
     give_other_values(copy / str(base_of(published)))
     with ExitStack() as stack:
         good, bad = (Server(base, stack=stack).start() for base in (published.model, copy))
-        with agent(published.model, good.address, bad.address, more=("--audit-seconds", "0.2")) as running:
+        with agent(published.model, good.address, bad.address, more=("--every", "audit=0.2")) as running:
             found = wait(lambda: running.of("differs"))
             assert {event["replica"] for event in found} == {bad.address}
             assert running.get("/livez")[0] == 503
@@ -252,7 +252,7 @@ def test_without_an_agent_a_command_tells_the_servers_that_it_is_given(
     assert again.document["status"] == "nothing_to_do"
     *at, _ = again.document["notified"]  # they may have been down, or named wrongly, when it was published
     assert [one["position"] for one in at] == [published.position] * 2
-    assert "hint: serve-model update 127.0.0.1:9 --model" in again.err
+    assert "hint: serve-model update 127.0.0.1:9 --model-name" in again.err
     plain = [argument for argument in published.arguments() if argument != "--incr"]
     assert export_model(*plain, *told).code == 2
 

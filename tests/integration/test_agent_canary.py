@@ -43,7 +43,7 @@ GOLDEN = {
 
 @pytest.fixture(scope="module")
 def servers_and_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Published, list[Server]]]:
-    published = Published(tmp_path_factory.mktemp("canary"), ("--stamp",))
+    published = Published(tmp_path_factory.mktemp("canary"), ("--add=stamp",))
     with ExitStack() as stack:
         servers = [Server(published.model, stack=stack).start() for _ in range(3)]
         yield published, sorted(servers, key=lambda server: server.address)

@@ -31,7 +31,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def published(tmp_path: Path) -> Published:
-    return Published(tmp_path / "world", ("--stamp",))
+    return Published(tmp_path / "world", ("--add=stamp",))
 
 
 def train(published: Published, number: float) -> None:
@@ -48,7 +48,7 @@ def test_a_canary_behind_certificates_that_is_told_by_others_and_restarted(
     config = certified.config(tmp_path / "ssl.config", verify=True)
     own = certified.client
     access = ServerAccess(str(certified.ca), str(own.cert), str(own.key))
-    options = tuple(map(str, ("--grpc-ca", certified.ca, "--grpc-cert", own.cert, "--grpc-key", own.key)))
+    options = tuple(f"--grpc={each}" for each in (f"ca={certified.ca}", f"cert={own.cert}", f"key={own.key}"))
     golden = tmp_path / "golden.json"
     golden.write_text(json.dumps(GOLDEN))
     more = ("--canary", str(golden), *options)

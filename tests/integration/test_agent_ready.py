@@ -181,7 +181,7 @@ def test_a_server_that_starts_is_ready_once_it_is_where_the_others_are(published
     """Without its warm-up it is available before that."""
     newest = published.publish()
     version = int(read_log(published.model).base.path.name)
-    never = ("--step-seconds", "1e9")
+    never = ("--pace", "step=1000000000")
     with ExitStack() as stack:
         server = Server(published.model, stack=stack, more=("--enable_model_warmup=false",)).start()
         with agent(published.model, server.address, more=never) as running:

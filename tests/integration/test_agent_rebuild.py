@@ -32,7 +32,7 @@ class World:
     """A published model, a copy of it with other values, and the configuration that servers are to have."""
 
     def __init__(self, directory: Path) -> None:
-        self.published = Published(directory, ("--with-digest",))
+        self.published = Published(directory, ("--add=digest",))
         self.newest = self.published.publish()
         self.version = int(read_log(self.published.model).base.path.name)
         self.copy = directory / "other" / "ranker"
@@ -51,7 +51,7 @@ class World:
         return file
 
     def options(self, *more: str) -> tuple[str, ...]:
-        return ("--audit-seconds", "0.2", "--rebuild-config", str(self.config), *more)
+        return ("--every", "audit=0.2", "--rebuild-config", str(self.config), *more)
 
 
 def serve(stack: ExitStack, config: Path) -> str:
@@ -156,7 +156,7 @@ def test_a_model_that_an_agent_took_out_and_did_not_put_back_is_put_back(
         ("model_config_list { }", "does not list 'ranker'"),
         ("no configuration", "rebuild"),
         (None, "rebuild"),
-        ("without audits", "without --audit-seconds"),
+        ("without audits", "without --every audit"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_a_usage_error(
@@ -166,7 +166,7 @@ def test_a_file_that_is_no_configuration_is_a_usage_error(
     if text is not None:
         file.write_text(text)
     options = ("--model-base-path", tmp_path / "ranker", "--target", "127.0.0.1:9", "--rebuild-config", file)
-    audits = () if text == "without audits" else ("--audit-seconds", 1)
+    audits = () if text == "without audits" else ("--every", "audit=1")
     with process("agent", *options, *audits, "--port", 0, "--json") as started:
         _, err = started.communicate(timeout=DEADLINE_S)
     assert started.returncode == 2

@@ -20,12 +20,8 @@ def test_a_chain_of_certificates(tmp_path: Path) -> None:
     certified = Certified(tmp_path / "tls")
     published = Published(tmp_path / "world")
     config = certified.config(tmp_path / "ssl.config", verify=True)
-    files = {
-        "--grpc-ca": certified.ca,
-        "--grpc-cert": certified.client.cert,
-        "--grpc-key": certified.client.key,
-    }
-    options = tuple(str(part) for pair in files.items() for part in pair)
+    files = {"ca": certified.ca, "cert": certified.client.cert, "key": certified.client.key}
+    options = tuple(f"--grpc={word}={file}" for word, file in files.items())
     access = ServerAccess(str(certified.ca), str(certified.client.cert), str(certified.client.key))
     with ExitStack() as stack:
         server = Server(published.model, stack=stack, more=(f"--ssl_config_file={config}",)).start()
@@ -46,8 +42,8 @@ def test_a_chain_of_certificates(tmp_path: Path) -> None:
         assert position() == newest
         without = export_model("doctor", published.model, "--target", server.address)
         assert (without.code, "no model server" in without.err) == (7, True)
-        shown = run_app(app, "status", server.address, "--model", "ranker", *options)
+        shown = run_app(app, "status", server.address, "--model-name", "ranker", *options)
         assert shown.code == 0, shown.err
         refused = run_app(app, "agent", "--model-base-path", published.model, "--target", server.address,
-                          "--grpc-ca", tmp_path / "missing.pem")  # fmt: skip
+                          "--grpc", f"ca={tmp_path / 'missing.pem'}")  # fmt: skip
         assert (refused.code, "cannot be read" in refused.err) == (2, True)

@@ -23,7 +23,7 @@ def test_a_clock_that_is_set_back_ends_no_call_at_once(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
     clock.set(-3600)
     (port,) = free_ports(1)
-    asked = ["serving.cli", "status", f"127.0.0.1:{port}", "--model", "m"]
+    asked = ["serving.cli", "status", f"127.0.0.1:{port}", "--model-name", "m"]
     command = [sys.executable, "-m", "tests.support.clocks", clock.file, *asked]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "UNAVAILABLE" in done.stderr

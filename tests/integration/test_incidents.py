@@ -210,7 +210,7 @@ INCIDENTS = {
         metric=("publisher_silent", 1),
         alerts=frozenset({"PublisherSilent"}),
         event="silent",
-        options=("--expect-every", "1"),
+        options=("--every", "publication=1"),
     ),
     "the publisher's clock is ahead": Incident(
         clock_differs(1200),
@@ -257,7 +257,7 @@ def test_everybody_is_told_the_same(name: str, tmp_path: Path) -> None:
     golden.write_text(json.dumps(GOLDEN))
     options = [str(golden) if option == "GOLDEN" else option for option in incident.options]
     with patch.object(mapped_tables, "LEAST_BYTES", 1):
-        published = Published(tmp_path, ("--stamp", *incident.publish))
+        published = Published(tmp_path, ("--add=stamp", *incident.publish))
     with world(published, tmp_path, *options, already=incident.code) as there:
         if incident.provoke is not nothing_comes:
             there.published.publish()

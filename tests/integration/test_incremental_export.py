@@ -43,7 +43,7 @@ def test_a_delta_from_a_full_checkpoint_serves_what_a_full_export_serves(
     checkpoints, model = tmp_path / "train", tmp_path / "model"
     shutil.copytree(ranker, checkpoints)
     common = ["--ckpt-dir", checkpoints, "--model", MODEL, *options]
-    first = export_model(*common, "--out", model, "--incr", "--stamp", "--json")
+    first = export_model(*common, "--out", model, "--incr", "--add=stamp", "--json")
     assert first.code == 0, first.err
     assert first.document["position"] == 20
     train(checkpoints, 10)
@@ -70,7 +70,7 @@ def followed(ranker: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         if position > 20:
             train(checkpoints, 10)
         ran = export_model(
-            *("--ckpt-dir", checkpoints, "--model", MODEL, "--out", model, "--incr", "--stamp", "--json")
+            *("--ckpt-dir", checkpoints, "--model", MODEL, "--out", model, "--incr", "--add=stamp", "--json")
         )
         assert ran.document["position"] == position
     return checkpoints, model
@@ -154,7 +154,7 @@ def test_a_server_tells_digests_that_the_published_log_predicts(
 ) -> None:
     checkpoints, model = tmp_path / "train", tmp_path / "model"
     shutil.copytree(followed[0], checkpoints)
-    common = ["--ckpt-dir", checkpoints, "--model", MODEL, "--out", model, "--incr", "--with-digest", "-q"]
+    common = ["--ckpt-dir", checkpoints, "--model", MODEL, "--out", model, "--incr", "--add=digest", "-q"]
     assert export_model(*common).code == 0
     train(checkpoints, 10)
     assert export_model(*common).code == 0
@@ -200,7 +200,7 @@ def test_a_server_holds_rounded_rows_as_the_log_has_them_and_then_exact_ones(
         "--out",
         model,
         "--incr",
-        "--with-digest",
+        "--add=digest",
         "--json",
     ]
     assert export_model(*common).code == 0
@@ -249,7 +249,7 @@ def test_a_server_follows_deltas_that_leave_rows_out_and_ends_where_an_exact_one
     with loaded_quickly(model / "20") as server:
         for position in (50, 60):
             train(checkpoints, 10)
-            done = export_model(*common, "--min-change", "0.002").document
+            done = export_model(*common, "--delta-budget", "change=0.002").document
             assert (done["position"], done["left_out"]["bound"]) == (position, 0.002)
             assert 0 < done["left_out"]["largest"] < 0.002
             assert done["left_out"]["rows"] > 0

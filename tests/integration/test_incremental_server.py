@@ -124,7 +124,7 @@ def test_a_version_that_is_being_loaded_is_updated_once_it_is_available(tmp_path
 
 
 def test_a_command_whose_model_cannot_go_on_fails(client: ModelClient, model: Model) -> None:
-    arguments = ("update", client.address, "--model", client.model, "--json")
+    arguments = ("update", client.address, "--model-name", client.model, "--json")
     assert CliRunner().invoke(app, arguments).exit_code == 0, "there is nothing to do"
     here = position(client)
     model.publish(here + 1, here + 2, filled(model, here + 2))

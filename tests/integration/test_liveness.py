@@ -74,10 +74,10 @@ def test_a_server_lives_if_it_answers_whatever_its_agent_does(tmp_path: Path) ->
 
 
 def test_a_server_that_holds_other_values_is_started_anew(tmp_path: Path) -> None:
-    published = Published(tmp_path, options=("--with-digest",))
+    published = Published(tmp_path, options=("--add=digest",))
     copy = shutil.copytree(published.model, tmp_path / "copy" / published.model.name)
     give_other_values(copy / str(published.position))
-    with served(published, copy, "--audit-seconds", "0.2") as (server, running):
+    with served(published, copy, "--every", "audit=0.2") as (server, running):
         wait(lambda: running.of("differs"))
         assert not is_alive(server.rest_port, running.port)
         assert is_alive(server.rest_port, NOBODY)

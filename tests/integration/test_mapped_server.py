@@ -112,7 +112,7 @@ def test_a_server_takes_deltas_over_mapped_tables(tmp_path: Path) -> None:
             status = read_incremental_status(client, 7)
             assert status is not None
             assert status.tables == ServedTables(1, 1, 75)
-            ran = run_app(app, "status", address, "--model", "served", "--json")
+            ran = run_app(app, "status", address, "--model-name", "served", "--json")
             assert ran.code == 0, ran.err
             (version,) = ran.document["versions"]
             assert (version["tables"], version["overlay_percent"]) == ("mapped, overlay 75 % full", 75)

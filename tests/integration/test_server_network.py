@@ -149,7 +149,7 @@ def health(address: str) -> int:
 @pytest.mark.landing
 def test_it_drains_before_it_ends(base: Path) -> None:
     """Health checks fail first, requests go on, calls under way end; then the process does."""
-    options = ("--rest-api-port", "0", "--rest-api-timeout-in-ms", "0")
+    options = ("--rest-api-port", "0", "--rest_api_timeout_in_ms=0")
     options += ("--drain-seconds", "3", "--grace-seconds", "60")
     with serving(base, *options) as (process, document):
         address, rest_port = f"127.0.0.1:{document['port']}", document["rest_port"]
@@ -188,7 +188,7 @@ def test_a_second_signal_ends_it_at_once(base: Path) -> None:
 
 @pytest.mark.landing
 def test_a_call_that_does_not_end_is_cut_off(base: Path) -> None:
-    options = ("--rest-api-port", "0", "--rest-api-timeout-in-ms", "0", "--grace-seconds", "1")
+    options = ("--rest-api-port", "0", "--rest_api_timeout_in_ms=0", "--grace-seconds", "1")
     with serving(base, *options) as (process, document):
         failures: list[str] = []
 

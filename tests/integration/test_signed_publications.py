@@ -64,10 +64,10 @@ def test_a_server_of_a_volume_is_led_no_further_than_the_last_trusted_delta(tmp_
     server = Server(published.model).start()
     published.options = ("--unsigned",)
     published.publish()
-    asked = ("update", server.address, "--model", "ranker", "--json")
+    asked = ("update", server.address, "--model-name", "ranker", "--json")
     refused = run_app(cli.app, *asked, "--trust", public)
-    assert refused.code == 2 and "--published" in refused.error["hint"]
-    asked = (*asked, "--published", published.model, "--trust", public)
+    assert refused.code == 2 and "--model-base-path" in refused.error["hint"]
+    asked = (*asked, "--model-base-path", published.model, "--trust", public)
     refused = run_app(cli.app, *asked, "--up-to", published.position)
     assert refused.code == 6 and "is not signed" in refused.error["cause"]
     done = run_app(cli.app, *asked)

@@ -110,6 +110,6 @@ def test_inspect_unmatched(ranker_graph: Path, tmp_path: Path) -> None:
 
 
 def test_options_that_need_another(ranker_graph: Path, tmp_path: Path) -> None:
-    ran = export_model("inspect", ranker_graph, "--rename-file", tmp_path / "names")
+    ran = export_model("inspect", ranker_graph, "--rename", tmp_path / "names")
     assert ran.code == 2
     assert "--unmatched" in ran.err

@@ -385,7 +385,7 @@ def _updated(address: str, name: str, here: Path, made: Path, maker: Environment
             if delta.exists():
                 delta.rename((here / f"{name}.delta.path").read_text())
             if not maker.has_tensorflow:
-                maker.run("serve-model", "update", address, "--model", name, cwd=here)
+                maker.run("serve-model", "update", address, "--model-name", name, cwd=here)
             position = update(client).position
             time.sleep(0.2)
         finally:

@@ -168,7 +168,7 @@ def test_a_retry_of_the_first_increment_goes_on_with_the_log(directory: Path) ->
     assert ran("--incr")["status"] == "published"
     assert ran("--incr")["status"] == "nothing_to_do"
     assert ran("--new-base=always")["status"] == "nothing_to_do", "a second base would end the log"
-    assert ran("--incr", "--new-base=if-needed", "--stamp")["status"] == "published"
+    assert ran("--incr", "--new-base=if-needed", "--add=stamp")["status"] == "published"
 
 
 def test_two_at_once_publish_one_version(directory: Path) -> None:

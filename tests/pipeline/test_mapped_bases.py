@@ -233,7 +233,7 @@ def test_dynamic_tables_keep_their_index_in_memory(tmp_path: Path, monkeypatch: 
 def test_a_pulled_copy_is_mapped_and_updated(model: MappedModel, bucket: Bucket, tmp_path: Path) -> None:
     url, copy = bucket.url("ranker"), tmp_path / "models" / "ranker"
     places = ["--ckpt-dir", model.train, "--out", url, "--model", model.model]
-    arguments = [*places, "--incr", "--stamp", "--with-digest", "--map-tables", "--served-at", copy]
+    arguments = [*places, "--incr", "--add=stamp", "--add=digest", "--map-tables", "--served-at", copy]
     assert export_model(*arguments).code == 0
     assert export_model("pull", url, copy).code == 0
     with loaded(copy / "7") as server:

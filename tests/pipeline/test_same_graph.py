@@ -116,15 +116,15 @@ def test_what_no_file_tells_is_found_by_building_the_graph_again(
     monkeypatch.setenv("ACTIVATION", "sigmoid")
     assert job.program("--incr", "--new-base=if-needed").returncode == 0
     job.save(30)
-    same = job.program("--incr", "--check-graph", "--json")
+    same = job.program("--incr", "--verify=graph", "--json")
     assert same.returncode == 0, same.stderr
     assert json.loads(same.stdout)["graph"] == "of base 20; built again, and the same"
     monkeypatch.setenv("ACTIVATION", "tanh")
     job.save(40)
-    other = job.program("--incr", "--check-graph", "--json")
+    other = job.program("--incr", "--verify=graph", "--json")
     assert (other.returncode, json.loads(other.stderr.splitlines()[-1])["error"]) == (5, "SchemaChanged")
     assert "holds another inference graph" in other.stderr
-    assert job.export("--check-graph", "--watch").code == 2
+    assert job.export("--verify=graph", "--watch").code == 2
 
 
 def test_a_base_of_an_earlier_release_is_not_known(job: Job) -> None:
@@ -136,7 +136,7 @@ def test_a_base_of_an_earlier_release_is_not_known(job: Job) -> None:
     done = job.export()
     assert done.code == 0, done.err
     assert done.document["graph"] == "of base 10; what it was made from is not known"
-    assert job.export("--check-graph").code == 2
+    assert job.export("--verify=graph").code == 2
 
 
 def test_a_watch_with_nothing_to_publish_does_not_mind_an_edit(job: Job) -> None:

@@ -55,7 +55,7 @@ def test_no_publisher_passes_a_hold_unless_it_is_told_to(request_: ExportRequest
     with pytest.raises(ModelHeld, match="is held at 31") as caught:
         PUBLISHERS[name](request_)
     assert "resume" in caught.value.hint
-    assert "--despite-hold" in caught.value.hint
+    assert "--despite hold" in caught.value.hint
     assert versions(request_.out) == [10]
     PUBLISHERS[name](replace(request_, despite_hold=True))
     assert len(versions(request_.out)) == 2
@@ -106,7 +106,7 @@ def test_deltas_go_on_behind_a_hold_and_a_base_is_refused_by_name(request_: Expo
     assert json.loads(watched.out)["position"] == 40
     assert "no new base" in watched.err
     assert versions(request_.out) == [10]
-    assert export_model(*options, "--new-base=merged", "--despite-hold").code == 0
+    assert export_model(*options, "--new-base=merged", "--despite=hold").code == 0
     assert versions(request_.out) == [40, 10]
 
 
@@ -132,7 +132,15 @@ def test_a_watch_waits_for_a_hold_to_be_lifted(request_: ExportRequest) -> None:
 
 
 def test_a_watch_that_ends_while_the_model_is_held_has_failed(request_: ExportRequest) -> None:
-    options = ("--ckpt-dir", request_.ckpt_dir, "--out", request_.out, "--model", request_.model, "--plain")
+    options = (
+        "--ckpt-dir",
+        request_.ckpt_dir,
+        "--out",
+        request_.out,
+        "--model",
+        request_.model,
+        "--despite=deltas",
+    )
     ran = export_model(*options, "--watch", "--until", "0.3")
     assert ran.code == 5
     assert ran.err.count("is held at 31") == 2, "once while it waits, once as it ends"

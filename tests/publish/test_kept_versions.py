@@ -71,5 +71,5 @@ def version(directory: Path, created: datetime | None) -> None:
 
 
 def test_options_of_periods_go_with_keep(tmp_path: Path) -> None:
-    ran = export_model("--ckpt-dir", "t", "--out", tmp_path / "m", "--keep-daily", 7)
-    assert (ran.code, "add --keep, or leave out --keep-daily" in ran.err) == (2, True)
+    ran = export_model("--ckpt-dir", "t", "--out", tmp_path / "m", "--keep", "daily=7")
+    assert (ran.code, "add --keep N, or leave out --keep daily" in ran.err) == (2, True)

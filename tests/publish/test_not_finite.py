@@ -26,7 +26,7 @@ ROW = 3
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base that requires finite values, and nothing else."""
-    published = Published(tmp_path_factory.mktemp("finite"), options=("--require-finite",))
+    published = Published(tmp_path_factory.mktemp("finite"), options=("--add=nan-check",))
     return published.directory
 
 
@@ -165,7 +165,7 @@ def test_while_it_lasts_a_rollback_leads_past_it(place: Place) -> None:
 def test_a_new_base_is_refused_where_every_byte_is_verified(place: Place, value: float) -> None:
     place.train(value, saves=True)
     words = [word for word in place.published.arguments() if word != "--incr"]
-    words += ["--new-base=always", "--require-finite", "--json"]
+    words += ["--new-base=always", "--add=nan-check", "--json"]
     planned = export_model(*words, "--dry-run")
     assert any("--verify bytes" in note for note in planned.document["notes"])
     refused = export_model(*words, "--verify", "bytes")

@@ -93,7 +93,7 @@ def serving(base: Path) -> Iterator[Callable[..., Ran]]:
     """Calls of `serve-model predict` on a server of a model."""
     with ModelServer(base, name="ranker") as server:
         server.wait_available(60)
-        yield lambda *options: run_app(app, "predict", server.address, "--model", "ranker", *options)
+        yield lambda *options: run_app(app, "predict", server.address, "--model-name", "ranker", *options)
 
 
 def shown(predict: Callable[..., Ran], *options: object) -> Any:
@@ -326,7 +326,7 @@ def test_another_version_that_is_there_and_served(tmp_path: Path) -> None:
         while sum(each.state is VersionState.AVAILABLE for each in server.statuses()) < 2:
             pass
         shutil.copytree(base / "6", tmp_path / "copy/6")
-        asked = ("predict", server.address, "--model", "ranker", "--example", "--json")
+        asked = ("predict", server.address, "--model-name", "ranker", "--example", "--json")
         ran = run_app(app, *asked, "--model-base-path", tmp_path / "copy")
         assert "--version 6" in ran.error["hint"]
         assert run_app(app, *ran.error["hint"].split()[1:]).code == 0

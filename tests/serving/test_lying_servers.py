@@ -69,7 +69,7 @@ def test_every_lie_ends_in_values_or_in_a_named_error(path: str, signature: str,
         server.lie = lie
         for command in CALLED[path, signature]:
             server.told = 0
-            named = () if command[0] == "reload" else ("--model", "m")
+            named = () if command[0] == "reload" else ("--model-name", "m")
             ran = run_app(app, command[0], server.address, *named, *command[1:], "--deadline", "5")
             is_named = ran.code == 0 or "error: " in ran.err
             if ran.code not in set(Exit) or "unexpected" in ran.err or "Traceback" in ran.err or not is_named:

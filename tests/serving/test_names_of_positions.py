@@ -31,13 +31,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelServer]:
 
 def test_a_server_is_led_to_a_tag(server: ModelServer) -> None:
     model = server.models.served()["ranker"].base_path
-    asked = ("update", server.address, "--model", "ranker", "--json", "--up-to")
+    asked = ("update", server.address, "--model-name", "ranker", "--json", "--up-to")
     refused = run_app(app, *asked, "good")
-    assert (refused.code, "--published MODEL_BASE_PATH" in refused.error["hint"]) == (2, True)
-    refused = run_app(app, *asked, "nobody", "--published", model)
+    assert (refused.code, "--model-base-path MODEL" in refused.error["hint"]) == (2, True)
+    refused = run_app(app, *asked, "nobody", "--model-base-path", model)
     assert (refused.code, refused.error["error"]) == (5, "PositionUnknown")
     for named, position in (("good", 20), ("30", 30), ("@previous", 82), ("@latest", 83)):
-        done = run_app(app, *asked, named, "--published", model)
+        done = run_app(app, *asked, named, "--model-base-path", model)
         assert (done.code, done.document["position"]) == (0, position), done.err
 
 
@@ -47,7 +47,14 @@ def test_a_label_is_given_the_version_of_a_tag(server: ModelServer, tmp_path: Pa
     plain = Path(shutil.copytree(GOLDEN / "plain", tmp_path / "plain"))
     first = min(int(path.name) for path in plain.glob("[0-9]*"))
     set_tag(plain, "first", first)
-    asked = ("reload", server.address, "--json", "--model-config-file", tmp_path / "models.config", "--model")
+    asked = (
+        "reload",
+        server.address,
+        "--json",
+        "--model-config-file",
+        tmp_path / "models.config",
+        "--model-name",
+    )
     place = "name: '{0.name}' base_path: '{0}' model_platform: 'tensorflow'".format
     entries = " ".join(f"config {{ {place(path)} }}" for path in (model, plain))
     (tmp_path / "models.config").write_text(f"model_config_list {{ {entries} }}")

@@ -198,7 +198,7 @@ def world(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conf
 
 
 Ask = Callable[[Conformance], Any]
-CHECKED = "that, with --enable-signature-method-name-check"
+CHECKED = "that, with --enable_signature_method_name_check"
 PROVOKED: dict[tuple[str, str], list[Ask]] = {
     ("Predict", "no `model_spec`, or no name in it"): [
         lambda w: w.without_spec(), lambda w: w.predict(name="")],

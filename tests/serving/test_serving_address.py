@@ -66,7 +66,7 @@ def test_the_commands_say_which_port_they_took(command: str, tmp_path: Path) -> 
     request = tmp_path / "request.json"
     request.write_text('{"inputs": {}}')
     options = ("--json-input", request) if command == "predict" else ()
-    ran = run_app(app, command, "127.0.0.1", "--model", "m", "--deadline", 5, *options)
+    ran = run_app(app, command, "127.0.0.1", "--model-name", "m", "--deadline", 5, *options)
     assert ran.code == 7
     assert "no model server answers at 127.0.0.1:8500" in ran.err
 
@@ -76,7 +76,7 @@ def test_a_port_of_something_else_is_no_model_server() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
-        ran = run_app(app, "status", address, "--model", "m", "--deadline", 30)
+        ran = run_app(app, "status", address, "--model-name", "m", "--deadline", 30)
         server.shutdown()
     assert ran.code == 7
     assert f"the process that listens at {address} is not a model server" in ran.err

@@ -58,19 +58,19 @@ def call(*arguments: str, stdin: str = "") -> Any:
 
 
 def predict(server: ModelServer, request: Any, *options: str) -> Any:
-    arguments = ("predict", server.address, "--model", "ranker", "--json-input", "-", *options)
+    arguments = ("predict", server.address, "--model-name", "ranker", "--json-input", "-", *options)
     return call(*arguments, stdin=request if isinstance(request, str) else json.dumps(request))
 
 
 def test_status(server: ModelServer) -> None:
-    done = call("status", server.address, "--model", "ranker")
+    done = call("status", server.address, "--model-name", "ranker")
     assert done.exit_code == 0
     assert done.stdout.split()[:3] == ["ranker", "on", server.address]
     assert done.stdout.split()[-2:] == ["7", "AVAILABLE"]
 
 
 def test_status_as_json(server: ModelServer) -> None:
-    done = call("status", server.address, "--model", "ranker", "--json")
+    done = call("status", server.address, "--model-name", "ranker", "--json")
     assert checked(json.loads(done.stdout)) == {
         "format_version": 1,
         "address": server.address,
@@ -83,7 +83,7 @@ def test_status_as_json(server: ModelServer) -> None:
 
 
 def test_status_is_quiet(server: ModelServer) -> None:
-    done = call("status", server.address, "--model", "ranker", "-q")
+    done = call("status", server.address, "--model-name", "ranker", "-q")
     assert (done.exit_code, done.output) == (0, "")
 
 
@@ -103,8 +103,8 @@ def test_status_where_there_are_several(server: ModelServer, tmp_path: Path) -> 
         done = call("status", several.address)
         assert done.exit_code == 7
         assert f"{several.address} serves 2 models: a c, b" in done.stderr
-        assert f"hint:  serve-model status {several.address} --model 'a c'" in done.stderr
-        assert call("status", several.address, "--model", "a c").exit_code == 0
+        assert f"hint:  serve-model status {several.address} --model-name 'a c'" in done.stderr
+        assert call("status", several.address, "--model-name", "a c").exit_code == 0
 
 
 def test_status_where_a_server_does_not_tell_its_models(
@@ -115,9 +115,9 @@ def test_status_where_a_server_does_not_tell_its_models(
     done = call("status", server.address)
     assert done.exit_code == 7
     assert "does not list its models" in done.stderr
-    assert f"hint:  serve-model status {server.address} --model NAME" in done.stderr
+    assert f"hint:  serve-model status {server.address} --model-name NAME" in done.stderr
     published = server.models.served()["ranker"].base_path
-    done = call("status", server.address, "--published", str(published))
+    done = call("status", server.address, "--model-base-path", str(published))
     assert "ranker on" in done.stdout or "nothing is published" in done.stderr, done.output
 
 
@@ -135,7 +135,7 @@ def test_a_version_that_is_unloaded_while_it_is_asked_for_is_not_available(
     monkeypatch.setattr("serving.client.ModelClient", Unloading)
     with ModelServer(server.models.served()["ranker"].base_path) as other:
         other.wait_available(60)
-        done = call("status", other.address, "--model", "ranker", "--json")
+        done = call("status", other.address, "--model-name", "ranker", "--json")
     (version,) = json.loads(done.stdout)["versions"]
     assert version["state"] == "END" and "not found" in version["problem"]
     error = json.loads(done.stderr.splitlines()[-1])
@@ -152,10 +152,10 @@ def test_names_that_are_no_names_are_passed_over() -> None:
 
 
 def test_status_of_an_unknown_model(server: ModelServer) -> None:
-    done = call("status", server.address, "--model", "rankr")
+    done = call("status", server.address, "--model-name", "rankr")
     assert done.exit_code == 7
     assert "Could not find any versions of model rankr" in done.stderr
-    assert "hint:  name a model of this server with --model" in done.stderr
+    assert "hint:  name a model of this server with --model-name" in done.stderr
 
 
 @pytest.mark.parametrize("command", [("update",), ("predict", "--json-input", "-")])
@@ -168,15 +168,17 @@ def test_a_model_has_the_name_that_servers_give_it(server: ModelServer, command:
 
 
 def test_an_update_of_an_unknown_model_does_not_send_to_and_fro(server: ModelServer) -> None:
-    done = call("update", server.address, "--model", "rankr")
+    done = call("update", server.address, "--model-name", "rankr")
     assert done.exit_code == 7
-    assert "hint:  name a model of this server with --model" in done.stderr
-    shows_loading = f"if it still loads, this shows it: serve-model status {server.address} --model rankr"
+    assert "hint:  name a model of this server with --model-name" in done.stderr
+    shows_loading = (
+        f"if it still loads, this shows it: serve-model status {server.address} --model-name rankr"
+    )
     assert shows_loading in done.stderr.replace("\n", " ")
 
 
 def test_an_update_of_a_version_that_takes_no_deltas_tells_how_to_publish_one(server: ModelServer) -> None:
-    done = call("update", server.address, "--model", "ranker")
+    done = call("update", server.address, "--model-name", "ranker")
     assert done.exit_code == 2
     assert "version 7 of ranker takes no deltas" in done.stderr
     assert "--new-base always" in done.stderr, "--incr would be refused as long as this version is the newest"
@@ -196,7 +198,9 @@ def test_a_taken_port_is_one_message(server: ModelServer, tmp_path: Path) -> Non
 
 
 def test_a_request_comes_from_a_pipe(server: ModelServer) -> None:
-    line = f"predict {server.address} --model ranker --json-input <(echo '{{\"inputs\": [[1, 2]]}}') --json"
+    line = (
+        f"predict {server.address} --model-name ranker --json-input <(echo '{{\"inputs\": [[1, 2]]}}') --json"
+    )
     asked = f"{sys.executable} -m serving {line}"
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -208,7 +212,7 @@ def test_status_of_a_model_that_is_not_available(tmp_path: Path) -> None:
     with ModelServer(tmp_path / "ranker", options=ServerOptions(poll_seconds=0.01)) as server:
         while not server.statuses() or not server.statuses()[0].code:
             pass
-        done = call("status", server.address, "--model", "ranker")
+        done = call("status", server.address, "--model-name", "ranker")
     assert done.exit_code == 7
     assert "LOADING" in done.stdout
     assert "cause: NOT_FOUND: Could not find saved_model.pb" in done.stderr
@@ -242,7 +246,7 @@ def test_predict(server: ModelServer, request_: Any, options: tuple[str, ...], a
 
 @pytest.mark.parametrize("signature", ["serving_default", "two", "text", "slow"])
 def test_an_example_is_answered_in_each_form(server: ModelServer, tmp_path: Path, signature: str) -> None:
-    asked = ("predict", server.address, "--model", "ranker", "--signature", signature)
+    asked = ("predict", server.address, "--model-name", "ranker", "--signature", signature)
     shown = call(*asked, "--example")
     assert shown.exit_code == 0, shown.output
     request = json.loads(shown.stdout)
@@ -264,11 +268,13 @@ def test_a_program_of_an_example_speaks_tls_as_the_command_did(server: ModelServ
     config = certified.config(tmp_path / "ssl.config", verify=True)
     network = NetworkOptions(ssl_config_file=config)
     options = ServerOptions(network=network)
-    access = ("--grpc-ca", certified.ca, "--grpc-cert", certified.client.cert)
-    files = tuple(map(str, (*access, "--grpc-key", certified.client.key)))
+    access = ("--grpc", f"ca={certified.ca}", "--grpc", f"cert={certified.client.cert}")
+    files = tuple(map(str, (*access, "--grpc", f"key={certified.client.key}")))
     with ModelServer(server.models.served()["ranker"].base_path, options=options) as secure:
         secure.wait_available(60)
-        program = call("predict", secure.address, "--model", "ranker", "--example", "--as", "python", *files)
+        program = call(
+            "predict", secure.address, "--model-name", "ranker", "--example", "--as", "python", *files
+        )
         ran = subprocess.run(
             [sys.executable, "-c", program.stdout], capture_output=True, text=True, timeout=300
         )
@@ -276,7 +282,7 @@ def test_a_program_of_an_example_speaks_tls_as_the_command_did(server: ModelServ
 
 
 def test_an_example_asks_the_version_that_it_is_of(server: ModelServer) -> None:
-    asked = ("predict", server.address, "--model", "ranker", "--version", "7", "--example")
+    asked = ("predict", server.address, "--model-name", "ranker", "--version", "7", "--example")
     assert "/v1/models/ranker/versions/7:predict" in call(*asked, "--as", "curl").stdout
     assert ", version=7)" in call(*asked, "--as", "python").stdout
 
@@ -306,7 +312,7 @@ def test_a_family_of_addresses_that_is_not_there_is_no_port_in_use(monkeypatch: 
 
 
 def test_no_example_where_the_signature_does_not_say_enough(server: ModelServer) -> None:
-    asked = ("predict", server.address, "--model", "ranker")
+    asked = ("predict", server.address, "--model-name", "ranker")
     done = call(*asked, "--signature", "classify", "--example")
     assert (done.exit_code, "does not say with which features" in done.stderr) == (2, True)
     for wrong in ((), ("--example", "--json-input", "-"), ("--json-input", "-", "--as", "curl")):
@@ -326,7 +332,7 @@ def test_a_request_that_does_not_fit_leads_to_one_that_does(server: ModelServer)
 def test_an_example_is_of_the_model_that_is_there(server: ModelServer) -> None:
     done = call("predict", server.address, "--example")
     assert done.exit_code == 0, done.stderr
-    assert "--model default" not in done.stderr
+    assert "--model-name default" not in done.stderr
 
 
 def test_predict_by_a_label(server: ModelServer) -> None:
@@ -357,7 +363,7 @@ def test_predict_as_json(server: ModelServer) -> None:
 def test_predict_from_a_file(server: ModelServer, tmp_path: Path) -> None:
     file = tmp_path / "request.json"
     file.write_text('{"instances": [[1, 2]]}')
-    done = call("predict", server.address, "--model", "ranker", "--json-input", str(file))
+    done = call("predict", server.address, "--model-name", "ranker", "--json-input", str(file))
     assert done.stdout == '{"predictions": [[0.1, 0.2]]}\n'
 
 
@@ -393,7 +399,9 @@ def test_refused_requests(
 
 
 def test_a_missing_request_file(server: ModelServer, tmp_path: Path) -> None:
-    done = call("predict", server.address, "--model", "ranker", "--json-input", str(tmp_path / "none.json"))
+    done = call(
+        "predict", server.address, "--model-name", "ranker", "--json-input", str(tmp_path / "none.json")
+    )
     assert done.exit_code == 2
     assert "No such file" in done.stderr
     assert "hint:  name a file" in done.stderr

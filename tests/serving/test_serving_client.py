@@ -86,7 +86,7 @@ def test_metadata(client: ModelClient) -> None:
         (lambda c: c.predict({"x": X}, version=3), "NOT_FOUND", "serve-model status"),
         (lambda c: c.predict({"z": X}), "INVALID_ARGUMENT", "export-model inspect"),
         (lambda c: c.predict({"x": X}, signature="none"), "FAILED_PRECONDITION", "serve-model status"),
-        (lambda c: c.status(version=3), "NOT_FOUND", "--model"),
+        (lambda c: c.status(version=3), "NOT_FOUND", "--model-name"),
         (lambda c: c.classify(examples()), "INVALID_ARGUMENT", "export-model inspect"),
     ],
 )

@@ -106,7 +106,7 @@ def test_labels_of_versions_that_are_not_available_yet(two_models: Path, tmp_pat
     file = write(tmp_path / "labels.config", text)
     with pytest.raises(UsageError, match="Request to assign label to version 2 of model a") as caught:
         ModelServer(options=ServerOptions(model_config_file=file))
-    assert "--allow-version-labels-for-unavailable-models" in caught.value.hint
+    assert "--allow_version_labels_for_unavailable_models" in caught.value.hint
     options = ServerOptions(model_config_file=file, allow_version_labels_for_unavailable_models=True)
     with ModelServer(options=options) as server:
         server.wait_available(WAIT_SECONDS)

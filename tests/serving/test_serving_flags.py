@@ -25,9 +25,8 @@ def options_of_run() -> dict[str, Any]:
 
 @pytest.mark.parametrize("flag", STOCK_FLAGS, ids=lambda flag: flag.name)
 def test_what_means_the_same_is_an_option(flag: Any) -> None:
-    option = flag.option_if_false or flag.own
-    assert option in options_of_run()
-    assert getattr(options_of_run()[option], "is_flag", False) is flag.is_boolean
+    option = options_of_run()[flag.own]
+    assert getattr(option, "is_flag", False) is (flag.is_boolean and flag.own != "--flag")
 
 
 @pytest.mark.parametrize(
@@ -42,11 +41,13 @@ def test_what_means_the_same_is_an_option(flag: Any) -> None:
         (["--grpc_max_threads=3"], ["--threads=3"]),
         (["--poll_seconds=5"], ["--poll-seconds=5"]),
         (["--model_name=a=b"], ["--model-name=a=b"]),
-        (["--enable_signature_method_name_check"], ["--enable-signature-method-name-check"]),
-        (["--enable_signature_method_name_check=true"], ["--enable-signature-method-name-check"]),
+        (["--enable_signature_method_name_check"], ["--flag=enable_signature_method_name_check"]),
+        (["--enable_signature_method_name_check=true"], ["--flag=enable_signature_method_name_check"]),
         (["--enable_signature_method_name_check=false"], []),
-        (["--enable_model_warmup=false"], ["--no-model-warmup"]),
+        (["--enable_model_warmup=false"], ["--flag=enable_model_warmup=false"]),
         (["--enable_model_warmup"], []),
+        (["--rest_api_timeout_in_ms=7"], ["--flag=rest_api_timeout_in_ms=7"]),
+        (["--flag=saved_model_tags=a"], ["--flag=saved_model_tags=a"]),
         (["--use_alts_credentials=false"], []),
         (["--platform_config_file="], []),
         (["--enable_batching=false", "--batching_parameters_file="], []),
@@ -95,7 +96,7 @@ def test_refused_by_the_command() -> None:
     ("arguments", "text"),
     [
         ((), "there is no model to serve"),
-        (("a", "--model_base_path=b"), "MODEL_BASE_PATH is a, --model-base-path b"),
+        (("a", "--model_base_path=b"), "MODEL is a, --model-base-path b"),
         (("--model_config_file=none.config",), "none.config cannot be read"),
         (("m", "--port=0", "--tensorflow_session_config_file=none"), "none cannot be read"),
         (("m", "--grpc_channel_arguments=grpc.x"), "'grpc.x' is not of the form NAME=VALUE"),

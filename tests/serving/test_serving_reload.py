@@ -112,7 +112,7 @@ def entry(two_models: Path, name: str) -> str:
 def test_one_model_alone(server: ModelServer, two_models: Path) -> None:
     place = ("--model-base-path", two_models / "a", "--version", 1, "--version", 2)
     done = run(
-        server, "--only", "--model", "a", *place, "--label", "stable=1", "--label", "canary=2", "--json"
+        server, "--only", "--model-name", "a", *place, "--label", "stable=1", "--label", "canary=2", "--json"
     )
     assert done.exit_code == 0, done.output
     assert checked(json.loads(done.stdout)) == {
@@ -125,12 +125,12 @@ def test_one_model_alone(server: ModelServer, two_models: Path) -> None:
 
 
 def test_a_model_that_was_taken_out(server: ModelServer, two_models: Path) -> None:
-    assert run(server, "--only", "--model", "a", "--model-base-path", two_models / "a").exit_code == 0
+    assert run(server, "--only", "--model-name", "a", "--model-base-path", two_models / "a").exit_code == 0
     with ModelClient(server.address, "b") as client:
         deadline = time.monotonic() + 60
         while client.status()[0].state is not END and time.monotonic() < deadline:
             time.sleep(0.01)
-    done = CliRunner().invoke(app, ["status", server.address, "--model", "b"])
+    done = CliRunner().invoke(app, ["status", server.address, "--model-name", "b"])
     assert done.exit_code == 7
     assert "version 5 is in state END" in done.stderr
     assert f"serve-model reload {server.address}" in done.stderr
@@ -139,13 +139,20 @@ def test_a_model_that_was_taken_out(server: ModelServer, two_models: Path) -> No
 def test_a_model_is_added_to_a_file(server: ModelServer, two_models: Path, tmp_path: Path) -> None:
     file = listing(tmp_path / "models.config", entry(two_models, "b"))
     done = run(
-        server, "--model-config-file", file, "--save", "--model", "a", "--model-base-path", two_models / "a"
+        server,
+        "--model-config-file",
+        file,
+        "--save",
+        "--model-name",
+        "a",
+        "--model-base-path",
+        two_models / "a",
     )
     assert done.exit_code == 0, done.output
     assert done.stdout == "b: version 5 is available\na: version 2 is available\n"
     assert [model.name for model in read_config_file(file).model_config_list.config] == ["b", "a"]
     assert list(tmp_path.iterdir()) == [file]
-    done = run(server, "--model-config-file", file, "--model", "a", "--all-versions", "--label", "old=1")
+    done = run(server, "--model-config-file", file, "--model-name", "a", "--all-versions", "--label", "old=1")
     assert done.stdout.splitlines()[1] == "a: versions 2, 1 are available; old is 1"
     assert "old" not in file.read_text()
 
@@ -155,7 +162,7 @@ def test_a_label_moves_when_its_version_is_available(
 ) -> None:
     """And not a moment before: a request that names it never fails."""
     shutil.copytree(two_models / "a" / "1", tmp_path / "c" / "1")
-    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
+    place = ("--only", "--model-name", "c", "--model-base-path", tmp_path / "c")
     assert run(server, *place, "--version", 1, "--label", "stable=1").exit_code == 0
     stop = threading.Event()
     answers: list[int] = []
@@ -185,9 +192,9 @@ def test_a_label_moves_when_its_version_is_available(
 
 def test_a_version_that_cannot_be_loaded(server: ModelServer, two_models: Path, tmp_path: Path) -> None:
     shutil.copytree(two_models / "a", tmp_path / "c")
-    assert run(server, "--only", "--model", "c", "--model-base-path", tmp_path / "c").exit_code == 0
+    assert run(server, "--only", "--model-name", "c", "--model-base-path", tmp_path / "c").exit_code == 0
     shutil.rmtree(tmp_path / "c" / "1" / "variables")
-    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
+    place = ("--only", "--model-name", "c", "--model-base-path", tmp_path / "c")
     done = run(server, *place, "--all-versions", "--label", "x=1")
     assert done.exit_code == 7
     assert "version 1 of c is END, UNKNOWN" in done.stderr
@@ -200,7 +207,7 @@ def test_a_version_that_cannot_be_loaded(server: ModelServer, two_models: Path, 
 def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> None:
     done = run(
         server,
-        *("--only", "--model", "c", "--model-base-path", tmp_path / "later"),
+        *("--only", "--model-name", "c", "--model-base-path", tmp_path / "later"),
         *("--no-path-check", "--deadline", 0.5, "--json"),
     )
     error = json.loads(done.stderr.splitlines()[-1])
@@ -213,15 +220,16 @@ def test_a_base_path_that_is_not_there(server: ModelServer, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("--model", "a", "--model-base-path", "/m"), 2, "there is no complete configuration to send"),
+        (("--model-name", "a", "--model-base-path", "/m"), 2, "there is no complete configuration to send"),
         ((), 2, "there is no complete configuration to send"),
-        (("--only", "--model", "a"), 2, "model a has no base path"),
-        (("--only", "--model", "a", "--model-base-path", "/m", "--latest", "2", "--version", "1"), 2,
+        (("--only", "--model-name", "a"), 2, "model a has no base path"),
+        (("--only", "--model-name", "a", "--model-base-path", "/m", "--latest", "2", "--version", "1"), 2,
          "exclude each other"),
-        (("--only", "--model", "a", "--model-base-path", "/m", "--label", "x=y"), 2, "'y' is not a version"),
-        (("--save", "--only", "--model", "a", "--model-base-path", "/m"), 2, "--save needs"),
+        (("--only", "--model-name", "a", "--model-base-path", "/m", "--label", "x=y"), 2,
+         "'y' is not a version"),
+        (("--save", "--only", "--model-name", "a", "--model-base-path", "/m"), 2, "--save needs"),
         (("--model-config-file", "none.config"), 2, "none.config cannot be read"),
-        (("--only", "--model", "a", "--model-base-path", "gs://b/m"), 7, "gs://b/m: only local paths"),
+        (("--only", "--model-name", "a", "--model-base-path", "gs://b/m"), 7, "gs://b/m: only local paths"),
     ],
 )  # fmt: skip
 def test_refused(server: ModelServer, arguments: tuple[str, ...], code: int, text: str) -> None:
@@ -268,7 +276,7 @@ def test_what_a_stock_server_would_wait_for_is_not_sent(
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "later")
+    place = ("--only", "--model-name", "c", "--model-base-path", tmp_path / "later")
     done = run(server, *place, *filter(None, [option]))
     assert (done.exit_code, text in done.stderr, "--no-path-check" in done.stderr) == (7, True, True)
     assert server.models.served().keys() == {"b"}
@@ -281,7 +289,7 @@ def test_a_path_that_is_not_seen_from_here_is_the_servers_affair(
     entries = [message_class("serving.ModelConfig")(base_path=path) for path in NOT_SEEN]
     assert [absent(entry) for entry in entries] == [""] * len(NOT_SEEN)
     shutil.copytree(two_models / "a", tmp_path / "c")
-    place = ("--only", "--model", "c", "--model-base-path", tmp_path / "c")
+    place = ("--only", "--model-name", "c", "--model-base-path", tmp_path / "c")
     assert run(server, *place, "--version", 1, "--version", 2).exit_code == 0
     (tmp_path / "c").rename(tmp_path / "gone")
     assert run(server, *place, "--version", 2).exit_code == 0

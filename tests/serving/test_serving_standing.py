@@ -55,7 +55,7 @@ def call(*arguments: object) -> Any:
 
 
 def status(server: ModelServer, *options: object) -> dict[str, Any]:
-    done = call("status", server.address, "--model", "ranker", "--json", *options)
+    done = call("status", server.address, "--model-name", "ranker", "--json", *options)
     assert done.exit_code == 0, done.stderr
     document: dict[str, Any] = checked(json.loads(done.stdout))
     return document
@@ -66,48 +66,48 @@ def test_a_version_tells_where_it_stands(server: ModelServer) -> None:
     assert (version["version"], version["position"], version["step"]) == (10, 10, 10)
     assert (version["behind_deltas"], version["age_seconds"]) == (None, None)
     assert (len(version["lineage"]), version["unsettled"]) == (32, 0)
-    assert "--published" in call("status", server.address, "--model", "ranker").stderr
+    assert "--model-base-path" in call("status", server.address, "--model-name", "ranker").stderr
 
 
 def test_what_is_published_in_a_store(server: ModelServer, request_: ExportRequest, bucket: Bucket) -> None:
     push(plan_push(request_.out, bucket.url("m")))
-    found, here = (status(server, "--published", place) for place in (bucket.url("m"), request_.out))
+    found, here = (status(server, "--model-base-path", place) for place in (bucket.url("m"), request_.out))
     assert found["published"] == here["published"]
     assert found["versions"][0]["behind_deltas"] == 2
 
 
 def test_how_far_behind_and_how_old(server: ModelServer, request_: ExportRequest) -> None:
-    document = status(server, "--published", request_.out)
+    document = status(server, "--model-base-path", request_.out)
     (version,) = document["versions"]
     assert document["published"] == {"position": 30, "step": 30, "hold": None, "held_by": None}
     assert (version["behind_deltas"], version["behind_steps"], version["problem"]) == (2, 20, None)
     assert version["age_seconds"] > 0
-    shown = call("status", server.address, "--model", "ranker", "--published", request_.out)
+    shown = call("status", server.address, "--model-name", "ranker", "--model-base-path", request_.out)
     assert "2 deltas, 20 steps" in shown.stdout
-    assert "--published" not in shown.stderr, "it was given"
-    assert call("update", server.address, "--model", "ranker").exit_code == 0
-    (after,) = status(server, "--published", request_.out)["versions"]
+    assert "--model-base-path" not in shown.stderr, "it was given"
+    assert call("update", server.address, "--model-name", "ranker").exit_code == 0
+    (after,) = status(server, "--model-base-path", request_.out)["versions"]
     assert (after["position"], after["behind_deltas"], after["behind_steps"]) == (30, 0, 0)
     assert after["published"] > version["published"]
 
 
 def test_a_hold_and_a_rollback(server: ModelServer, request_: ExportRequest) -> None:
-    call("update", server.address, "--model", "ranker")
+    call("update", server.address, "--model-name", "ranker")
     log_maintenance.rollback(request_.out, 20)
     save(request_.ckpt_dir, 40)
     export_incremental(request_)
-    document = status(server, "--published", request_.out)
+    document = status(server, "--model-base-path", request_.out)
     assert document["published"]["hold"] == 31
     (version,) = document["versions"]
     assert (version["position"], version["behind_deltas"]) == (30, 1), "to the hold, no further"
     assert (
         "1 delta, 10 steps"
-        in call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
+        in call("status", server.address, "--model-name", "ranker", "--model-base-path", request_.out).stdout
     )
-    call("update", server.address, "--model", "ranker")
-    (version,) = status(server, "--published", request_.out)["versions"]
+    call("update", server.address, "--model-name", "ranker")
+    (version,) = status(server, "--model-base-path", request_.out)["versions"]
     assert (version["position"], version["behind_deltas"], version["behind_steps"]) == (31, 0, 20)
-    shown = call("status", server.address, "--model", "ranker", "--published", request_.out).stdout
+    shown = call("status", server.address, "--model-name", "ranker", "--model-base-path", request_.out).stdout
     assert "held at 31" in shown
 
 
@@ -116,11 +116,14 @@ def test_what_is_published_elsewhere_is_not_compared(
 ) -> None:
     other = ExportRequest(**(asdict(request_) | {"out": tmp_path / "other"}))
     export_incremental(other, full_on_mismatch=False)
-    (version,) = status(server, "--published", other.out)["versions"]
+    (version,) = status(server, "--model-base-path", other.out)["versions"]
     assert version["behind_deltas"] is None
     assert "not published there" in version["problem"]
     assert (
-        call("status", server.address, "--model", "ranker", "--published", tmp_path / "none").exit_code == 5
+        call(
+            "status", server.address, "--model-name", "ranker", "--model-base-path", tmp_path / "none"
+        ).exit_code
+        == 5
     )
 
 
@@ -128,7 +131,7 @@ def test_versions_without_deltas_have_a_position_and_an_age(request_: ExportRequ
     export(request_)
     with ModelServer(request_.out, name="ranker", options=ServerOptions(poll_seconds=0.05)) as server:
         server.wait_available(60)
-        (version,) = status(server, "--published", request_.out)["versions"]
+        (version,) = status(server, "--model-base-path", request_.out)["versions"]
         assert (version["position"], version["step"], version["newer_version"]) == (10, 10, None)
         assert version["age_seconds"] > 0
         created = read_manifest(request_.out / "10").created

@@ -211,7 +211,7 @@ class Agent:
 @contextmanager
 def agent(model: Path, *targets: str, more: tuple[str, ...] = ()) -> Iterator[Agent]:
     wanted = [part for target in targets for part in ("--target", target)]
-    often = ("--refresh-seconds", "0.5", "--deadline", "5")
+    often = ("--every", "refresh=0.5", "--deadline", "5")
     arguments = ("agent", "--model-base-path", model, *wanted, "--port", "0", "--json", *often, *more)
     with started_warm("serving.cli", *arguments) as started:
         yield Agent(started)

@@ -625,7 +625,7 @@ KINDS: Mapping[str, Kind] = {
         ("train/*", "signatures.json", "names.txt", "warmup.json"),
         (
             *_commands(
-                f"{_MODEL} --out @/second --rename-file @/names.txt --requests @/warmup.json",
+                f"{_MODEL} --out @/second --rename @/names.txt --requests @/warmup.json",
                 "inspect @/train/model.ckpt-7.meta",
             ),
             lambda directory: _nothing_left(directory / "second"),

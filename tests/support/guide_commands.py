@@ -76,7 +76,7 @@ def start_server(text: str, directory: Path) -> BaseProcess:
         server.start()
     address = f"127.0.0.1:{words[words.index('--port') + 1]}"
     deadline = time.monotonic() + 120
-    while run_app(serve_app, "status", address, "--model", Path(words[1]).name).code != 0:
+    while run_app(serve_app, "status", address, "--model-name", Path(words[1]).name).code != 0:
         assert server.is_alive(), f"{text}: ended"
         assert time.monotonic() < deadline, f"{text}: was never available"
         time.sleep(0.1)

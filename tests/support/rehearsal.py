@@ -110,7 +110,7 @@ class StoredWorld(World):
 @contextmanager
 def _agent(world: StoredWorld, *more: str) -> Iterator[Agent]:
     targets = [part for server in world.servers for part in ("--target", server.address)]
-    often = ("--refresh-seconds", "0.5", "--deadline", "5", "--poll-seconds", "0.5", "--fresh-within", "5")
+    often = ("--every", "refresh=0.5", "--deadline", "5", "--poll-seconds", "0.5", "--fresh-within", "5")
     place = ("--model-base-path", world.copy, "--pull", world.published.place)
     with ExitStack() as stack:
         with patch.dict(os.environ, world.agent_environment):
@@ -147,7 +147,7 @@ def rehearsal(directory: Path) -> Iterator[StoredWorld]:
         has_disk = stack.enter_context(_disk(directory / "disk"))
         copy = directory / "disk" / "ranker"
         copy.mkdir()
-        published = Stored(directory, ("--stamp",), url=bucket.url(BASE))
+        published = Stored(directory, ("--add=stamp",), url=bucket.url(BASE))
         published.change(lambda rows: rows + 900)
         published.publish()
         more = ("--wait", "300")
@@ -261,7 +261,7 @@ def store_is_well(world: StoredWorld) -> None:
 
 
 def nothing_comes(world: StoredWorld) -> None:
-    world.agent = world.second_agent("--expect-every", "3")
+    world.agent = world.second_agent("--every", "publication=3")
 
 
 def something_comes(world: StoredWorld) -> None:

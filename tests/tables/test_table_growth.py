@@ -179,7 +179,7 @@ def test_no_replica_goes_back_while_tables_grow(trainer: DeepRecTrainer, tmp_pat
     options = ("--ckpt-dir", trainer.directory, "--model", f"{builder}:model", "--out", told.out)
     with ExitStack() as stack:
         servers = [Server(told.out, stack=stack).start() for _ in range(2)]
-        watch = (*options, "--incr", "--watch", "--interval", "0.05", "--stamp")
+        watch = (*options, "--incr", "--watch", "--interval", "0.05", "--add=stamp")
         watching = stack.enter_context(process(*watch, module="exporter"))
         stack.enter_context(agent(told.out, *(server.address for server in servers)))
         seen = [stack.enter_context(asking(server.address)) for server in servers]

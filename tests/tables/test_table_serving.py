@@ -181,9 +181,9 @@ def test_keys_are_filtered_in_bases_and_deltas(tmp_path: Path) -> None:
 
 
 def test_a_filter_that_nothing_was_recorded_for_is_refused(trainer: DeepRecTrainer) -> None:
-    with pytest.raises(UsageError, match=r"--min-freq filters keys"):
+    with pytest.raises(UsageError, match=r"--keys min-freq filters keys"):
         export_incremental(request(trainer, min_freq=2))
-    with pytest.raises(UsageError, match="--max-age-steps filters keys"):
+    with pytest.raises(UsageError, match="--keys max-age-steps filters keys"):
         export_incremental(request(trainer, max_age_steps=2))
 
 

@@ -81,7 +81,7 @@ def test_another_name_in_the_certificate(world: Certified) -> None:
         error = refused(address, grpc_ca=world.ca)
     assert "do not agree on TLS" in error.message
     assert "Hostname Verification" in str(error.cause)
-    assert "--grpc-name" in str(error.hint)
+    assert "--grpc name" in str(error.hint)
 
 
 def test_both_show_certificates(world: Certified) -> None:
@@ -107,7 +107,7 @@ def test_without_tls_to_a_server_with_it(world: Certified) -> None:
     with listening(world, world.server) as address:
         error = refused(address)
     assert error.code == "UNAVAILABLE"
-    assert "--grpc-ca" in str(error.hint)
+    assert "--grpc ca" in str(error.hint)
 
 
 def test_a_token_goes_with_each_call_and_is_read_anew(world: Certified, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_token_goes_with_each_call_and_is_read_anew(world: Certified, tmp_path
             with pytest.raises(CallFailed) as caught:
                 client.status()
             assert caught.value.code == "UNAUTHENTICATED"
-            assert "--grpc-token-file" in str(caught.value.hint)
+            assert "--grpc token" in str(caught.value.hint)
             file.unlink()
             with pytest.raises(CallFailed) as caught:
                 client.status()
@@ -153,14 +153,14 @@ def test_certificates_are_replaced_while_it_runs(world: Certified, tmp_path: Pat
 
 
 BAD: list[tuple[dict[str, str], str]] = [
-    ({"grpc_token_file": "token"}, "--grpc-token-file without --grpc-ca"),
-    ({"grpc_cert": "client.pem", "grpc_key": "client.key"}, "--grpc-cert and --grpc-key without --grpc-ca"),
-    ({"grpc_name": "n"}, "--grpc-name without --grpc-ca"),
+    ({"grpc_token_file": "token"}, "--grpc token without --grpc ca"),
+    ({"grpc_cert": "client.pem", "grpc_key": "client.key"}, "--grpc cert and --grpc key without --grpc ca"),
+    ({"grpc_name": "n"}, "--grpc name without --grpc ca"),
     ({"grpc_ca": "ca.pem", "grpc_cert": "client.pem"}, "go together"),
     ({"grpc_ca": "ca.pem", "grpc_key": "client.key"}, "go together"),
-    ({"grpc_ca": "missing.pem"}, "--grpc-ca missing.pem cannot be read"),
-    ({"grpc_ca": "token"}, "--grpc-ca: token cannot be used"),
-    ({"grpc_ca": "."}, "--grpc-ca . cannot be read"),
+    ({"grpc_ca": "missing.pem"}, "--grpc ca=missing.pem cannot be read"),
+    ({"grpc_ca": "token"}, "--grpc ca: token cannot be used"),
+    ({"grpc_ca": "."}, "--grpc ca=. cannot be read"),
     ({"grpc_ca": "ca.pem", "grpc_cert": "client.pem", "grpc_key": "stranger.key"}, "cannot be used"),
     ({"grpc_ca": "ca.pem", "grpc_cert": "client.key", "grpc_key": "client.pem"}, "cannot be used"),
     ({"grpc_ca": "ca.pem", "grpc_token_file": "empty"}, "does not hold a token"),
@@ -209,7 +209,7 @@ def test_a_key_with_a_password_does_not_ask_for_it(world: Certified, tmp_path: P
 
 
 def test_every_command_that_asks_servers_has_the_same_options() -> None:
-    options = {f"--{name.replace('_', '-')}" for name in ServerAccess.__struct_fields__}
+    options = {"--grpc", "ca=FILE|system:", "cert=FILE:", "key=FILE:", "name=NAME:", "token=FILE:"}
     helps = [run_app(app, command, "--help").out for command in ("status", "update", "reload", "predict")]
     helps += [run_app(app, "agent", "--help-all").out]
     helps += [export_model("--help-all").out, export_model("doctor", "--help").out]
@@ -221,17 +221,17 @@ def test_a_command_over_tls(world: Certified, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     with listening(world, world.server, token=TOKEN) as address:
-        files = ("--grpc-ca", world.ca, "--grpc-token-file", token)
-        done = run_app(app, "status", address, "--model", "ranker", *files, "--json")
+        files = ("--grpc", f"ca={world.ca}", "--grpc", f"token={token}")
+        done = run_app(app, "status", address, "--model-name", "ranker", *files, "--json")
         assert [version["version"] for version in json.loads(done.out)["versions"]] == [7]
-        without = run_app(app, "status", address, "--model", "ranker", "--grpc-ca", world.ca)
+        without = run_app(app, "status", address, "--model-name", "ranker", "--grpc", f"ca={world.ca}")
     assert without.code == 7
     assert "UNAUTHENTICATED" in without.err
     assert TOKEN not in done.out + done.err + without.err
 
 
 def test_whom_to_notify_is_checked_before_anything_is_published() -> None:
-    with pytest.raises(UsageError, match="go with --notify"):
+    with pytest.raises(UsageError, match="goes with --notify"):
         Servers((), ServerAccess(grpc_ca="ca.pem")).check()
     with pytest.raises(UsageError, match="cannot be read"):
         Servers(("127.0.0.1:1",), ServerAccess(grpc_ca="missing.pem")).check()

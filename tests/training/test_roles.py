@@ -143,4 +143,4 @@ def test_what_is_malformed_is_named(environ: dict[str, str], words: str) -> None
     with pytest.raises(RoleUnknown) as caught:
         node_role(environ)
     assert words in f"{caught.value.message} {caught.value.cause}"
-    assert "--any-role" in caught.value.hint
+    assert "--despite role" in caught.value.hint

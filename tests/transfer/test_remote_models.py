@@ -233,7 +233,7 @@ def test_a_base_is_not_fetched_for_an_increment(
 
 
 @pytest.mark.landing
-@pytest.mark.parametrize("options", [("--min-change", 0.5), ("--delta-dtype", "bfloat16")])
+@pytest.mark.parametrize("options", [("--delta-budget", "change=0.5"), ("--delta-dtype", "bfloat16")])
 def test_what_was_held_back_is_known_on_another_machine(
     followed_there: Trainer, url: str, options: tuple[object, ...], tmp_path: Path
 ) -> None:
@@ -254,7 +254,7 @@ def test_what_was_held_back_is_known_on_another_machine(
         served = values_at(read_log(pulled(url, tmp_path / "here")))
         for name, want in served_now(trainer, Serving()).items():
             off = np.abs(served[name] - want)
-            assert np.nanmax(off, initial=0.0) <= (0.5 if options[0] == "--min-change" else 0.02 * 4), name
+            assert np.nanmax(off, initial=0.0) <= (0.5 if options[0] == "--delta-budget" else 0.02 * 4), name
     ran = incr(trainer, url)
     assert ran.code == 0, ran.err
     assert_same_bits(values_at(read_log(pulled(url, tmp_path / "here"))), served_now(trainer, Serving()))
@@ -411,7 +411,7 @@ def test_googles_store(gs_bucket: Bucket, tmp_path: Path) -> None:
     push(plan_push(setting.model, url))
     for step in (20, 30):
         went_on(trainer, step)
-        ran = incr(trainer, url, "--min-change", 0.01)
+        ran = incr(trainer, url, "--delta-budget", "change=0.01")
         assert (ran.code, ran.document["position"]) == (0, step), ran.err
     for command in (
         ("merge", url),

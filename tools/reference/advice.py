@@ -92,7 +92,7 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.RoleUnknown: Advice(
         "`TF_CONFIG` or another variable that launchers set describes a cluster, and does not say clearly "
         "which of its nodes this is. Exporting on every node would publish the same thing several times.",
-        "Correct the variable, or say `--any-role` where a single node is meant to export.",
+        "Correct the variable, or say `--despite role` where a single node is meant to export.",
     ),
     errors.CheckpointError: Advice(
         "The operating system refuses to read or list the file.",
@@ -208,7 +208,7 @@ ADVICE: dict[type[ExportError], Advice] = {
         "The graph has variables that the checkpoint does not: names were changed by a scope, the "
         "checkpoint is of another model, or averages are asked for that were not saved.",
         "`export-model inspect CHECKPOINT --unmatched MODEL` prints both left-over lists side by side; "
-        "`--rename` or `--rename-file` joins them.",
+        "`--rename PATTERN=NAME`, or a `FILE` of names, joins them.",
     ),
     errors.ShapeMismatch: Advice(
         "A variable and its tensor have different shapes or types: other hyper-parameters "
@@ -235,7 +235,7 @@ ADVICE: dict[type[ExportError], Advice] = {
         "The file stores values without the graph's names (`.npz` lists, weights files by layer number), "
         "and shapes and layer names do not decide which value is whose. Guessing would publish a wrong "
         "model.",
-        "Write the pairs into a file: `inspect --unmatched` begins the table for `--rename-file`. "
+        "Write the pairs into a file: `inspect --unmatched` begins the table for `--rename`. "
         "`--by-order` trusts a list's order.",
     ),
     errors.PartitionStrategyUnknown: Advice(
@@ -293,12 +293,12 @@ ADVICE: dict[type[ExportError], Advice] = {
     errors.ChainEnds: Advice(
         "The newest version takes deltas, and the new one would not. Servers would load it and get no more "
         "deltas.",
-        "Export with `--incr` or `--new-base`; say `--plain` if deltas are to end.",
+        "Export with `--incr` or `--new-base`; say `--despite deltas` if deltas are to end.",
     ),
     errors.ModelHeld: Advice(
         "The model was rolled back, by a person or by the agent's canary, or somebody set a hold; what is to "
         "be published would pass it.",
-        "Lift the hold with `export-model resume MODEL` when it is safe; `--despite-hold` publishes a "
+        "Lift the hold with `export-model resume MODEL` when it is safe; `--despite hold` publishes a "
         "version all the same.",
     ),
     errors.NothingChanged: Advice(
@@ -332,12 +332,12 @@ ADVICE: dict[type[ExportError], Advice] = {
         "[signed publications](../signed-publications.md).",
     ),
     errors.NotFinite: Advice(
-        "A base that was exported with `--require-finite` refuses deltas with NaN or infinity, and rows in 8 "
+        "A base that was exported with `--add nan-check` refuses deltas with NaN or infinity, and rows in 8 "
         "bits have no codes for them. So none is published: the trainer's newest state holds some, or the "
         "values that a merged delta, a rollback or a resumption would bring.",
         "Servers stay where they are, and nothing is lost: the next `--incr` holds everything since. Look at "
         "the row that the `cause:` line names, and correct the training or restart it from an older "
-        "checkpoint. If servers are to get such values after all, publish a base without `--require-finite` "
+        "checkpoint. If servers are to get such values after all, publish a base without `--add nan-check` "
         "and `--cast int8`.",
     ),
     errors.WildValues: Advice(

@@ -37,7 +37,12 @@ class Option:
 
     def row(self) -> tuple[str, str, str]:
         """Its line in a table."""
-        return code(self.name), text(self.help), text(self.notes)
+        first, *words = self.help.split("\n")
+        told = (
+            f"<br>{code(word)}: {text(meaning)}"
+            for word, _, meaning in (each.partition(": ") for each in words)
+        )
+        return code(self.name), text(first) + "".join(told), text(self.notes)
 
 
 def page(app: typer.Typer, name: str) -> str:

@@ -17,7 +17,11 @@ from tools.reference.markdown import code
 
 def helps(kind: type[Struct]) -> dict[str, str]:
     """The help of fields that are options."""
-    return {one.path[0]: one.option.help for one in declared(kind) if len(one.path) == 1}
+    found: dict[str, str] = {}
+    for one in declared(kind):
+        if len(one.path) == 1:
+            found |= one.option.of_fields() or {one.path[0]: one.option.help}
+    return found
 
 
 def meanings(kind: type[Struct]) -> dict[str, str]:

@@ -110,6 +110,7 @@ def _value(value: Any) -> str:
 def _written(kind: type, field: str) -> str:
     """A field's type as its class has it, without what the command line knows of it."""
     written = next(each.__annotations__[field] for each in kind.__mro__ if field in each.__annotations__)
+    written = written.__name__ if type(written) is type else written
     plain = re.sub(r"^(?:typing\.)?Annotated\[(.+), \w+\(.*$", r"\1", str(written), flags=re.DOTALL)
     return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", plain)
 

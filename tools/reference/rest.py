@@ -84,7 +84,7 @@ _DIFFERENCES = (
     (
         "what a page of another site sends without asking first: `Origin` or `Sec-Fetch-Site` says so, and "
         "the type is not `application/json`",
-        "403 without `--rest-api-enable-cors-support`; there it is computed",
+        "403 without `--rest_api_enable_cors_support`; there it is computed",
     ),
     ("a key that an object has twice", "the last counts; there the first"),
     ("bytes in requests that are not UTF-8", "400; there taken as they are"),

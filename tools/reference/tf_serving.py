@@ -108,7 +108,7 @@ OUTCOMES = (
     _same("Predict", "the label is not known", _INVALID),
     _same("Predict", "the signature is not known", _PRECONDITION),
     _same("Predict", "the signature has another method name", Code.OK),
-    _same("Predict", "that, with --enable-signature-method-name-check", Code.INTERNAL),
+    _same("Predict", "that, with --enable_signature_method_name_check", Code.INTERNAL),
     _same("Predict", "inputs are missing, or unknown", _INVALID),
     _same("Predict", "an input has another type", _INVALID),
     _same("Predict", "a tensor does not fill its shape", _INVALID),
@@ -120,7 +120,7 @@ OUTCOMES = (
     _same("Classify", "the signature is not known", _INVALID),
     _same("Classify", "the signature has no input `inputs`, or neither `classes` nor `scores`", _INVALID),
     _same("Classify", "the signature is named predict, as in TensorFlow 2", Code.OK),
-    _same("Classify", "that, with --enable-signature-method-name-check", _INVALID),
+    _same("Classify", "that, with --enable_signature_method_name_check", _INVALID),
     _same("Classify", "an example lacks a feature", _INVALID),
     _same("Classify", "the output is no matrix", _INVALID),
     _same("Regress", "the signature has no output `outputs`, or several", _INVALID),
@@ -170,7 +170,8 @@ Serving {version}: *same*, *different on purpose*, or *absent*. Tests make each 
 {calls}
 ## Flags
 
-Names may be written with dashes or underscores. These flags of its `main.cc` have the same effect here.
+These flags of its `main.cc` have the same effect here. Dashes may stand for underscores where `--help-all`
+has an option of the name.
 
 {flags}
 {ignored} have no effect in an embedded server, and are taken with a note. {refused} are refused, unless they
@@ -238,11 +239,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _flag_row(flag: StockFlag) -> tuple[str, str]:
-    own = flag.option_if_false or flag.own
-    is_named_alike = own == f"--{flag.name.replace('_', '-')}"
     note = flag.why
-    if not is_named_alike:
-        note = f"`{own}`" + (" for false" if flag.option_if_false else "") + (f"; {note}" if note else "")
+    if flag.own not in ("--flag", f"--{flag.name.replace('_', '-')}"):
+        note = f"`{flag.own}`" + (f"; {note}" if note else "")
     return code(f"--{flag.name}"), text(note)
 
 

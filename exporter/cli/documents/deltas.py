@@ -61,7 +61,7 @@ class DeltaExport(DeltaPlan, frozen=True, kw_only=True):
     variables_changed: int
     """Variables in the delta."""
     left_out: LeftOut | None
-    """Rows that were not sent, with `--min-change`, `--delta-budget` or `--on-wild hold-row`."""
+    """Rows that were not sent, with `--delta-budget` or `--on-wild hold-row`."""
     rounded: Rounded | None
     """Rows that were sent rounded, with `--delta-dtype`."""
     bytes_compared: int

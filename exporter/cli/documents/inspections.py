@@ -155,7 +155,7 @@ class NameComparison(Struct, frozen=True):
     tensors: Sequence[UnmatchedTensor]
     """Tensors without a variable."""
     table: Sequence[str]
-    """The beginning of a table for `--rename-file`, one line each."""
+    """The beginning of a table for `--rename`, one line each."""
 
 
 Inspection: TypeAlias = CheckpointInspection | GraphInspection | VersionInspection | ModelInspection

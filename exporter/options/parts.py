@@ -1,0 +1,128 @@
+"""Options with several words, of which each sets a field: `--keep 5 --keep daily=7`, `--with stamp`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from exporter.errors import UsageError
+from exporter.options import given
+
+
+class Fields(dict[str, Any]):
+    """The values of several fields of a struct, by name, that one option sets."""
+
+
+class Part(Struct, frozen=True):
+    """A word of an option, and the field that it sets: `stamp`, or `daily=N`.
+
+    A word in capitals, such as `N` or `FILE`, stands for any text that is none of the other words.
+    """
+
+    field: str
+    meaning: str
+    """It follows the word in `--help`, and is a sentence of its own in Python's."""
+    take: Callable[[str, str], Any] | None = None
+    """Makes the field's value of the option's name and the text; None for a word without one."""
+    value: Any = True
+    """The field's value for a word without a text."""
+    text: Callable[[Any], Any] = str
+    """The text for a value: the other way round."""
+    least: float | None = None
+    """The smallest number that is accepted."""
+    needs: tuple[str, ...] = ()
+    """Fields of the same option, without one of which this one has no effect, and is refused."""
+    digest: Literal["", "always", "if given"] = ""
+    """Whether it is part of a plan's digest, as of `Option`."""
+
+
+def wrong_word(words: Collection[str], name: str, text: str) -> UsageError:
+    """The error for a text that is not one of an option's words; its hint has the nearest word, or all."""
+    heads = {_head(word): word for word in words}
+    close = heads.get(given.nearest_name(_head(text), heads))
+    hint = f"{name} {close}" if close else f"one of {', '.join(words)}"
+    return UsageError(f"{name} {text!r} is not one of its words", hint=hint)
+
+
+def fields_of(parts: Mapping[str, Part], option: str, texts: Sequence[str]) -> Fields:
+    """The fields that typed words set.
+
+    Raises:
+        UsageError: a text is none of the words, or two set one field to different values.
+    """
+    found = Fields()
+    for text in texts:
+        head, _, value = text.partition("=")
+        is_begun = (each for each, part in parts.items() if part.take and each.startswith(f"{head}="))
+        word = text if text in parts else next(is_begun, None) if value else None
+        if word is None and head not in map(_head, parts):
+            word = next((each for each in parts if each.isupper()), None)
+        if word is None:
+            raise wrong_word(parts, option, text)
+        part, name = parts[word], option if word.isupper() else f"{option} {head}"
+        told = part.value if part.take is None else part.take(name, text if word.isupper() else value)
+        if part.least is not None and told < part.least:
+            least = f"{part.least:g}" if word.isupper() else f"{head}={part.least:g}"
+            raise UsageError(f"{name} {told} is too small", hint=f"as in {option} {least}")
+        if found.setdefault(part.field, told) != told:
+            raise UsageError(
+                f"{option} names two of {part.field}: {found[part.field]} and {told}", hint="name one"
+            )
+    require_needed(parts, option, found)
+    return found
+
+
+def require_needed(parts: Mapping[str, Part], option: str, there: Collection[str]) -> None:
+    """Refuse fields that have no effect without others of the same option.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for word, part in parts.items():
+        if part.needs and part.field in there and not {*part.needs} & {*there}:
+            those = (f"{option} {each}" for each, other in parts.items() if other.field in part.needs)
+            needed = " or ".join(those)
+            raise UsageError(
+                f"{option} {word} goes with {needed}", hint=f"add {needed}, or leave out {option} {word}"
+            )
+
+
+def texts_of(parts: Mapping[str, Part], found: Mapping[str, Any]) -> Iterator[str]:
+    """What is typed for fields that an option's words set."""
+    for word, part in parts.items():
+        value = found.get(part.field)
+        if part.field not in found or (part.take is None and value != part.value):
+            continue
+        text = "" if part.take is None else part.text(value)
+        yield text if word.isupper() else f"{_head(word)}={text}" if part.take else word
+
+
+def _head(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def text_of(option: str, text: str) -> str:
+    """The text itself."""
+    del option
+    return text
+
+
+def count(option: str, text: str) -> int:
+    """A whole number; UsageError for another text."""
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"{option} {text!r} is not a whole number", hint="as in 3")
+    return int(text)
+
+
+def number(option: str, text: str) -> float:
+    """A finite number; UsageError for another text."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UsageError(f"{option} {text!r} is not a number", hint="as in 0.5")
+    return value
