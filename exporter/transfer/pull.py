@@ -675,7 +675,7 @@ class _Pull:
         self, removed: tuple[str, ...] = (), incomplete: tuple[str, ...] = (), waiting: tuple[str, ...] = ()
     ) -> Pulled:
         spared = tuple(each for _, each in self._fetched.values() if each.bytes_ or each.why_fetched)
-        size = sum(item.bytes_ for item, _ in self._fetched.values()) - sum(each.bytes_ for each in spared)
+        size = sum(each.fetched for _, each in self._fetched.values())  # not what a killed pull had fetched
         position = max((item.manifest.position for item in self.here.values()), default=None)
         return Pulled(
             (*self._fetched,),
