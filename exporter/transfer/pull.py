@@ -371,13 +371,12 @@ class LocalCopy:
 
     def _published_from_here(self) -> str:
         """Return the hint that puts back what this copy has, if it has a model, else one from elsewhere."""
-        url = quoted(self.url)
         if not version_dirs(self._model):
-            return f"publish one: export-model push MODEL {url}"
-        found = f"put back what this copy has: export-model push {quoted(self._model)} {url}"
+            return f"publish one: export-model push MODEL {quoted(self.url)}"
+        found = f"put back what this copy has: export-model push {quoted(self._model)} {quoted(self.url)}"
         holds = [Hold(log).for_servers() for log in log_directories(self._model)]
         if any(hold is not None and hold.is_canary for hold in holds):
-            found += f", then export-model resume {url} --lift-canary"
+            found += f", then export-model resume {quoted(self.url)} --lift-canary"
         return found
 
     def _pinned(self) -> Trust | None:
