@@ -158,6 +158,12 @@ def furthest(spans: Collection[SpanT], start: int) -> tuple[SpanT, ...]:
     return tuple(chain)
 
 
+def reached(spans: Collection[SpanT], start: int) -> int:
+    """Return the position to which the deltas bring a state at `start`; `start` itself if none fits it."""
+    chain = furthest(spans, start)
+    return chain[-1].end if chain else start
+
+
 def merged(spans: Sequence[SpanLike]) -> Span:
     """Return the span of a delta that holds the rows of these, newest last; it fits every state inside.
 

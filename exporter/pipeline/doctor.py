@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from exporter.bundle.link import NewFile, link_shard
 from exporter.catalog import Catalog
 from exporter.checkpoint import open_checkpoint
-from exporter.delta.spans import furthest, plan_chain
+from exporter.delta.spans import plan_chain, reached
 from exporter.errors import (
     CallFailed,
     CheckpointError,
@@ -457,14 +457,8 @@ def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]
     """The lowest position at which servers stay because they refuse the `bad` deltas; None if they pass."""
     taken = [delta for delta in deltas if delta not in bad]
     places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
-    ends = {_end(taken, place) for place in places if _end(taken, place) < _end(deltas, place)}
+    ends = {reached(taken, place) for place in places if reached(taken, place) < reached(deltas, place)}
     return min(ends, default=None)
-
-
-def _end(deltas: Collection[LogDelta], start: int) -> int:
-    """The position that a server at `start` reaches by these deltas."""
-    chain = furthest(deltas, start)
-    return chain[-1].end if chain else start
 
 
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:

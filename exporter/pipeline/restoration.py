@@ -35,10 +35,11 @@ appears, and a resumption lifts the hold after its version appears: if a process
 same command again completes it.
 
 *Values of a log that has ended*, as after a change of structure, come back by a base that begins a new log:
-the old graph, with base and deltas merged (`exporter.pipeline.rebase`). First servers of the newest log are
-held where they are, which binds publishers, too; then the new log is held, which has no base yet; then the
-base appears. After a kill in between, publishers stay bound until the command, or `resume`, is run again.
-Resuming brings the newer structure back in the same way.
+the old graph, with base and deltas merged (`exporter.pipeline.rebase`). So do those of the newest log if no
+deltas lead from them to its newest base: what changed on the way there is not known. First servers of the
+newest log are held where they are, which binds publishers, too; then the new log is held, which has no base
+yet; then the base appears. After a kill in between, publishers stay bound until the command, or `resume`, is
+run again. Resuming brings the newer values back in the same way.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from exporter.bundle.link import link_or_copy
 from exporter.checkpoint.tensor_bundle import index_path, read_catalog
 from exporter.delta.format import DeltaHeader
 from exporter.delta.layers import restoring
-from exporter.delta.spans import Position, Span, merged
+from exporter.delta.spans import Position, Span, merged, reached
 from exporter.errors import (
     ManifestError,
     ModelHeld,
@@ -252,7 +253,8 @@ class Restorer:
     def _way(self, of: int) -> _Way:
         """The way to restore the values of a position; PositionUnknown if they cannot be restored."""
         if self.published is not None and self.published.has(of):
-            return _ByDelta(self.published)
+            way = _ByDelta(self.published)
+            return way if way.reaches_newest_base(of) else _ByBase(self.published)
         there = Standing(self.model, self.published, self.versions)
         if why := there.loss(of):
             for child in self.versions:
@@ -385,16 +387,27 @@ class _ByDelta(_Way):
             )
             raise
 
+    def reaches_newest_base(self, of: int) -> bool:
+        """True if the deltas from position `of` on reach the newest base, or begin at it or later.
+
+        In a copy that withheld deltas of its store, and in a log that lost some, a base can stand beyond all
+        of them. The rows that changed on the way there are then in no delta, so a restoring delta would lack
+        them: a server that has loaded this base would mix two positions.
+        """
+        return self.log.base.at.position <= reached(self.log.deltas, self._earliest(of))
+
     def _span(self, restoration: Restoration) -> Span:
         """The span of the restoring delta.
 
         A rollback's starts so early that no server can apply a merged delta past these values first.
         """
-        log, of = self.log, restoration.of
-        start = log.at.position
-        if restoration.is_rollback:
-            start = min([of, *(delta.start for delta in log.deltas if delta.start < of < delta.end)])
+        log = self.log
+        start = self._earliest(restoration.of) if restoration.is_rollback else log.at.position
         return Span(start, next_delta_position(log, None))
+
+    def _earliest(self, of: int) -> int:
+        """The first position from which a delta leads past `of`; `of` itself without such a delta."""
+        return min([of, *(delta.start for delta in self.log.deltas if delta.start < of < delta.end)])
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
         """The deltas whose rows a restoration replaces; PositionUnknown if there are none."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.checkpoint.tensor_bundle import read_catalog
-from exporter.delta.spans import Position
+from exporter.delta.spans import Position, reached
 from exporter.errors import (
     CheckpointChanged,
     CorruptFile,
@@ -165,8 +165,14 @@ def _verify_versions(
 
 
 def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
-    """Yield the bases from which no deltas lead to the newest position."""
+    """Yield the bases from which no deltas lead to the newest position, or to a newer base.
+
+    Servers load the newest base by themselves, wherever they stand. In a copy that was rolled back, what lies
+    before it can end where the copy's own deltas end.
+    """
     for base in log.bases:
+        if reached(log.deltas, base.at.position) < log.base.at.position:
+            continue
         try:
             log.chain(base.at.position)
         except DeltaGap as error:

@@ -18,6 +18,8 @@ import pytest
 from exporter.errors import CorruptFile, DiskFull, ManifestError, ModelHeld, UsageError
 from exporter.pipeline import log_maintenance, restoration
 from exporter.pipeline.incremental import export_incremental
+from exporter.pipeline.rebase import rebase
+from exporter.pipeline.restoration import Restored
 from exporter.publish.commit import PublishedDelta
 from exporter.publish.delta_log import DeltaLog, read_log
 from exporter.publish.hold import Hold
@@ -78,6 +80,21 @@ def test_after_two_rollbacks_resume_publishes_what_the_trainer_had(
     assert (done.values_of.position, done.hold) == (30, None)
     is_at(read_log(model), known[30])
     assert read_log(model).trained == read_log(model).trained_at(30)[0]
+
+
+def test_a_rollback_past_a_base_that_no_delta_leads_to(model: Path, known: dict[int, Values]) -> None:
+    """As in a copy that withheld a delta of its store: what changed on the way there is in no delta."""
+    rebase(model)
+    shutil.rmtree(read_log(model).path / f"{20:020}-{30:020}")
+    log = read_log(model)
+    assert (log.base.at.position, [delta.end for delta in log.deltas]) == (30, [20])
+    done = log_maintenance.rollback(model, 10, reason="bad values")
+    assert (done.made, done.position) == (Restored.BASE, 31)
+    is_at(read_log(model), known[10])
+    assert log.hold.read() == 30, "servers of the old log go on by loading the new base alone"
+    resumed = log_maintenance.resume(model)
+    assert (resumed.values_of.position, resumed.hold) == (30, None)
+    is_at(read_log(model), known[30])
 
 
 def test_a_rollback_of_a_rollback_needs_no_resumption_of_values(
