@@ -25,13 +25,13 @@ class TableState(Protocol):
     """Reads elements of a published table's variables, with any numbers (int64) in any order."""
 
     def seeds(self, groups: Array) -> Array:
-        """Return elements of `index_seeds`."""
+        """Return the elements of `index_seeds` (int64) with these numbers, in the order of `groups`."""
 
     def rows(self, slots: Array) -> Array:
-        """Return elements of `index_rows`."""
+        """Return the elements of `index_rows` (int32) with these numbers, in the order of `slots`."""
 
     def keys(self, rows: Array) -> Array:
-        """Return elements of `keys`."""
+        """Return the elements of `keys` (int64) with these numbers, in the order of `rows`."""
 
 
 class ArrayState(Struct, frozen=True):
@@ -42,15 +42,15 @@ class ArrayState(Struct, frozen=True):
     row_keys: Array
 
     def seeds(self, groups: Array) -> Array:
-        """See `TableState`."""
+        """Return the elements of `index_seeds` with these numbers, in the order of `groups`."""
         return self.index_seeds[groups]
 
     def rows(self, slots: Array) -> Array:
-        """See `TableState`."""
+        """Return the elements of `index_rows` with these numbers, in the order of `slots`."""
         return self.index_rows[slots]
 
     def keys(self, rows: Array) -> Array:
-        """See `TableState`."""
+        """Return the elements of `keys` with these numbers, in the order of `rows`."""
         return self.row_keys[rows]
 
 
@@ -62,7 +62,7 @@ class Elements(Struct, frozen=True):
 
     @classmethod
     def of(cls, ids: Array, values: Array) -> Elements:
-        """Sort elements whose numbers are distinct."""
+        """Return elements sorted by their numbers `ids` (any order, no number twice), each with its value."""
         order = np.argsort(ids)
         return cls(ids[order].astype(np.int64), values[order])
 
@@ -80,12 +80,15 @@ class IndexChange(Struct, frozen=True):
 
 
 def find_rows(geometry: TableGeometry, state: TableState, keys: Array) -> Array:
-    """Return the row of each key as int64; -1 for keys that are absent."""
+    """Return the row of each key (int64 [n], any order) in a published table: int64 [n], -1 for absent keys.
+
+    Errors of reading are those of `state`.
+    """
     return _Found.of(geometry, state, keys).rows
 
 
 def live_rows(geometry: TableGeometry, state: TableState) -> Array:
-    """Return a mask of the rows that a key has; reads all of `index_rows`."""
+    """Return a mask, bool [capacity], of the rows that a key has; reads all of `index_rows`."""
     used = np.zeros(geometry.capacity, bool)
     for begin in range(0, geometry.slots, _SCAN):
         used[state.rows(np.arange(begin, min(begin + _SCAN, geometry.slots)))] = True
@@ -94,10 +97,14 @@ def live_rows(geometry: TableGeometry, state: TableState) -> Array:
 
 
 def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: Array) -> IndexChange:
-    """Plan to add keys (int64, distinct) and drop others; an added key that exists keeps its row.
+    """Return the changes of a table's index that add keys and drop others; nothing is written.
 
-    Keys to drop that are absent are ignored. New keys get the rows of dropped keys first. TableFull if rows
-    run out or a group finds no seed; ValueError if a key is named twice.
+    `add` and `drop` are int64 in any order, each key once in both together. An added key that exists keeps
+    its row; keys to drop that are absent are ignored. New keys get the rows of dropped keys first.
+
+    Raises:
+        TableFull: rows run out, or a group of keys finds no seed.
+        ValueError: a key is named twice.
     """
     both = np.concatenate([add, drop])
     if len(distinct(both)) != len(both):
@@ -129,7 +136,7 @@ class _Found(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, state: TableState, keys: Array) -> _Found:
-        """Look up keys: one seed, one slot and one row each."""
+        """Look up keys (int64 [n]) in the index; the fields of the result have the keys' order."""
         groups = geometry.groups_of(keys)
         slots = geometry.slots_of(keys, groups, state.seeds(groups))
         held = state.rows(slots).astype(np.int64)
@@ -139,9 +146,11 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Choose rows for `count` keys, dropped keys' rows first, then unused ones.
+    """Return rows for `count` new keys (int64 [count]), and the new cursor, which is the first row never
+    used.
 
-    Return them and the new cursor. TableFull if there are too few.
+    Rows of dropped keys, `gone`, are chosen first, then rows that were never used, then other free rows; only
+    then all of `index_rows` is read. Raises TableFull if there are too few.
     """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
@@ -167,14 +176,19 @@ class _Placed(Struct, frozen=True):
     keys: Array
 
     def at(self, which: Array) -> _Placed:
-        """Return the entries that a mask, or numbers, choose."""
+        """Return the entries that a mask (bool) or entry numbers (int64) select, in that order."""
         return _Placed(self.slots[which], self.rows[which], self.keys[which])
 
 
 def _insert(
     geometry: TableGeometry, state: TableState, new: _Placed, is_free: Array, gone_slots: Array
 ) -> tuple[Elements, Elements]:
-    """Place new keys and clear the slots of dropped ones; return the seeds and the slots to write."""
+    """Place new keys and clear the slots of dropped ones; return the elements of `index_seeds` and of
+    `index_rows` to write.
+
+    `is_free` is a mask of the keys in `new` whose slot is empty or becomes so; `gone_slots` are the slots of
+    dropped keys, in any order. Raises Crowded if a group of keys finds no seed.
+    """
     # If the slots of all of a group's new keys are free, nothing around them has to be read.
     groups = geometry.groups_of(new.keys)
     fits = is_free & _is_first(new.slots)
@@ -196,7 +210,7 @@ def _insert(
 
 
 def _is_first(values: Array) -> Array:
-    """Return a mask of the values that did not occur before."""
+    """Return a mask of the values that do not occur earlier in the array."""
     order = np.argsort(values, kind="stable")
     first = np.ones(len(values), bool)
     first[order[1:]] = values[order[1:]] != values[order[:-1]]
@@ -220,7 +234,9 @@ class _Area(Struct):
     def around(
         cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array, placed: _Placed
     ) -> _Area:
-        """Read the windows of these groups, then empty `cleared` slots and fill those in `placed`."""
+        """Read the windows of these groups (any order, repeats allowed), then empty the slots in `cleared`
+        and fill the slots in `placed`; slots outside of the windows are ignored.
+        """
         groups = distinct(groups)
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
         lengths = np.append(steps, WINDOW)[: len(groups)]
@@ -237,14 +253,18 @@ class _Area(Struct):
         return cls(geometry, groups, starts, slots, before, rows, keys)
 
     def changed(self) -> Elements:
-        """Return the slots that hold another row than was read."""
+        """Return the slots, ascending, whose row differs from the one that was read, with their present
+        rows.
+        """
         differ = np.flatnonzero(self.rows != self.before)
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose a new seed for each group and place its old and new keys by it.
+        """Choose a new seed for each group of the area, and place its present keys and its keys in `new` by
+        it.
 
-        Return the seeds to write. Crowded if a group finds none.
+        Return the seeds to write, by group. Changes `rows` and `keys` of the area. Raises Crowded if a group
+        finds no seed.
         """
         filled = np.flatnonzero(self.rows != self.geometry.empty_row)
         groups = self.geometry.groups_of(self.keys[filled])
@@ -265,9 +285,10 @@ class _Area(Struct):
 
 
 def _put(values: Array, ids: Array, wanted: Array, given: Array | np.generic) -> None:
-    """Set `values` at the places in `ids`, ascending, that hold the `wanted` numbers.
+    """Overwrite in place the elements of `values` whose numbers, `ids` (ascending), are among `wanted`.
 
-    Wanted numbers not in it are ignored.
+    `given` is one scalar for all of them, or a value for each of `wanted`. Wanted numbers that are not in
+    `ids` are ignored.
     """
     if len(ids):
         places = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)

@@ -32,10 +32,12 @@ from exporter.wire.dtypes import Array, DType
 def dynamic_embedding(
     name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
 ) -> Any:
-    """Return a Keras layer that looks up ids in the table `name`; see `DynamicTable` for the arguments.
+    """Return a Keras layer that looks up ids in the table `name`; see `DynamicTable` for the first four
+    arguments.
 
     With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
-    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts.
+    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts. Raises UsageError if `default` does
+    not have the shape of a number, a row or several rows.
     """
     return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
 
@@ -45,7 +47,10 @@ class ServedEmbedding:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Any:
-        """Make the layer of `dynamic_embedding` from a layer's config; ValueError if a field is missing."""
+        """Return the layer of `dynamic_embedding` that the config of a `trainable_embedding` describes.
+
+        Raises ValueError if a field is missing, UsageError if its default does not fit its dimension.
+        """
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
             raise ValueError(f"a trainable_embedding's config has no {', '.join(sorted(missing))}")
@@ -80,7 +85,9 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
 
 
 def _keras() -> Any:
-    """Return the Keras that the program uses: the one that it has imported, else TensorFlow's own."""
+    """Return the Keras module to make layers with: `tf_keras` if the program has imported it and not `keras`,
+    else `tf.keras`.
+    """
     if "tf_keras" in sys.modules and "keras" not in sys.modules:
         return sys.modules["tf_keras"]
     return tf.keras
@@ -105,7 +112,12 @@ class DynamicTable(TableLookups):
 
     @property
     def values(self) -> Any:
-        """The variable with the rows; only a checkpoint determines its first dimension."""
+        """The variable of the rows, [capacity, dim], made in the graph that is being built if it is not there
+        yet.
+
+        A checkpoint determines its first dimension later. Raises UsageError outside of a graph, or if a
+        variable of its name exists.
+        """
         return self._variables()[-1]
 
     def _rows_of(self, ids: Tensor) -> Tensor:
@@ -114,7 +126,11 @@ class DynamicTable(TableLookups):
         return found
 
     def _import(self, ids: Tensor) -> Tensor:
-        """Add the nodes of a lookup to the graph that is being built; return the tensor of row numbers."""
+        """Add the nodes of a lookup of `ids` (int64, any shape) to the graph that is being built; return the
+        tensor of row numbers.
+
+        Raises UsageError outside of a graph.
+        """
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
         for name, dtype in [*((name, DType.RESOURCE) for name in _HANDLES), ("ids", DType.INT64)]:
@@ -127,9 +143,9 @@ class DynamicTable(TableLookups):
         return rows
 
     def _variables(self) -> list[Any]:
-        """Return the table's variables in the graph that is being built, made once in each graph.
+        """Return the table's four variables, in the order of `PARTS`; they are made once in each graph.
 
-        UsageError outside of a graph.
+        Raises UsageError outside of a graph, or if a variable of that name exists in it.
         """
         with tf.init_scope():
             if tf.executing_eagerly():
@@ -172,14 +188,17 @@ class DynamicTable(TableLookups):
 
 
 def _captured(tensor: Tensor) -> Tensor:
-    """The tensor as seen by the function that is being traced, if any."""
+    """Return the tensor as an input of the function that is being traced, or the tensor itself if none is."""
     # Importing nodes captures nothing by itself.
     graph = tf.compat.v1.get_default_graph()
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
 def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
-    """Return the default rows [d, dim] for a number, a row, or several rows; UsageError for anything else."""
+    """Return the default rows, an array [d, dim] of `dtype`, for a number, a row, or several rows.
+
+    Raises UsageError for another shape; `name` is the table that the error names.
+    """
     given = np.asarray(default, np.float64)
     if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:
         raise UsageError(

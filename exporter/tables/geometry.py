@@ -84,7 +84,10 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def for_keys(cls, count: int, head_room: float = 0.25, defaults: int = 1) -> TableGeometry:
-        """Choose the sizes for `count` keys and `head_room` times as many more, at least 1,000 more."""
+        """Return sizes for `count` keys with room for more: `head_room` times as many, but at least 1,000.
+
+        `defaults` is the number of default rows, at least 1.
+        """
         usable = count + max(math.ceil(count * head_room), 1000)
         group_bits = max(1, math.ceil(math.log2(usable / ROWS_PER_GROUP)))
         stride = max(1, math.ceil(usable * SLOTS_PER_ROW / (1 << group_bits)))
@@ -92,9 +95,10 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
-        """Return the sizes of published variables, given their shapes.
+        """Return the sizes of a published table, given the lengths of its `index_seeds`, `index_rows` and
+        `keys`.
 
-        ValueError if these do not fit together.
+        `defaults` is the number of its default rows. Raises ValueError if the lengths do not fit together.
         """
         group_bits = groups.bit_length() - 1
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
@@ -106,7 +110,7 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def unset(cls, defaults: int = 1) -> TableGeometry:
-        """Return sizes to build a graph with until a checkpoint determines the true ones."""
+        """Return the least sizes, with which a graph is built until a checkpoint determines the true ones."""
         return cls(1, 1, defaults + 1, defaults)
 
     @property
@@ -126,55 +130,61 @@ class TableGeometry(Struct, frozen=True):
 
     @property
     def cursor_row(self) -> int:
-        """The row whose key is the cursor: the first row after those that keys may have."""
+        """The row whose key is the cursor: the first row after all rows that keys may have."""
         return self.usable_rows
 
     @property
     def first_default(self) -> int:
-        """The first default row."""
+        """The number of the first default row; the default rows are the table's last ones."""
         return self.capacity - self.defaults
 
     @property
     def empty_row(self) -> int:
-        """The row that empty slots hold."""
+        """The row number that empty slots hold: the last row of the table."""
         return self.capacity - 1
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of all variables except the values."""
+        """The bytes of `index_seeds`, `index_rows` and `keys` together."""
         return 8 * self.groups + 4 * self.slots + 8 * self.capacity
 
     def groups_of(self, keys: Array) -> Array:
-        """Return the group of each key, as int64."""
+        """Return the group number, int64, of each key (int64 [n])."""
         return self.group_of_hash(hashes_of(keys))
 
     def group_of_hash(self, hashed: Array) -> Array:
-        """Return the group of each hash, as int64."""
+        """Return the group number, int64, of each hash of `hashes_of` (uint64 [n])."""
         return (hashed >> np.uint64(64 - self.group_bits)).view(np.int64)
 
     def slots_of(self, keys: Array, groups: Array, seeds: Array) -> Array:
-        """Return the slot of each key, given its group and that group's seed."""
+        """Return the slot number, int64, of each key (int64 [n]), given each key's group and that group's
+        seed (int64 [n]).
+        """
         return groups * self.stride + places_of(keys, seeds)
 
 
 def hashes_of(keys: Array) -> Array:
-    """Return the hash, uint64, of each key; no two keys have the same."""
+    """Return the hash, uint64, of each key (int64 [n]); different keys have different hashes."""
     return (keys.view(np.uint64) + np.uint64(OFFSET)) * np.uint64(MULTIPLIER)
 
 
 def keys_of(hashed: Array) -> Array:
-    """Return the keys with these hashes."""
+    """Return the keys, int64, with these hashes (uint64 [n]): the inverse of `hashes_of`."""
     return (hashed * np.uint64(pow(MULTIPLIER, -1, 1 << 64)) - np.uint64(OFFSET)).view(np.int64)
 
 
 def places_of(keys: Array, seeds: Array) -> Array:
-    """Return the place of each key in its group's window, given the group's seed."""
+    """Return each key's place in its group's window, int64 from 0 to WINDOW - 1, given its group's seed
+    (int64 [n]).
+    """
     spread = (keys.view(np.uint64) + np.uint64(OFFSET)) * seeds.view(np.uint64)
     return (spread >> np.uint64(64 - WINDOW_BITS)).view(np.int64)
 
 
 def seeds(first: int, count: int) -> Array:
-    """Return `count` seeds from number `first` on, in the order of their use: odd, pseudorandom."""
+    """Return `count` seeds, int64, beginning with number `first` of the fixed sequence in which they are
+    tried; each is odd.
+    """
     # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
     state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -197,9 +207,11 @@ class TablePlan(Struct, frozen=True, eq=False):
     def of(
         cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """Plan a table for a variable's keys, `awaited` more, and head room.
+        """Plan a table for the keys of a variable, `awaited` more keys, and room for `head_room` times as
+        many again.
 
-        UsageError if there are too many rows.
+        `defaults` are the default rows [d, dim]. Raises UsageError if the table would have more than
+        `MAX_ROWS` rows.
         """
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
@@ -210,9 +222,11 @@ class TablePlan(Struct, frozen=True, eq=False):
         return cls(name, variable, geometry, defaults)
 
     def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
-        """Return the table's four tensors by the last part of their names, and the offset at which they end.
+        """Return the table's four tensors by their names in `PARTS`, and the offset in the new shard behind
+        them.
 
-        They begin in a shard at `offset`; those that are not written yet have no checksum.
+        Stored keys and rows stay slices of the checkpoint's shards; the rest gets extents in `shard`, a
+        shard's number, from `offset` on. These extents have no checksum yet (0).
         """
         size, place = self.geometry, _Allocation(shard, offset)
         parts, wide = self.variable.parts, self.variable.key_dtype is DType.INT64
@@ -229,7 +243,9 @@ class TablePlan(Struct, frozen=True, eq=False):
     def _joined(
         self, part: str, dtype: DType, shape: tuple[int, ...], stored: Iterable[TensorRef], place: _Allocation
     ) -> TensorRef:
-        """Return a tensor that begins with stored ones; its other rows get a place in the new shard."""
+        """Return a tensor whose first rows are the `stored` tensors, in order; its other rows get an extent
+        of `place`.
+        """
         slices, row = [], 0
         for ref in stored:
             if ref.shape[0]:
@@ -252,13 +268,15 @@ class _Allocation(Struct):
     offset: int
 
     def take(self, size: int) -> Extent:
-        """Assign the next `size` bytes and return their extent."""
+        """Reserve the next `size` bytes of the shard and return their extent; the next one begins at a
+        multiple of 64.
+        """
         extent = Extent(self.shard, self.offset, size, 0)
         self.offset += -(-size // _ALIGNED) * _ALIGNED
         return extent
 
 
 def row_box(shape: tuple[int, ...], first: int, count: int) -> SliceSpec:
-    """The box of `count` whole rows from row `first` on."""
+    """Return the box of `count` whole rows, from row `first` on, of a tensor of this full shape."""
     rest = shape[1:]
     return SliceSpec(shape, (first, *(0 for _ in rest)), (count, *rest))

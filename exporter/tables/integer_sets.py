@@ -12,7 +12,7 @@ from exporter.wire.dtypes import Array
 
 
 def distinct(values: Array) -> Array:
-    """Return the values in ascending order, each once."""
+    """Return the values of a vector in ascending order, each once, in a new array of the same dtype."""
     ordered = np.sort(values)
     is_first = np.empty(len(ordered), bool)
     is_first[:1] = True
@@ -21,7 +21,7 @@ def distinct(values: Array) -> Array:
 
 
 def among(values: Array, ordered: Array) -> Array:
-    """Return a mask of the values that occur in `ordered`, which is in ascending order."""
+    """Return a mask of the `values` that occur in `ordered`, which must be in ascending order."""
     if not len(ordered):
         return np.zeros(len(values), bool)
     places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)

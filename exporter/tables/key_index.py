@@ -73,11 +73,15 @@ class KeyIndex:
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables of the index."""
+        """The variables of the index: `row_keys`, `free`, `cursors`, `changed`, `is_recorded`."""
         return (self.row_keys, self.free, self.cursors, self.changed, self.is_recorded)
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run a function while no other caller runs one under this lock, and return its result."""
+        """Run a function under the index's lock and return its result; waits while another caller holds the
+        lock.
+
+        In a graph this adds the nodes that do so. The function itself must not use the lock.
+        """
         if tf.executing_eagerly():
             return self._lock.execute(function)
         # `execute` adds to this collection, for locks that share resources; a MetaGraph could not hold it.
@@ -88,14 +92,20 @@ class KeyIndex:
         return result
 
     def find(self, keys: Tensor) -> Tensor:
-        """Return the row of each key of a vector, `ABSENT` if it has none."""
+        """Return the row of each key (int64 [n]): int64 [n], `ABSENT` for keys without a row. Takes no
+        lock.
+        """
         with self._at_home():
             rows = self._lookup(keys)
             named = tf.gather(self.row_keys, tf.maximum(rows, 0))
             return tf.where((rows >= 0) & tf.equal(named, keys), rows, tf.constant(ABSENT, tf.int64))
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """Return the row of each key of a vector of distinct keys; a key without a row gets one."""
+        """Return the row of each key (int64 [n], no key twice); a key without a row gets one, under the lock.
+
+        New rows are recorded as changed; a reused row is set to initial values first. Raises
+        InvalidArgumentError of TensorFlow, when it runs, if the table is full.
+        """
         found = self.find(keys)
         with self._at_home():
             return tf.cond(
@@ -103,9 +113,11 @@ class KeyIndex:
             )
 
     def remove(self, keys: Tensor, also: Callable[[Tensor], list[Any]]) -> Tensor:
-        """Remove distinct keys and free their rows; return the number of keys that had one.
+        """Remove keys (int64 [n], no key twice) and free their rows, under the lock; return the number that
+        had a row (int64 scalar).
 
-        `also` adds operations on these rows, which run before other keys may get them.
+        `also` gets the freed rows and returns the operations on them, which run before other keys may get
+        these rows. Removed keys are recorded if `is_recorded` is true.
         """
 
         def take_away() -> Tensor:
@@ -128,22 +140,26 @@ class KeyIndex:
             return self.locked(take_away)
 
     def in_use(self) -> tuple[Tensor, Tensor]:
-        """Return the rows in use, ascending, and their keys."""
+        """Return the rows in use, int64 ascending, and their keys, int64 in the order of the rows."""
         with self._at_home():
             keys = self.row_keys.read_value()[: self.cursors.read_value()[0]]
             is_used = tf.equal(self._lookup(keys), tf.range(tf.size(keys, tf.int64)))
             return tf.where(is_used)[:, 0], tf.boolean_mask(keys, is_used)
 
     def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a mask of the rows that are in use, and the key that each names."""
+        """Return a mask, bool [n], of those `rows` (int64 [n]) that are in use, and the key that each row
+        names.
+        """
         with self._at_home():
             keys = tf.gather(self.row_keys, rows)
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """Add the operation that assigns these rows to these keys, and removes all other keys.
+        """Add the operation that assigns `rows` to `keys` (int64 [n]) and removes all other keys, under the
+        lock; return it.
 
-        `also` adds operations that run before the index has the new rows.
+        `also` adds operations that run before the index has the new rows. The record of removed keys is
+        cleared. InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the capacity.
         """
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
@@ -165,10 +181,11 @@ class KeyIndex:
             return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """Add the operation that removes keys, then assigns `rows` to `keys`, new or existing ones.
+        """Add the operation that drops `removed` keys, then assigns `rows` to `keys`, new or existing ones;
+        return it.
 
-        Other keys that have these rows lose them and are recorded as removed: other workers may have met new
-        keys.
+        All are int64 vectors; it runs under the lock. Other keys that have these rows lose them and are
+        recorded as removed: other workers may have met new keys. Rows that become unused are free again.
         """
 
         def change() -> Tensor:
@@ -195,7 +212,9 @@ class KeyIndex:
             return self.locked(change)
 
     def take_changed(self) -> Tensor:
-        """Return and clear the record of the rows that were assigned to keys since the last call."""
+        """Return the rows (int64, ascending) that were assigned to keys since the last call, and clear this
+        record.
+        """
         with self._at_home():
             rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
             with _after(rows):
@@ -205,7 +224,9 @@ class KeyIndex:
                 return tf.identity(rows)
 
     def take_removed(self) -> Tensor:
-        """Return and clear the record of keys removed since the last call; some may exist again."""
+        """Return the keys (int64, any order) that were removed since the last call, and clear this record;
+        some may exist again.
+        """
         with self._at_home():
             keys, _ = self.removed.export()
             cleared = self.removed.remove(keys)
@@ -213,13 +234,17 @@ class KeyIndex:
                 return tf.identity(keys)
 
     def _lookup(self, keys: Tensor) -> Tensor:
-        """Return the rows that the index has for the keys of a vector, whatever keys these rows name."""
+        """Return the row that the hash table has for each key of a vector, `ABSENT` without one, whatever key
+        the row names.
+        """
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
-        """Assign rows to the keys that still have none; return the rows of all.
+        """Assign rows to those of the `keys` that still have none, and return the rows of all keys, in their
+        order.
 
-        One caller at a time may run this.
+        Only for callers that hold the lock. Free rows are determined anew if too few seem to be left;
+        InvalidArgumentError of TensorFlow if there are too few.
         """
         # A row is complete before the index has it, and is marked as changed afterwards.
         found = self.find(keys)
@@ -250,18 +275,22 @@ class KeyIndex:
             return tf.tensor_scatter_nd_update(found, tf.where(found < 0), rows)
 
     def _others_with(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return the previous owners of rows that are reassigned to these keys."""
+        """Return the keys that have these rows now and are not the keys they are assigned to: an int64
+        vector, often empty.
+        """
         named = tf.gather(self.row_keys, rows)
         return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
 
     def _forget(self, keys: Tensor) -> list[Any]:
-        """Add operations that remove keys from the index and record them as removed."""
+        """Add the operations that remove keys from the index and record them as removed; return these."""
         removed = self.index.remove(keys)
         with _after(removed):
             return [removed, self._note_removed(keys)]
 
     def _find_lost_rows(self, count: Tensor) -> Any:
-        """Add the operation that determines anew which rows are free, if fewer than `count` seem to be."""
+        """Add the operation that recomputes which rows are free if fewer than `count` (int64 scalar) seem to
+        be; return it.
+        """
         given, first, last = tf.unstack(self.cursors.read_value())
 
         def find() -> Tensor:
@@ -271,19 +300,25 @@ class KeyIndex:
         return tf.cond(count > self.capacity - given + last - first, find, lambda: tf.constant(0))
 
     def _note_removed(self, keys: Tensor) -> Any:
-        """Add the operation that records keys as removed, if somebody will read and clear the record."""
+        """Add the operation that records keys as removed; it records nothing while `is_recorded` is false."""
         # Without a branch: after the caller's worker has died, no function is called any more.
         noted = tf.boolean_mask(keys, tf.fill([tf.size(keys)], self.is_recorded.read_value()))
         return self.removed.insert(noted, tf.zeros_like(noted))
 
     def _restore_free(self, rows: Tensor) -> list[Any]:
-        """Add assignments after which all rows except these are free."""
+        """Add and return the assignments after which, up to the last of these rows, all rows except these are
+        free.
+
+        Rows behind the last of them count as never assigned.
+        """
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])
         return self._set_free(1 - is_used)
 
     def _set_free(self, is_free: Tensor) -> list[Any]:
-        """Add assignments after which rows with a 1 are free, and rows after them were never assigned."""
+        """Add and return the assignments after which the rows with a 1 in `is_free` (int64) are free; later
+        rows were never assigned.
+        """
         free = tf.where(tf.equal(is_free, 1))[:, 0]
         count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
         rest = tf.zeros([self.capacity - count], tf.int64)
@@ -301,6 +336,8 @@ class KeyIndex:
 
 
 def _after(*operations: Any) -> AbstractContextManager[Any]:
-    """The context of nodes that run after operations; eagerly, operations are None and already done."""
+    """A context whose nodes run after these operations; eagerly they have run already, and it does
+    nothing.
+    """
     there = [each for each in operations if each is not None]
     return tf.control_dependencies(there)  # type: ignore[no-any-return]  # TensorFlow is untyped

@@ -100,15 +100,20 @@ class IndexJob:
 
     @property
     def size_of_work(self) -> tuple[int, int]:
-        """The number of tasks, and the approximate number of bytes that they read."""
+        """The number of tasks, and the approximate number of bytes that all of them read."""
         size = sum(task.bytes_ for task in self.partitions)
         size += sum(each.bytes_ for batch in self._placed for each in batch)
         return len(self.partitions) + len(self._placed), size
 
     def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
-        """Run the tasks in a job of this `plan` and wait for them; return the parts they wrote.
+        """Run the tasks in a job of this `plan`, wait for all, and return the parts of variables that they
+        wrote, in any order.
 
-        CorruptFile if a tensor they read has another checksum.
+        Raises:
+            CorruptFile: a tensor that they read has another checksum, or a key occurs twice.
+            CheckpointChanged: a file changed or vanished after it was planned.
+            TableFull: keys find no place in an index.
+            EngineFailed: the engine that runs the tasks failed.
         """
         pieces: list[WrittenPart] = []
         place = job.directory.place
@@ -146,7 +151,11 @@ class IndexJob:
         )
 
     def _compare(self, batch: Iterable[KeyRun], receipt: Receipt) -> None:
-        """Record a receipt's checksums, and compare them for tensors of which this is the last part."""
+        """Record the checksums in a receipt, and compare the checksum of each tensor of which the last part
+        was read.
+
+        `batch` has the runs of the receipt's task. Raises CorruptFile if a checksum differs.
+        """
         crcs = iter(receipt.read)
         for run in batch:
             for ref in run.counted:
@@ -156,7 +165,10 @@ class IndexJob:
                     compare_checksum(self._catalog.path_of(extent), ref.name, extent, mask(crc))
 
     def _place(self, number: int, batch: Sequence[_Wanted], found: dict[str, list[_Sorted]]) -> PlaceKeys:
-        """The task that places these ranges, given the places of each table's sorted keys."""
+        """Return the task that places these ranges; `found` has the sorted keys of each table, by its name.
+
+        With an empty `found` the task has no inputs, as in `plan`.
+        """
         inputs: dict[Input, int] = {}
         runs = []
         for wanted in batch:
@@ -185,12 +197,14 @@ class _Wanted(Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """True if it has all ranges of the table; then others may share its task."""
+        """True if the run has all ranges of its table; then other tables' ranges may share its task."""
         return self.run.stop - self.run.start == self.run.ranges.count
 
     @classmethod
     def of_table(cls, table: TablePlan, task_bytes: int) -> Iterator[_Wanted]:
-        """Yield all ranges of a table, in runs with an even number of ranges."""
+        """Yield the ranges of a table in order, in runs of about `task_bytes` of sorted keys; each but the
+        last has an even number of ranges.
+        """
         ranges, stored = _ranges(table), tuple((part.keys.name, part.rows) for part in table.variable.parts)
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)
         most = max(_LEAST_RANGES, task_bytes // bytes_of_range)
@@ -215,7 +229,11 @@ def _ranges(table: TablePlan) -> KeyRanges:
 
 
 def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
-    """Yield a table's keys, with the tensors that decide on their admission, up to `task_bytes` at a time."""
+    """Yield a table's keys in order, in runs of up to `task_bytes`, each with the tensors that decide on
+    admission.
+
+    A variable without keys gets one empty run per part.
+    """
     variable, row = table.variable, 0
     has_freqs = admission.min_freq > 0 and all(part.freqs is not None for part in variable.parts)
     has_versions = admission.max_age_steps is not None and all(
@@ -231,7 +249,7 @@ def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterat
 
 
 def _index_pieces(task: PlaceKeys, receipt: Receipt) -> Iterator[WrittenPart]:
-    """Yield the seeds and slots that a task wrote."""
+    """Yield the seeds and the slots of each run of a task, as parts of the object that it wrote."""
     crcs, offset = iter(receipt.wrote), 0
     for run in task.runs:
         for part, (first, count), size in ((INDEX_SEEDS, run.groups, 8), (INDEX_ROWS, run.slots, 4)):
@@ -247,9 +265,15 @@ def join_pieces(
     directory: Directory,
     home: Directory,
 ) -> Catalog:
-    """Write the catalog's last shard into `home`, from the tasks' results in `directory`.
+    """Write the catalog's last shard into `home`, from the tasks' results in `directory`; return the
+    completed catalog.
 
-    Return the catalog. The shard is named after its contents: a command that resumes the job finds it.
+    Each piece is compared with its checksum. The shard is named after its contents, so a command that resumes
+    the job finds it.
+
+    Raises:
+        CheckpointChanged, CorruptFile: a task's result is gone, shorter or damaged.
+        DiskFull, PublishError: the shard cannot be written.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
@@ -337,7 +361,11 @@ class _Rest:
         self._zeros = 0
 
     def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
-        """Yield the slices of a tensor after its `held` first rows: zeros up to `row`, then the elements."""
+        """Yield the slices of a tensor after its first `held` rows: zeros up to row `row`, then `elements`,
+        its last rows.
+
+        The elements are kept in memory, to be written by `put`.
+        """
         raw = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
         if row > held:
             size = (row - held) * (raw.size // len(elements))
@@ -349,7 +377,11 @@ class _Rest:
         self._content += raw.tobytes()
 
     def put(self, directory: Directory, scratch: Path) -> str:
-        """Write both shards, the first into the directory; return its name."""
+        """Write both shards: the elements as a new object of the directory, the zeros as `ZEROS` in
+        `scratch`; return the first one's name.
+
+        Raises DiskFull or PublishError if one cannot be written, as `ZEROS` if it is there already.
+        """
         # Named by its contents and never rewritten: so its tag stays the same, and so do plans that read it.
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
         with writing(scratch), new_file(scratch) as (descriptor, path):
@@ -365,7 +397,9 @@ def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
 
 
 def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
-    """Return the last rows of keys and values: the number of the first of them, and the elements."""
+    """Return the last rows of `keys` and `values`, by these names: the number of the first of them, and the
+    elements.
+    """
     geometry, variable = table.geometry, table.variable
     keys = np.zeros(geometry.capacity - geometry.cursor_row, np.int64)
     keys[0], keys[-1] = variable.rows, EMPTY_KEY
@@ -374,9 +408,10 @@ def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
 
 
 def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> None:
-    """Append a piece of an open object to a run of a shard.
+    """Append a piece of an open object to a run of a shard, and to the run's checksum.
 
-    CheckpointChanged if the object became shorter, CorruptFile if it differs from what the task wrote.
+    Raises CheckpointChanged if the object at `path` became shorter, CorruptFile if it differs from what the
+    task wrote.
     """
     crc = done = 0
     for chunk in chunks_of(descriptor, piece.offset, piece.size):
@@ -397,9 +432,12 @@ def _written(
     tail: tuple[int, Array] | None,
     opened: Callable[[str], tuple[Path, int]],
 ) -> TensorRef:
-    """Write the elements of a tensor that are in the new shard, with holes for zeros.
+    """Write the elements of a tensor that are in the new shard, with holes for zeros; return its completed
+    index entry.
 
-    Return its index entry.
+    `number` is the new shard's number, `tail` the first row and the elements of the tensor's end (None: no
+    such rows); `opened` opens an object by its name. Raises CheckpointChanged or CorruptFile if a piece is
+    shorter or damaged.
     """
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
@@ -432,25 +470,30 @@ class TableLayout(Struct, frozen=True, eq=False):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tables' variables, by name."""
+        """The shapes of the tables' variables, by the tensor's name."""
         added = self.catalog.tensors.keys() - self.source.tensors.keys()
         return {name: self.catalog.tensors[name].shape for name in added}
 
     @property
     def served_names(self) -> frozenset[str]:
-        """The names of the checkpoint's own tensors that are served as parts of tables."""
+        """The names of the checkpoint's own tensors of keys and rows, which are served as parts of tables."""
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         return frozenset(name for part in parts for name in (part.keys.name, part.values.name))
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """The names of all tensors of the checkpoint that tables are, or may be, read from."""
+        """The names of all tensors of the checkpoint that tables are, or may be, read from, also frequencies
+        and versions.
+        """
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         names = chain.from_iterable(part.tensor_names for part in parts)
         return tuple(name for name in names if name in self.source.tensors)
 
     def with_source(self, catalog: Catalog) -> TableLayout:
-        """Lay out the same tables for another catalog, to which their tensors were copied."""
+        """Return the layout of the same tables over another catalog, to which their tensors were copied.
+
+        Raises KeyError if the catalog lacks the keys of a table.
+        """
         # Matched by the tensor of keys: a table's name may depend on tables that were not copied.
         known = {variable.parts[0].keys.name: variable for variable in embedding_variables(catalog).values()}
         moved = [known[plan.variable.parts[0].keys.name] for plan in self.tables]
@@ -458,16 +501,23 @@ class TableLayout(Struct, frozen=True, eq=False):
         return lay_out(catalog, (replace(plan, variable=variable) for plan, variable in plans))
 
     def index_job(self, admission: Admission, task_bytes: int) -> IndexJob:
-        """Plan the tasks that build the indexes."""
+        """Plan the tasks that build the indexes; `task_bytes` is the approximate size of a task's input."""
         return IndexJob(self.source, self.tables, admission, task_bytes)
 
     def write(
         self, scratch: Path, admission: Admission, runner: Runner = LOCAL, progress: Progress | None = None
     ) -> tuple[Catalog, Job]:
-        """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept.
+        """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept; wait
+        for the tasks.
 
-        Waits for the job's tasks. Returns the catalog with all tensors, and the job: a context manager, to be
-        left once the tensors have been read.
+        Return the catalog with all tensors, and the job: a context manager, to be left once the tensors have
+        been read.
+
+        Raises:
+            CheckpointError and subclasses: the checkpoint changed, is damaged, or cannot be read.
+            TableFull: keys find no place in an index.
+            EngineFailed: the engine that runs the tasks failed.
+            DiskFull, PublishError: a file cannot be written.
         """
         index = self.index_job(admission, runner.task_bytes)
         with ExitStack() as stack:
@@ -485,7 +535,10 @@ class TableLayout(Struct, frozen=True, eq=False):
 
 
 def lay_out(catalog: Catalog, tables: Iterable[TablePlan]) -> TableLayout:
-    """Add the tables' tensors to a catalog, by its index alone: no values are read or written."""
+    """Return the catalog with the tables' tensors added, by its index alone: no values are read or written.
+
+    The added tensors are in one more shard, the last one, which does not exist yet.
+    """
     tables = tuple(tables)
     tensors, offset, shard = dict(catalog.tensors), 0, len(catalog.shards)
     for table in tables:

@@ -34,10 +34,14 @@ class TableLookups(ABC):
 
     @abstractmethod
     def _rows_of(self, ids: Tensor) -> Tensor:
-        """Return the row number of each id of an int64 tensor, in its shape."""
+        """Return the row number of each id (int64, any shape) in a tensor of the same shape."""
 
     def rows(self, ids: Any) -> Any:
-        """Return the row number of each id, for a tensor of any shape, a SparseTensor or a RaggedTensor."""
+        """Return the row number of each id, in the form of `ids`: a tensor of any shape, a SparseTensor or a
+        RaggedTensor.
+
+        Ids are cast to int64.
+        """
         if isinstance(ids, tf.SparseTensor):
             return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
         if isinstance(ids, tf.RaggedTensor):
@@ -45,13 +49,21 @@ class TableLookups(ABC):
         return self._rows_of(tf.cast(ids, tf.int64))
 
     def lookup(self, ids: Any) -> Any:
-        """Return the rows of ids, of shape `ids.shape + [dim]`; ragged for ragged ids."""
+        """Return the row of each id: a tensor of shape `ids.shape + [dim]`, or a RaggedTensor for ragged ids.
+
+        SparseTensors need `lookup_sparse`.
+        """
         if isinstance(ids, tf.RaggedTensor):
             return ids.with_flat_values(self.lookup(ids.flat_values))
         return tf.nn.embedding_lookup(self.values, self.rows(ids))
 
     def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
-        """Return the combined rows of each row of a SparseTensor; `combiner` is "sum", "mean" or "sqrtn"."""
+        """Return the combined rows of each row of a SparseTensor of ids: [n, dim], where n is its number of
+        rows.
+
+        `combiner` is "sum", "mean" or "sqrtn"; `weights` is a SparseTensor of the same indices, or None for 1
+        each.
+        """
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
 
@@ -83,10 +95,12 @@ class RowNodes(Struct, frozen=True):
 def add_rows(
     graph_def: Proto, name: str, table: str, handles: Sequence[str], ids: str, *, defaults: int = 1
 ) -> RowNodes:
-    """Add nodes under `name/` that find the rows of `ids`, int64 of any shape, in a table.
+    """Add nodes under `name/` that look up `ids` (a tensor's name; int64, any shape) in a table; return the
+    names of the results.
 
-    Return their names. `handles` are the tensors of its variables in the order of `parts.PARTS`, `defaults`
-    is the number of its default rows. The rows index the values.
+    `handles` are the names of the tensors with the handles of the table's four variables, in the order of
+    `parts.PARTS`; `defaults` is the number of its default rows. `table` is its name, by which `set_sizes`
+    fills in the sizes.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles
@@ -125,10 +139,12 @@ class JoinedLookup(Struct, frozen=True):
 def add_joined_rows(
     graph_def: Proto, name: str, handles: Sequence[str], lookups: Sequence[JoinedLookup], *, found: bool
 ) -> list[RowNodes]:
-    """Add nodes under `name/` that find the rows of several tensors of ids, each in its table, at once.
+    """Add nodes under `name/` that look up several tensors of ids, each in its table, at once; return the
+    names of the results.
 
-    `handles` are the tensors of the joined variables, in the order of `parts.PARTS`. The results are vectors;
-    `found` is "" unless it is asked for.
+    The result has an item for each of `lookups`, in their order; its tensors are vectors, also for ids of
+    other shapes. `handles` are the handles of the joined seeds, rows and keys, in the order of `parts.PARTS`
+    without the values. Without `found`, the names of the `found` tensors are "".
     """
     # All ids are concatenated, each with the number of its lookup, by which the sizes of tables are gathered.
     # So the number of operations hardly depends on the number of tables.
@@ -202,9 +218,10 @@ _RESHAPED = {"T": DType.INT64, "Tshape": DType.INT32}
 
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
-    """Fill in the sizes of tables, by their names, in the constants of a graph and its functions.
+    """Fill in the sizes of tables, given by their names, in the constants of a graph and its functions, in
+    place.
 
-    GraphError if one of these constants is damaged.
+    Constants of tables that are not in `tables` stay as they are. Raises GraphError if a constant is damaged.
     """
     for node in all_nodes(graph_def):
         if SIZE in node.attr:
@@ -216,9 +233,10 @@ def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
 
 
 def first_defaults(graph_def: Proto) -> dict[str, int]:
-    """Return the first default row of each table that a graph looks up keys in, by the table's name.
+    """Return the number of the first default row of each table that a graph looks up keys in, by the table's
+    name.
 
-    GraphError if a constant with it is damaged.
+    It is read from constants of the graph and its functions. Raises GraphError if such a constant is damaged.
     """
     found = {}
     for node in all_nodes(graph_def):
@@ -231,7 +249,10 @@ def first_defaults(graph_def: Proto) -> dict[str, int]:
 
 @contextmanager
 def _damaged(node: Proto) -> Iterator[None]:
-    """Convert errors about a constant of a table's size to a GraphError that names the node."""
+    """Convert errors of the block about a damaged constant to a GraphError that names the node.
+
+    KeyError, TypeError, ValueError and OverflowError are converted.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -264,39 +285,41 @@ class _Nodes(Struct, frozen=True):
     table: str
 
     def add(self, name: str, op: str, *inputs: str, of: DType = DType.INT64) -> str:
-        """Add a node whose operands have one type."""
+        """Add a node whose attribute `T` is the type `of`; `inputs` are names of tensors."""
         node = self._node(name, op, *inputs)
         node.attr["T"].type = int(of)
         return str(node.name)
 
     def cast(self, name: str, value: str, source: DType, target: DType) -> str:
-        """Add a cast."""
+        """Add a Cast of the tensor `value` from the type `source` to `target`."""
         node = self._node(name, "Cast", value)
         node.attr["SrcT"].type, node.attr["DstT"].type = int(source), int(target)
         return str(node.name)
 
     def gather(self, name: str, handle: str, indices: str, *, of: DType, by: DType = DType.INT64) -> str:
-        """Add a gather of a variable's rows."""
+        """Add a gather of the elements `indices`, of type `by`, of the variable with this handle and element
+        type `of`.
+        """
         node = self._node(name, "ResourceGather", handle, indices)
         node.attr["dtype"].type, node.attr["Tindices"].type = int(of), int(by)
         return str(node.name)
 
     def constant(self, name: str, value: int, dtype: DType = DType.INT64) -> str:
-        """Add a scalar constant."""
+        """Add a scalar constant of this value and dtype."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))
         return str(node.name)
 
     def vector(self, name: str, values: Iterable[int], dtype: DType) -> str:
-        """Add a constant vector."""
+        """Add a constant vector of these values, in their order."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array([*values], dtype.numpy))
         return str(node.name)
 
     def typed(self, name: str, op: str, *inputs: str, **attrs: DType | int) -> str:
-        """Add a node with these attributes."""
+        """Add a node with these attributes, types or integers, by their names."""
         node = self._node(name, op, *inputs)
         for key, value in attrs.items():
             if isinstance(value, DType):
@@ -308,18 +331,22 @@ class _Nodes(Struct, frozen=True):
     def bitcast(
         self, name: str, value: str, source: DType = DType.INT64, target: DType = DType.UINT64
     ) -> str:
-        """Add a node that reinterprets the bits as another type."""
+        """Add a Bitcast, which reinterprets the bits of a tensor of type `source` as `target`."""
         return self.typed(name, "Bitcast", value, T=source, type=target)
 
     def place(self, key: str, seed: str) -> str:
-        """Add nodes that compute the places of keys in their groups' windows, given the groups' seeds."""
+        """Add nodes that compute each key's place in its group's window; `key` (offset added) and `seed` are
+        int64 tensors.
+        """
         spread = self.add("spread", "Mul", key, seed)
         shift = self.constant("place_shift", 64 - WINDOW_BITS)
         shifted = self.add("place_bits", "RightShift", spread, shift)
         return self.add("place", "BitwiseAnd", shifted, self.constant("place_mask", WINDOW - 1))
 
     def size(self, which: str, dtype: DType = DType.INT64) -> str:
-        """Add a constant for a size of the table, which `set_sizes` fills in."""
+        """Add a scalar constant for one of the table's sizes, a key of `_sizes`; `set_sizes` fills in the
+        value later.
+        """
         name = self.constant(which, _UNSET, dtype)
         node = self.graph_def.node[-1]
         node.attr[TABLE].s, node.attr[SIZE].s = self.table.encode(), which.encode()

@@ -58,7 +58,9 @@ class KeyRanges(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, count: int) -> KeyRanges:
-        """Choose the ranges for about `count` keys."""
+        """Return the ranges for about `count` keys: about `RANGE_KEYS` keys to a range, a power of two of
+        them.
+        """
         wanted = max(0, (-(-count // RANGE_KEYS) - 1).bit_length())
         most = geometry.group_bits - (_LEAST_GROUPS - 1).bit_length()
         return cls(geometry, max(0, min(wanted, most)))
@@ -84,7 +86,7 @@ class KeyRanges(Struct, frozen=True):
         return self.slots + WINDOW
 
     def of_hashes(self, hashed: Array) -> Array:
-        """Return the number of each hash's range."""
+        """Return the range number of each hash (uint64 [n]): uint8 or uint16 [n]."""
         if not self.bits:
             return np.zeros(len(hashed), np.uint8)
         # numpy sorts small integers by radix.
@@ -117,7 +119,11 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def counted(self) -> tuple[TensorRef, ...]:
-        """The tensors of which a part is read, in the order of their checksums in the receipt."""
+        """The tensors of which the run reads a part: keys, then frequencies and versions if these decide on
+        admission.
+
+        The receipt has their checksums in this order.
+        """
         return tuple(ref for ref in (self.keys, self.freqs, self.versions) if ref is not None)
 
     @property
@@ -126,7 +132,7 @@ class KeyRun(Struct, frozen=True):
         return self.counted if self.offsets is None else (*self.counted, self.offsets)
 
     def renumbered(self, shards: Sequence[int]) -> KeyRun:
-        """Return the run with shard numbers replaced by their index in `shards`."""
+        """Return the run with each shard number replaced by its index in `shards`, which must contain it."""
 
         def renumber(ref: TensorRef | None) -> TensorRef | None:
             if ref is None or ref.extent is None:
@@ -140,18 +146,19 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def sorted_bytes(self) -> int:
-        """The number of bytes of sorted keys in the object."""
+        """The number of bytes of the run's sorted keys in the task's object."""
         return KEY_BYTES * (self.stop - self.start)
 
     @property
     def written_bytes(self) -> int:
-        """The number of bytes of the run in the object."""
+        """The number of bytes of the run in the task's object: sorted keys, and keys as int64 if they are
+        written so.
+        """
         return self.sorted_bytes + (0 if self.is_wide else 8 * (self.stop - self.start))
 
     def part(self, ref: TensorRef) -> Range:
-        """Return the bytes of the run's elements of a tensor, as a range of the task's input.
-
-        The tensor has one extent.
+        """Return the bytes of the run's elements of a tensor, which has one extent, as a range of the task's
+        input.
         """
         (extent,) = ref.extents
         size = ref.dtype.numpy.itemsize
@@ -159,7 +166,7 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def ranges_read(self) -> Iterator[Range]:
-        """Yield the ranges of all bytes that are read."""
+        """Yield the ranges of all bytes that the run reads; bucket offsets are read whole, and last."""
         yield from map(self.part, self.counted)
         if self.offsets is not None:
             (extent,) = self.offsets.extents
@@ -181,7 +188,13 @@ class Partition(Task, frozen=True, kw_only=True):
     step: int | None
 
     def run(self, directory: Directory) -> Receipt:
-        """See `Task`."""
+        """Sort the runs, and write the task's object in `directory`; return the receipt.
+
+        Raises:
+            CorruptFile: a key is not in its bucket, or bucket offsets are damaged.
+            CheckpointChanged, CheckpointError: an input changed or cannot be read.
+            DiskFull, PublishError: the object cannot be written.
+        """
         wanted = [each for run in self.runs for each in run.ranges_read]
         with self.files(wanted, directory.scratch) as files, new_file(directory.scratch) as (target, path):
             catalog = Catalog("", Path(self.checkpoint), {}, tuple(files), ())
@@ -222,7 +235,12 @@ class _Sorting:
         self._target, self._offset = target, offset
 
     def sort(self) -> None:
-        """Count the keys of each range, then read them again and write each to its place."""
+        """Count the keys of each range, then read them again and write hashes and rows of each range to the
+        target file.
+
+        Sets `counts`, `read` and `wide_crc`. Raises CorruptFile if a key is not in its bucket,
+        CheckpointChanged if a file became shorter, OSError if the target cannot be written.
+        """
         of_blocks = list(self._count())
         self.counts = np.sum([self.counts, *of_blocks], axis=0)
         left_out = self._left_out()
@@ -245,7 +263,7 @@ class _Sorting:
     def _count(self) -> Iterator[Array]:
         """Yield the number of keys in each range, block by block; write int32 keys as int64 to the target.
 
-        Records the checksums of both; CorruptFile if a key is not in its bucket.
+        Sets the checksums of both. Raises CorruptFile if a key is not in its bucket.
         """
         run, crc = self.run, 0
         offsets = None if run.offsets is None else read_offsets(self._catalog, run.keys, run.offsets)
@@ -261,7 +279,9 @@ class _Sorting:
         self.read = (crc,)
 
     def _left_out(self) -> Array | None:
-        """Return a mask of the run's keys that are not admitted; None if all are. Records checksums."""
+        """Return a mask of the run's keys that are not admitted; None if all are. Adds the checksums read to
+        `read`.
+        """
         run, task = self.run, self._task
         found = np.zeros(run.stop - run.start, bool)
         for ref in run.counted[1:]:
@@ -275,9 +295,10 @@ class _Sorting:
         return found if found.any() else None
 
     def _blocks(self, ref: TensorRef) -> Iterator[tuple[int, Array]]:
-        """Yield blocks of the run's elements of a tensor, each with its first element's number in the run.
+        """Yield the run's elements of a tensor in blocks, each after the number of its first element in the
+        run.
 
-        CheckpointChanged if the file became shorter.
+        Raises CheckpointChanged if the file became shorter.
         """
         count, dtype, at = self.run.stop - self.run.start, ref.dtype.numpy, self.run.part(ref)
         with open_shard(self._catalog.shards[at.input]) as descriptor:
@@ -290,7 +311,7 @@ class _Sorting:
 
 
 def bytes_of(array: Array) -> memoryview:
-    """View an array's bytes, to write or fill them."""
+    """Return a view of a contiguous array's bytes, to write or fill them."""
     return array.view(np.uint8).data
 
 
@@ -322,7 +343,7 @@ class SortedKeys(Struct, frozen=True, array_like=True):
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes of the keys."""
+        """The number of bytes of all the section's keys."""
         return KEY_BYTES * sum(self.counts)
 
 
@@ -342,7 +363,9 @@ class RangeRun(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The first range whose keys are not read."""
+        """The number of the first range whose keys are not read: one range after `stop` is read, too, if
+        there is one.
+        """
         return min(self.stop + 1, self.ranges.count)
 
     @property
@@ -371,7 +394,14 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
     runs: tuple[RangeRun, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """See `Task`."""
+        """Place the keys of the runs, and write the task's object in `directory`; return the receipt.
+
+        Raises:
+            CorruptFile: a key occurs twice.
+            TableFull: keys find no place.
+            CheckpointChanged, CheckpointError: an input changed or cannot be read.
+            DiskFull, PublishError: the object cannot be written.
+        """
         with self._fetched(directory) as places, new_file(directory.scratch) as (target, path):
             wrote: list[int] = []
             offset = 0
@@ -385,9 +415,10 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
 
     @contextmanager
     def _fetched(self, directory: Directory) -> Iterator[list[list[Located]]]:
-        """Yield the places of each run's sections.
+        """Yield, for each run, the file and offset of each of its sections; sections in a store are fetched
+        into a temporary file.
 
-        Sections in a store are fetched into one file, many at a time.
+        The file is removed at the end. Raises CheckpointChanged if an object is not as planned.
         """
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
@@ -403,9 +434,11 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
             yield [list(islice(places, len(run.sections))) for run in self.runs]
 
     def _place(self, run: RangeRun, places: Sequence[Located], target: int, offset: int) -> tuple[int, int]:
-        """Write seeds and slots of a run to the target from `offset` on; return their checksums.
+        """Write seeds and slots of a run to the open file `target` from `offset` on; return their two
+        checksums, plain crc32c.
 
-        CorruptFile if a key occurs twice; TableFull, which names the table.
+        `places` has the file and offset of each section. Raises CorruptFile if a key occurs twice, TableFull,
+        which names the table, if keys find no place.
         """
         keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]
@@ -422,7 +455,7 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         return crc_of(target, offset, sizes[0]), crc_of(target, slots_at, sizes[1])
 
     def _twice(self, run: RangeRun, error: KeyTwice) -> CorruptFile:
-        """Return the error for a key in two rows, which names the tensors of these rows."""
+        """Return the error to raise for a key in two rows; it names the tensors of these rows."""
         bounds = np.cumsum([rows for _, rows in run.stored])
         places = np.searchsorted(bounds, sorted(error.rows)[:2], side="right")
         names = [run.stored[place][0] for place in places]
@@ -440,7 +473,12 @@ class PlacedSlots(Struct, frozen=True, eq=False):
 
 
 def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[PlacedSlots]:
-    """Yield seeds and slots of the ranges `start` (even) to `stop`; raises KeyTwice and TableFull."""
+    """Yield seeds and slots of the ranges `start` (even) to `stop` in pieces, not in the order of their
+    numbers.
+
+    `keys` reads the keys of a range. Raises KeyTwice if a key occurs twice, TableFull if keys find no place,
+    and the errors of `keys`.
+    """
     placing = _Placing(ranges, keys)
     empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
     ends = dict.fromkeys(range(start, stop + 1), empty)  # the windows that neighbours share
@@ -461,7 +499,9 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
 
 
 def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> PlacedSlots:
-    """The part of a range without the windows that it shares with its neighbours."""
+    """Return seeds and slots of a range without the slots of the windows that it shares with its
+    neighbours.
+    """
     slots = np.ascontiguousarray(area[WINDOW:-WINDOW])
     return PlacedSlots(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
 
@@ -475,10 +515,11 @@ class _Placing(Struct, frozen=True):
     def place(
         self, number: int, before: Array, behind: Array, *, only_first: bool = False
     ) -> tuple[Array, Array]:
-        """Place a range around keys in the windows that it shares.
+        """Place the keys of a range around the keys in the two windows that it shares with its neighbours.
 
-        Return the seeds of its groups, and its slots. `before` and `behind` are these windows as its
-        neighbours left them. With `only_first` only the first slots are right. KeyTwice or TableFull if keys
+        Return the seeds of its groups (int64), and the rows in its slots and the window behind them (int32).
+        `before` and `behind` are the rows in the shared windows as the neighbours left them. With
+        `only_first` only the first slots are right. Raises KeyTwice if a key occurs twice, TableFull if keys
         find no place.
         """
         ranges, geometry = self.ranges, self.ranges.geometry
@@ -502,10 +543,11 @@ class _Placing(Struct, frozen=True):
         return chosen, area
 
     def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
-        """Return hashes and rows of a range's served keys, ordered by groups, and the keys' number by group.
+        """Return hashes and rows of a range's served keys, ordered by groups, and the number of keys of each
+        group.
 
-        KeyTwice or TableFull for more keys than the range has room for; KeyTwice also for a doubled key if
-        some keys are not served.
+        Raises TableFull if there are more keys than slots, KeyTwice if one of these occurs twice; if some
+        keys are not served, KeyTwice for any key that occurs twice.
         """
         hashed, rows = self.keys(number, self.ranges.room + 1)
         if len(hashed) > self.ranges.room:
@@ -527,7 +569,7 @@ class _Placing(Struct, frozen=True):
         return hashed.take(order), rows.take(order), counts
 
     def _refused(self, number: int, crowded: Crowded) -> KeyTwice | TableFull:
-        """Return the error for keys that find no seed."""
+        """Return the error to raise for keys that find no seed: KeyTwice if one of them occurs twice."""
         if crowded.twice is not None:
             return self._twice(number, crowded.twice)
         return table_full(self.ranges.geometry, crowded.keys)
@@ -539,9 +581,10 @@ class _Placing(Struct, frozen=True):
 
 
 def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int) -> tuple[Array, Array]:
-    """Read the sorted keys of a range from files, by its number: see `KeysOfRange`.
+    """Read the hashes and rows of the keys of range `number`, at most `most` keys: see `KeysOfRange`.
 
-    CheckpointChanged if a file became shorter.
+    `places` has the file and offset of each of the run's sections. Raises CheckpointChanged if a file became
+    shorter or is gone.
     """
     at = number - run.start
     count = min(sum(section.counts[at] for section in run.sections), most)

@@ -32,11 +32,13 @@ class Crowded(Exception):
 
 
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
-    """Choose a seed for each group and thereby a slot for each key.
+    """Choose a seed for each group so that no two keys share a slot; return the seeds by group, and the slots
+    by key.
 
-    Return both, and mark slots in `occupied`. `keys` are those of the first group, then of the second and so
-    on; `counts` is their number by group, `windows` has each group's first slot. Slots are numbered within
-    `occupied`, which may be a part of the table. Crowded if a group finds no seed.
+    Both are int64. `keys` (int64) are those of the first group, then of the second and so on; `counts` is
+    their number by group, `windows` the first slot of each group's window. Slots are numbered within
+    `occupied`, a mask of the table's slots or of a part of them, which is updated in place. Raises Crowded if
+    a group finds no seed.
     """
     chosen = np.full(len(counts), seeds(0, 1)[0], np.int64)
     slots = np.empty(len(keys), np.int64)
@@ -69,29 +71,39 @@ class _Groups(Struct):
 
     @classmethod
     def of(cls, keys: Array, size: int, groups: Array, firsts: Array, windows: Array) -> _Groups:
-        """Select the groups' keys from all keys."""
+        """Select the keys of groups that have `size` keys each.
+
+        `keys` are all keys; `groups`, `firsts` and `windows` are each group's number, the place of its first
+        key in `keys`, and its first slot.
+        """
         shifted = keys.view(np.uint64).take(firsts + np.arange(size)[:, None])
         shifted += np.uint64(OFFSET)
         return cls(groups, firsts, windows, shifted)
 
     def without(self, placed: Array) -> _Groups:
-        """Return the groups except those at these places."""
+        """Return the groups except those at these places of `groups`."""
         is_left = np.ones(len(self.groups), bool)
         is_left[placed] = False
         left = np.flatnonzero(is_left)
         return _Groups(self.groups[left], self.firsts[left], self.windows[left], self.keys.take(left, axis=1))
 
     def under(self, seed: Array) -> Array:
-        """Return each key's slot under one seed [size, groups], or under several [size, seeds, groups]."""
+        """Return each key's slot under one seed, [size, groups], or under a vector of seeds, [size, seeds,
+        groups].
+
+        Seeds are uint64.
+        """
         keys = self.keys[:, None, :] if seed.ndim else self.keys
         found = (keys * (seed[:, None] if seed.ndim else seed)) >> np.uint64(64 - WINDOW_BITS)
         return np.asarray(found.view(np.int64) + self.windows)
 
 
 def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, slots: Array) -> None:
-    """Choose seeds for groups of one size: writes `occupied`, `chosen`, `slots`; may raise Crowded.
+    """Choose seeds and slots for groups of one size: writes `occupied`, `chosen` (seeds by group) and `slots`
+    (by key) in place.
 
-    `owner` is scratch memory: a number for each slot.
+    `owner` is scratch memory, int32, with an element for each slot. Raises Crowded if a group has a key twice
+    or finds no seed.
     """
     tried = 0
     while len(left.groups):
@@ -114,7 +126,11 @@ def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, sl
 
 
 def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Array, Array, Array]:
-    """Return places of groups that some seed fits, their slots under the first such seed, and the seed."""
+    """Return the places in `left` of groups that a seed of `trial` fits, their slots [size, found] under the
+    first such seed, and that seed of each.
+
+    A seed fits if the group's slots are free and differ from one another. `occupied` is read only.
+    """
     found = left.under(trial.view(np.uint64))
     fits = np.logical_not(occupied.take(found).any(axis=0))
     which, places = np.nonzero(fits)
@@ -126,7 +142,12 @@ def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Arra
 
 
 def _take(found: Array, occupied: Array, owner: Array) -> Array:
-    """Mark the slots of groups that no other group wants; return the places of these groups."""
+    """Mark the slots of groups that share none of them with another group; return the places of these groups
+    in `found`.
+
+    `found` has the slots of each group, [size, groups]. Changes `occupied`; `owner` is scratch memory for a
+    number per slot.
+    """
     # The last writer owns a slot: a group that reads another number than its own has lost a slot.
     numbers = np.arange(found.size, dtype=np.int32).reshape(found.shape)
     owner[found] = numbers
@@ -138,7 +159,9 @@ def _take(found: Array, occupied: Array, owner: Array) -> Array:
 
 
 def _refuse(left: _Groups, tried: int) -> None:
-    """Raise Crowded if a group has a key twice, or enough seeds were tried."""
+    """Raise Crowded if a group has a key twice, or if the number of seeds `tried` has reached the limit; else
+    do nothing.
+    """
     keys = (left.keys - np.uint64(OFFSET)).view(np.int64)
     ordered = np.sort(keys, axis=0)
     twice = (ordered[1:] == ordered[:-1]).any(axis=0)
@@ -149,7 +172,9 @@ def _refuse(left: _Groups, tried: int) -> None:
 
 
 def _any(masks: Any) -> Array:
-    """Return a mask of the places where one of several masks is true."""
+    """Return a mask of the places where any of the masks is true; needs at least one. The first mask is
+    changed in place.
+    """
     masks = iter(masks)
     found: Array = next(masks)  # much quicker than `any` along a short axis
     for mask in masks:
@@ -161,7 +186,10 @@ def _any(masks: Any) -> Array:
 
 
 def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
-    """Return the error, with a hint, for a group's keys, in ascending order, that have no place together."""
+    """Return the error to raise for keys of one group, in ascending order, that have no place together.
+
+    Its hint names the room that would spread them, if there is one.
+    """
     found = TableFull(
         f"{len(keys)} of a table's keys fall in one place of its index and do not fit there",
         cause=f"the table has {geometry.groups} places for {geometry.usable_rows} keys",
@@ -178,9 +206,9 @@ def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
 
 
 def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """Return the least `--table-head-room` with which these keys are easily placed.
+    """Return the least `--table-head-room` with which these keys (int64) are easily placed.
 
-    None if that is too much.
+    None if the table would then exceed the maximum number of rows.
     """
     hashed = np.sort(hashes_of(keys))
     near = WINDOW // geometry.stride  # groups whose windows overlap

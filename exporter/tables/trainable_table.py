@@ -89,7 +89,7 @@ class TrainableTable(TableLookups):
         v1.add_to_collection(COLLECTION, name)
 
     def remove(self, keys: Any, slots: Iterable[Variable] | None = None) -> Any:
-        """Remove keys and return the number of them that existed.
+        """Remove keys (any integer tensor) and return the number of them that existed, an int64 scalar.
 
         A removed key reads like one that was never seen; when it is met again it starts over. The rows of
         optimizers' `slots` start over as well, with the values that the slot's first row had initially: by
@@ -111,12 +111,11 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
-        """Remove the keys that were not looked up in the last `max_age_steps` global steps.
-
-        Return their number. UsageError unless the table records steps.
+        """Remove the keys that were not looked up in the last `max_age_steps` global steps; return their
+        number, an int64 scalar.
 
         Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
-        count from the first run of this operation.
+        count from the first run of this operation. Raises UsageError unless the table records steps.
         """
         if self._seen is None:
             raise UsageError(
@@ -134,14 +133,22 @@ class TrainableTable(TableLookups):
         return self.remove(old, slots)
 
     def lay_over(self, keys: Tensor, rows: Tensor, values: Tensor, removed: Tensor) -> Any:
-        """Add the operation that removes keys, and then assigns these rows and values to others."""
+        """Add the operation that removes keys, then assigns `rows` and `values` to `keys`; return it.
+
+        `keys`, `rows` and `removed` are int64 vectors, `values` is [n, dim]; keys may be new or existing
+        ones.
+        """
         with self._at_home(), self._upkeep():
             written = self.values.scatter_update(tf.IndexedSlices(values, rows))
             with tf.control_dependencies([written]):
                 return self.index.lay_over(keys, rows, removed)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        """Return the row number of each id; new keys get rows, and the step of the lookup is recorded."""
+        """Return the row number of each id, in the shape of `ids`; new keys get rows, and the step of the
+        lookup is recorded.
+
+        Raises InvalidArgumentError of TensorFlow, when it runs, if the table is full.
+        """
         keys, places = tf.unique(tf.reshape(ids, [-1]))
         with self._upkeep():
             found = self.index.find_or_add(keys)
@@ -163,9 +170,8 @@ class TrainableTable(TableLookups):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Add operations that set the step of these rows' last lookup to unknown.
-
-        None if steps are not recorded.
+        """Add and return the operations that set the step of these rows' last lookup to unknown; none if
+        steps are not recorded.
         """
         if self._seen is None:
             return []
@@ -209,7 +215,9 @@ class TrainableTable(TableLookups):
         )
 
     def _make(self) -> Tensor:
-        """Add the operation that initialises the variables that were not restored."""
+        """Add the operation that initialises those of the table's variables that were not restored; return
+        its result.
+        """
 
         def settled(variable: Variable) -> Tensor:
             def make() -> Tensor:  # not by `initializer`: an operation outside of a branch would always run
@@ -223,26 +231,30 @@ class TrainableTable(TableLookups):
 
 
 def trainable_tables() -> tuple[TrainableTable, ...]:
-    """Return the trainable tables of the graph that is being built."""
+    """Return the trainable tables of the graph that is being built, in the order in which they were made."""
     v1 = tf.compat.v1
     saved = v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
     return tuple(each.trainable_table for each in saved if is_trainable_table(each))
 
 
 def is_trainable_table(saveable: Any) -> bool:
-    """True for the saveable object of a trainable table."""
+    """True if an object is the saveable of a `TrainableTable`; False for any other object."""
     return isinstance(getattr(saveable, "trainable_table", None), TrainableTable)
 
 
 def _first_row(slot: Variable) -> Tensor:
-    """The first row of a slot's initial value, on the machine where that is made."""
+    """Return the first row, [1, ...], of a slot's initial value, computed on the device where that value is
+    made.
+    """
     value = slot.initial_value
     with tf.control_dependencies(None), value.graph.colocate_with(value.op, ignore_existing=True):
         return value[:1]
 
 
 def _saveable(table: TrainableTable) -> Any:
-    """Make the saveable object by which a Saver stores and restores a table."""
+    """Return a new saveable object by which a Saver stores and restores a table; its `trainable_table` is the
+    table.
+    """
     from tensorflow.python.training.saving import saveable_object
 
     class Saveable(saveable_object.SaveableObject):  # type: ignore[misc]  # TensorFlow is untyped
@@ -281,10 +293,13 @@ def trainable_embedding(
     combiner: str | None = None,
     initializer: Any = "uniform",
 ) -> Any:
-    """Return a layer of Keras 3 that looks up ids in the table `name`, and gives new ids rows in training.
+    """Return a Keras 3 layer that looks up ids in the table `name`; in training, new ids get rows.
 
-    In the model that is exported, `dynamic_embedding` of the same name replaces it; with a `combiner` the
-    rows along the last dimension are combined, as there. `layer.remove(keys, optimizer)` removes keys.
+    The table has rows of `dim` numbers for up to `capacity` keys; new rows get values of `initializer`, and
+    absent ids read `default` outside of training. In the exported model `dynamic_embedding` of the same name
+    replaces the layer; with a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension are
+    combined, as there. `layer.remove(keys, optimizer)` removes keys. The layer raises UsageError when it is
+    built under a strategy of several replicas or of parameter servers.
     """
     return trainable_embedding_class()(
         table=name,
@@ -300,7 +315,7 @@ def trainable_embedding(
 
 @cache
 def trainable_embedding_class() -> Any:
-    """Return the layer's class, for `custom_objects` of `keras.saving.load_model`.
+    """Return the class of the layer, for `custom_objects` of `keras.saving.load_model`; it is made once.
 
     Its key there is "TrainableEmbedding".
     """
@@ -355,9 +370,9 @@ def trainable_embedding_class() -> Any:
             return (*kept, self.dim)
 
         def remove(self, keys: Any, optimizer: Any = None) -> int:
-            """Remove keys and return the number that existed.
+            """Remove keys (any integers) and return the number of them that existed.
 
-            Slots of `optimizer` start over with the rows.
+            The rows of the slots of `optimizer` start over with them; None leaves slots as they are.
             """
             slots = [] if optimizer is None else _slots(optimizer, self.rows)
             distinct, _ = tf.unique(tf.reshape(tf.cast(keys, tf.int64), [-1]))
@@ -380,7 +395,7 @@ def trainable_embedding_class() -> Any:
 
 
 def _saved_table(layer: Any) -> Any:
-    """Make the index of a layer's keys, as an object that `tf.train.Checkpoint` tracks."""
+    """Return a new index of a layer's keys, as an object that `tf.train.Checkpoint` tracks."""
     rows: Variable = layer.rows.value
     fresh = tf.Variable(rows[: min(_FRESH_ROWS, layer.capacity)], trainable=False)
 
@@ -449,14 +464,18 @@ def _saved_table(layer: Any) -> Any:
 
 
 def _slots(optimizer: Any, rows: Any) -> list[Variable]:
-    """Return the slots that an optimizer keeps for the rows, which are named after them."""
+    """Return the variables that a Keras optimizer keeps for the weight `rows`, with a row for each of its
+    rows.
+    """
     stem = f"{rows.path.replace('/', '_')}_"
     found = [each for each in optimizer.variables if each.path.rpartition("/")[2].startswith(stem)]
     return [each.value for each in found if tuple(each.shape[:1]) == tuple(rows.shape[:1])]
 
 
 def _refuse_clusters(name: str) -> None:
-    """Raise UsageError under a strategy of several replicas or of parameter servers."""
+    """Raise UsageError if the current strategy has several replicas or parameter servers; `name` is the
+    layer's.
+    """
     strategy = tf.distribute.get_strategy()
     servers = isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
     if servers or strategy.num_replicas_in_sync > 1:
