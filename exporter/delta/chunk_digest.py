@@ -40,7 +40,7 @@ class Chunk(Struct, frozen=True):
 
 
 def chunks(schema: Schema) -> Iterator[Chunk]:
-    """Yield all chunks in the order of their numbers."""
+    """Yield all chunks of the schema's variables, in the order of their numbers (the first is chunk 0)."""
     for variable in digested(schema):
         rows = row_count(variable)
         for start in range(0, rows, CHUNK_ROWS):
@@ -48,7 +48,9 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
 
 
 def cheapest_chunk(schema: Schema) -> int | None:
-    """Return the number of the smallest of the variables' first chunks; None for a schema without chunks."""
+    """Return the number of the smallest, in bytes, of the variables' first chunks; None for a schema without
+    chunks.
+    """
     sizes, number = dict[int, int](), 0
     for variable in digested(schema):
         rows = row_count(variable)
@@ -60,7 +62,9 @@ def cheapest_chunk(schema: Schema) -> int | None:
 
 
 def chunk_digest(rows: NDArray[Any]) -> int:
-    """Return the digest of one chunk's rows, as a signed 64-bit integer."""
+    """Return the digest of one chunk's rows, an array [n, ...] or a scalar, as a signed 64-bit integer; 0 for
+    strings.
+    """
     if rows.dtype.kind in "OSU":
         return 0
     flat = np.ascontiguousarray(rows).reshape(-1)
@@ -73,9 +77,11 @@ def chunk_digest(rows: NDArray[Any]) -> int:
 
 
 def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk]) -> list[int]:
-    """Return the digests, signed 64-bit, that a server with this state computes for the `wanted` chunks.
+    """Return the digest, a signed 64-bit integer, that a server with this state computes for each of the
+    `wanted` chunks.
 
-    The stored checksums of these variables are verified first; CorruptFile if one differs.
+    The stored checksums of their variables are verified first. Raises CorruptFile if one differs,
+    CheckpointError (and subclasses) if values cannot be read.
     """
     state.check({chunk.variable for chunk in wanted})
     variables = {variable.name: variable for variable in schema.variables}
@@ -91,15 +97,15 @@ def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk])
 
 
 def digested(schema: Schema) -> list[ServedVariable]:
-    """The variables that have chunks, all except halves of lookup tables, in the schema's order."""
+    """Return the variables that have chunks, all except halves of lookup tables, in the schema's order."""
     return [variable for variable in schema.variables if variable.contents is None]
 
 
 def row_count(variable: ServedVariable) -> int:
-    """The length of a variable's first dimension; a scalar is one row."""
+    """The length of a variable's first dimension; 1 for a scalar."""
     return variable.shape[0] if variable.shape else 1
 
 
 def word_size(dtype: np.dtype[Any]) -> int:
-    """Bytes per word: the element size, or half of it for complex types."""
+    """Return the bytes per word: the element size, or half of it for complex types."""
     return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize

@@ -42,7 +42,9 @@ _FEW = 8  # gather single blocks only below 1/8 of a chunk: it costs several tim
 
 
 def differing_rows(old: Array, new: Array) -> Array:
-    """Return the numbers, int64, of rows that differ in any byte between two arrays [n, ...] of one shape."""
+    """Return the numbers, int64 ascending, of rows that differ in any byte between two arrays [n, ...] of one
+    shape and dtype.
+    """
     a, b = _words(old), _words(new)
     unequal = a != b
     if not unequal.any():
@@ -90,13 +92,14 @@ class ComparedRows:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks, each of which has a hash."""
+        """The number of blocks of the compared rows; each has one hash."""
         return -(-(self._stop - self._first) // self.block)
 
     def _read(self, state: LayeredState, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """The checksum of these rows, read again while they are in the cache.
+        """Return the checksum of rows `start` to `stop` of the table in this state, as at most one range of a
+        stored run.
 
-        Empty if no checksum is wanted.
+        Empty if no checksums are wanted, or no stored run holds exactly the served rows.
         """
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
@@ -106,13 +109,20 @@ class ComparedRows:
         return (ReadRange(stored.run_of[stored.extent], first, rows.nbytes, extend(0, rows)),)
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, stop) of whole blocks, of about `most` bytes; 0 means `CHUNK_BYTES`."""
+        """Yield ranges (start, stop) of rows, whole blocks of about `most` bytes, in order; 0 means
+        `CHUNK_BYTES`.
+        """
         step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self.block)) * self.block
         for start in range(self._first, self._stop, step):
             yield start, min(start + step, self._stop)
 
     def compare(self, chunk: tuple[int, int]) -> Found:
-        """Return the rows of a chunk (start, stop) that differ."""
+        """Return the rows of a chunk (start, stop) that differ, with the hashes of its new rows; sets
+        `is_old_as_known`.
+
+        Raises MappingError or NotFinite if a value does not fit the served dtype, CheckpointError (and
+        subclasses) if rows cannot be read.
+        """
         start, stop = chunk
         new = self._new.rows(self._name, start, stop)
         hashes = self._hasher.hash_rows(new)
@@ -128,7 +138,11 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """Set `is_old_as_known` to False unless old rows of these blocks of a chunk have the known hashes."""
+        """Set `is_old_as_known` to False if old rows have other hashes than the known ones; no effect if none
+        are known.
+
+        `old` has the rows of `blocks`, numbered within the chunk that begins with row `start`.
+        """
         # If they differ, rows are damaged, or some were held back and their hashes are unknown.
         if self.known is not None:
             known = self.known[blocks + start // self.block]
@@ -136,9 +150,9 @@ class ComparedRows:
                 self.is_old_as_known = False
 
     def _suspects(self, start: int, hashes: Array) -> Array:
-        """Return the numbers, within a chunk, of the blocks that may differ from the old ones.
+        """Return the numbers, within a chunk, of the blocks that may differ from the old ones, ascending.
 
-        All if no hashes are known, otherwise those with another hash than the known one. `start` is the
+        All if no hashes are known, otherwise the blocks with another hash than the known one. `start` is the
         chunk's first row, `hashes` are those of its new rows.
         """
         if self.known is None:
@@ -147,7 +161,8 @@ class ComparedRows:
         return np.flatnonzero(hashes != self.known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
-        """Return the rows of a chunk that differ, numbered within it; old rows are read in `suspects` only.
+        """Return the rows of a chunk that differ, numbered within it, ascending; old rows are read in the
+        blocks `suspects` only.
 
         `suspects` are the numbers of blocks, `new` all new rows of the chunk, and `start` is its first row.
         """
@@ -165,7 +180,9 @@ def _bytes_of(rows: Array) -> Array:
 
 
 def _words(rows: Array) -> Array:
-    """View rows as a matrix of unsigned words, the widest that divide a row's bytes."""
+    """Return a view (or a copy, if they are not contiguous) of rows as a matrix [n, words] of unsigned
+    integers, the widest that divide a row's bytes.
+    """
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
     return flat.view(f"<u{word}") if flat.shape[1] else flat
@@ -188,7 +205,11 @@ class StoredSide(Struct, frozen=True):
 
     @classmethod
     def of(cls, reader: RowReader, start: int, stop: int, first: int) -> StoredSide:
-        """Describe a reader for rows `start` to `stop`, without slices that hold none of them."""
+        """Return a reader's description for rows `start` to `stop`, without the slices that hold none of
+        them.
+
+        `first` is the number of the side's first input in the task.
+        """
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
         if reader.order.gather:  # a slice's rows follow from its number, so no slice may be left out
             return replace(whole, shards=tuple(sorted({extent.shard for extent in reader.tensor.extents})))
@@ -199,14 +220,15 @@ class StoredSide(Struct, frozen=True):
         return replace(whole, tensor=tensor, shards=tuple(sorted({extent.shard for extent in extents})))
 
     def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
-        """Make the reader of these rows, with the task's inputs at `paths`."""
+        """Return the reader of these rows, named `name`; `paths` has the file of each input of the task."""
         found = dict(zip(self.shards, paths[self.first :], strict=False))
         known = tuple(found.get(number, Path()) for number in range(max(self.shards, default=-1) + 1))
         catalog = Catalog("", Path(), {}, known, ())
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
 
     def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-        """Yield (extent, offset within it, size) of the stored bytes of served rows `start` to `stop`.
+        """Yield (extent, offset within it, size in bytes) of the stored bytes of served rows `start` to
+        `stop`.
 
         They are whole stored rows, in the order of the slices. If served rows are scattered in the tensor,
         other parts' rows between them are included.
@@ -229,18 +251,22 @@ class StoredSide(Struct, frozen=True):
     def read_ranges(
         self, reader: RowReader, start: int, stop: int, crcs: Iterable[int]
     ) -> Iterator[ReadRange]:
-        """Yield the bytes of `stored` as ranges of the reader's runs, with these checksums."""
+        """Yield the bytes of `stored` as ranges of the reader's stored runs, each with the next of `crcs`,
+        plain crc32c.
+        """
         for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
             yield ReadRange(reader.run_of[extent], first, size, crc)
 
     def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of natural rows of the tensor that contains these served rows."""
+        """Return the range (first, stop) of natural rows of the tensor that contains served rows `start` to
+        `stop`.
+        """
         if self.order.scatter:
             return start * self.order.scatter, stop * self.order.scatter
         return self.box.starts[0] + start, self.box.starts[0] + stop
 
     def ranges(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the bytes of `stored` as ranges of the task's inputs."""
+        """Yield the bytes of `stored` as ranges of the task's inputs, in the same order."""
         for extent, first, size in self.stored(start, stop):
             yield Range(self.first + self.shards.index(extent.shard), extent.offset + first, size)
 
@@ -263,7 +289,12 @@ class Compare(Task, frozen=True, kw_only=True):
     seed: int
 
     def run(self, directory: Directory) -> Receipt:
-        """See `Task`."""
+        """Compare the rows, and write the task's object in `directory`; return the receipt.
+
+        Its `rows` is the number of rows that differ. Raises CheckpointChanged or another CheckpointError if
+        an input changed or cannot be read, MappingError if a value does not fit, DiskFull or PublishError if
+        the object cannot be written.
+        """
         name, found = self.variable.name, list[Found]()
         ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
         with self.files(ranges, directory.scratch) as paths:
@@ -296,15 +327,23 @@ class SideChecksums:
         self._crcs: dict[Extent, int] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
-        """Return the checksum of each extent with served rows `start` to `stop`, all of them read before."""
+        """Return the plain crc32c of each extent with served rows `start` to `stop`, in the order of
+        `StoredSide.stored`.
+
+        All of these rows must have been passed to `read`; KeyError otherwise.
+        """
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 
     def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """Return the checksums of `of`, each with its range of the reader's runs."""
+        """Return the checksums of `of` as ranges of the stored runs of `reader`."""
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
     def read(self, start: int, stop: int) -> None:
-        """Extend the checksums by the bytes of served rows `start` to `stop`, which follow the last ones."""
+        """Read the bytes of served rows `start` to `stop` and extend the checksums by them; the rows must
+        follow the previous ones.
+
+        Raises CheckpointChanged or CheckpointError if a file is gone or cannot be opened.
+        """
         # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
             if extent not in self._maps:
@@ -349,16 +388,18 @@ class TaskComparison:
             self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
-        """Yield the results for the table `name`, which must be the next one.
+        """Return an iterator of the results for the table `name`, in the order of its rows; None if tasks do
+        not compare it.
 
-        None if tasks do not compare it. Waits for each task.
+        Tables must be asked for in the order in which they were given. The iterator waits for each task, and
+        raises the task's errors.
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 
     def check(self) -> None:
-        """Compare the checksums of all runs of the tables; CorruptFile if one differs.
+        """Verify the checksums of all stored runs of the tables; bytes that no task has read are read now.
 
-        Bytes that no task has read are read now.
+        Raises CorruptFile if one differs, CheckpointError (and subclasses) if bytes cannot be read.
         """
         for side in self._checksums:
             side.check(self._rows)
@@ -372,7 +413,7 @@ class TaskComparison:
             yield _with_layers(found, task, self._old, self._new, touched)
 
     def _note(self, task: Compare, receipt: Receipt) -> None:
-        """Record the checksums in a receipt for both sides."""
+        """Record the checksums in a task's receipt, for the old and the new side."""
         crcs = iter(receipt.read)
         for side, state, known in zip(
             (task.old, task.new), (self._old, self._new), self._checksums, strict=True
@@ -380,7 +421,7 @@ class TaskComparison:
             known.add(side.read_ranges(state.stored[task.variable.name], task.start, task.stop, crcs))
 
     def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
-        """Yield the tasks of a table, named `<name>-<number>`."""
+        """Yield the tasks of a table, in the order of its rows, named `<name>-<number>`."""
         old, new = self._old.stored[variable.name], self._new.stored[variable.name]
         rows = self._rows[variable.name]
         paths = [{run.extent.shard: run.path for run in side.runs} for side in (old, new)]
@@ -402,7 +443,9 @@ class TaskComparison:
 
 
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
-    """Read the hashes, and the rows that differ, from the object that a task wrote."""
+    """Return the hashes and the rows that differ, read from the object that a task wrote; CheckpointError if
+    it cannot be read.
+    """
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]
     blocks = -(-count // rows.block)
@@ -417,7 +460,11 @@ def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedR
 def _with_layers(
     found: Found, task: Compare, old: LayeredState, new: LayeredState, touched: tuple[Array, Array]
 ) -> Found:
-    """Correct the result of a task for the rows that changes on top of the bundles touch."""
+    """Return the result of a task, corrected for the rows that changes on top of the bundles contain.
+
+    `touched` has the numbers of these rows, ascending, in the old and the new state; they are compared here.
+    The hashes of blocks with new ones are invalidated.
+    """
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))
     if not len(ids):
@@ -457,14 +504,15 @@ class StoredChecksums:
         self._ranges = RangeChecksums[StoredRun]()
 
     def add(self, read: Iterable[ReadRange]) -> None:
-        """Record the checksums of these ranges, in any order."""
+        """Record the checksums of these ranges, in any order, for a later `check`."""
         for each in read:
             self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the checksums of all runs of these variables; CorruptFile if one differs.
+        """Verify the checksums of all stored runs of these variables; runs that were not read completely are
+        read now.
 
-        Runs of which some bytes were not read before are read now.
+        Raises CorruptFile if one differs, CheckpointError (and subclasses) if bytes cannot be read.
         """
         names = list(names)
         for variable in (self._state.stored[name] for name in names):

@@ -53,13 +53,16 @@ from exporter.wire.dtypes import Array, DType
 def write_delta(
     prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
 ) -> tuple[TensorRef, ...]:
-    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced.
+    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced; return the tensors that were
+    written.
 
-    Return the tensors that were written. A variable without a change is empty in it. The header's packing
-    changes no value: rows that packing would change are stored exactly.
+    A variable without a change is empty in it. The header's packing changes no value: rows that packing would
+    change are stored exactly.
 
     Raises:
-        ValueError: a change does not fit its variable, or names a variable that the schema does not have.
+        ValueError: a change does not fit its variable, or names a variable that the schema does not have, or
+            the header has another schema.
+        OSError: the files cannot be written.
     """
     if header.schema_digest != schema.digest:
         raise ValueError("the header names another schema")
@@ -110,12 +113,21 @@ def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
 
 
 def read_delta(prefix: Path, schema: Schema) -> Delta:
-    """Read the delta at `prefix`, check it against `schema` and map its values; errors as `read_tensors`."""
+    """Read the delta at `prefix`, check it against `schema` and map its values; checksums of values are not
+    verified.
+
+    Raises:
+        CheckpointError, UnsupportedFormat, CorruptFile: as `read_tensors` and `with_values`.
+    """
     return with_values(read_tensors(prefix, schema), schema)
 
 
 def with_values(read: DeltaTensors, schema: Schema) -> Delta:
-    """Map the tensors of a delta into memory; CorruptFile if row numbers or lookup tables are wrong."""
+    """Return a delta with the tensors of `read` mapped into memory; checksums of rows are not verified.
+
+    Raises CorruptFile if row numbers, packed rows or lookup tables are wrong, CheckpointChanged if a shard
+    vanished or shrank.
+    """
     catalog = read.catalog
     variables = [variable for variable in schema.variables if variable.name in read.tensors]
     try:
@@ -127,9 +139,11 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 
 
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
-    """Read the ids, int64 [n], of a table's rows in a delta, checksum verified.
+    """Return the row numbers, int64 [n] ascending, of a table's rows in a delta; empty if the delta does not
+    change it.
 
-    CorruptFile if they are damaged.
+    Their checksum is verified. Raises CorruptFile if they are damaged, CheckpointError (and subclasses) if
+    they cannot be read.
     """
     refs = read.tensors.get(variable.name)
     if refs is None:
@@ -144,7 +158,7 @@ def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
-    """Raise CorruptFile if a tensor belongs to no variable: its values would be lost."""
+    """Raise CorruptFile if the catalog has a tensor that belongs to no variable: its values would be lost."""
     packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
     known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}
     if unknown := sorted(catalog.tensors.keys() - known):
@@ -152,7 +166,7 @@ def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | 
 
 
 def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
-    """The header tensors of a delta whose tables have `rows` rows together."""
+    """Return the header tensors, by name, of a delta whose tables have `rows` rows together."""
     flags = Flag.ONLY_FROM if header.only_from else Flag(0)
     flags |= PACKINGS[header.packing] if header.packing else Flag(0)
     fields = (FORMAT_VERSION, header.from_position, header.to_position, header.step, flags, rows)
@@ -164,9 +178,10 @@ def header_tensors(header: DeltaHeader, rows: int) -> dict[str, Array]:
 
 
 def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
-    """Read the header of a delta, and the number of rows that it declares.
+    """Return the header of a delta, read from its tensors, and the number of rows that it declares.
 
-    UnsupportedFormat for another version or unknown flags, CorruptFile if its values are impossible.
+    Raises UnsupportedFormat for another version, unknown flags or a bundle that is not a delta, CorruptFile
+    if its values are impossible.
     """
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
@@ -192,9 +207,10 @@ def _read(catalog: Catalog, key: str, dtype: DType, shape: tuple[int, ...]) -> A
 
 
 def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> TensorRef:
-    """Return the tensor `key`; CorruptFile unless it has this dtype and shape (None: any size).
+    """Return the tensor `key`, which must have this dtype and shape (None: any size).
 
-    UnsupportedFormat if it is absent.
+    Raises UnsupportedFormat if it is absent, CorruptFile if it has another dtype or shape, or is not stored
+    completely.
     """
     ref = catalog.tensors.get(key)
     if ref is None:
@@ -212,7 +228,9 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
 
 
 def tensor_keys(variable: ServedVariable, packing: DeltaDtype | None) -> tuple[str, ...]:
-    """The names of a variable's tensors: ids, values and those of packed rows, or the dense value."""
+    """The names of a variable's tensors in a delta: ids, values and the tensors of packed rows; or the dense
+    value.
+    """
     return (*variable.keys, *(tensor.key for tensor in variable.packed(packing)))
 
 
@@ -224,9 +242,10 @@ def _is_whole(ref: TensorRef) -> bool:
 
 
 def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
-    """The tensors with the names of `tensor_keys`, none if the variable did not change.
+    """Return the tensors with the names of `tensor_keys`, in that order; empty if the variable did not
+    change.
 
-    CorruptFile if they do not fit.
+    Raises CorruptFile if they do not fit the variable or one another, UnsupportedFormat if one is absent.
     """
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
@@ -247,7 +266,11 @@ def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None
 
 
 def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef]) -> Change:
-    """Map the tensors of one variable; ValueError if they are not its rows or its value."""
+    """Map the tensors of one variable, in the order of `tensor_keys`; return its rows or its value.
+
+    Raises ValueError if they are not rows or a value of this variable, CheckpointChanged if a shard vanished
+    or shrank.
+    """
     if not variable.is_table:
         return _array(catalog, refs[0])[0, ...]
     ids = _array(catalog, refs[0])
@@ -277,7 +300,10 @@ def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorR
 
 
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
-    """Map a tensor; it is copied into memory if it holds strings or is stored in slices."""
+    """Return a tensor as a map; as a copy in memory if it holds strings or is stored in slices.
+
+    Only of strings the checksum is verified.
+    """
     if ref.extent is None:
         return np.concatenate(_slices(catalog, ref))
     return read_array(catalog, ref) if ref.dtype is DType.STRING else memory_map(catalog, ref)
@@ -290,7 +316,11 @@ def _slices(catalog: Catalog, ref: TensorRef) -> list[Array]:
 def _add(
     writer: BundleWriter, variable: ServedVariable, arrays: Sequence[RowValues], packing: DeltaDtype | None
 ) -> None:
-    """Write the tensors of a variable, given the arrays of `variable.keys`; rows are packed in pieces."""
+    """Write the tensors of a variable, given the arrays of `variable.keys` in order; with a packing, rows are
+    packed.
+
+    Large values are written in pieces.
+    """
     extra = variable.packed(packing)
     if not extra or packing is None:
         for key, dtype, array in zip(variable.keys, variable.dtypes, arrays, strict=True):
@@ -314,7 +344,9 @@ def _add(
 
 
 def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowValues]:
-    """Yield the arrays for `variable.keys`, empty for no change; ValueError if the change does not fit."""
+    """Yield the arrays for `variable.keys`; empty ones if `change` is None. Raises ValueError if the change
+    does not fit.
+    """
     numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
     if change is None:
         if variable.kind is ChangeKind.TABLE:

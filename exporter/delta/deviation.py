@@ -35,9 +35,10 @@ class Rounded(Struct, frozen=True):
     largest: Annotated[Measure, doc("the largest absolute error of an element")]
 
     def since(self, before: Rounded | None) -> Rounded:
-        """Add rows that were rounded to the same type before: an upper bound, as a row may count twice.
+        """Return this record plus that of rows rounded `before` (None: no rows): an upper bound, as a row may
+        count twice.
 
-        The rows before are ignored if they were rounded to another type.
+        Rows that were rounded to another type before are ignored.
         """
         if before is None or before.dtype is not self.dtype:
             return self
@@ -78,7 +79,9 @@ class WildRows(Struct, frozen=True):
 
     @property
     def said(self) -> str:
-        """A sentence about these rows, for a person."""
+        """One sentence about these rows, for a person: the table, the row with the largest norm, and whether
+        they are held.
+        """
         rows, kept = f"{self.rows} row{'s' * (self.rows != 1)}", "; servers keep what they have of them"
         found = (
             f"{rows} of {self.table!r} beyond the norm {self.bound:.3g}: row {self.row} has {self.norm:.3g}"
@@ -104,12 +107,12 @@ class Tolerance(Struct, frozen=True):
 
     @property
     def counts_time(self) -> bool:
-        """True if a delta must record when rows began to wait."""
+        """True if a delta must record when rows began to wait: with a size limit, or with `overdue`."""
         return self.room is not None or self.overdue is not None
 
     @property
     def is_nothing(self) -> bool:
-        """True if served values must equal the trainer's bit for bit."""
+        """True if served values must equal the trainer's bit for bit, whatever `overdue` is."""
         return self == Tolerance(overdue=self.overdue)
 
 

@@ -82,23 +82,27 @@ class Comparison(Struct, frozen=True):
 
     @property
     def threads(self) -> int:
-        """The number of threads that compare in this process."""
+        """The number of threads that compare in this process: `workers`, or one per processor available to
+        it.
+        """
         return self.workers or len(os.sched_getaffinity(0))
 
 
 def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
-    """Compare two states variable by variable and return the changes from `old` to `new`.
+    """Compare two states variable by variable; return the changes from `old` to `new` and the hashes of the
+    new tables.
 
     All stored bytes of `new` that are read are verified by their checksums: a damaged row must not get a new,
     right checksum. So are those of `old`, where a damaged row could hide a change; if hashes of its rows are
     known, these verify the blocks that are read. With `how.changes`, bytes that both share are neither read
-    nor verified.
+    nor verified. Changes may be maps of unnamed files in `how.scratch`.
 
     Raises:
         CorruptFile: a checksum differs.
         CheckpointError: a file cannot be read, see errors.py.
-        MappingError: a value does not fit the dtype it is served in.
-        DiskFull, PublishError: the scratch file cannot be written.
+        MappingError, NotFinite: a value does not fit the dtype it is served in.
+        EngineFailed: the engine of `how.runner` failed.
+        OSError: the scratch file cannot be written; for files of tasks, DiskFull or PublishError.
     """
     hasher = how.known.hasher if how.known else how.hasher
     changes: dict[str, Change] = {}
@@ -135,7 +139,11 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
 def _tasks(
     old: LayeredState, new: LayeredState, schema: Schema, hasher: BlockHasher, how: Comparison
 ) -> TaskComparison:
-    """Start to compare tables by tasks: tables stored in bundles that no change replaces as a whole."""
+    """Start to compare tables by the tasks of `how.runner`, and return the comparison.
+
+    It has the tables that are stored in bundles, that no change replaces as a whole, and that are large or in
+    an object store.
+    """
     # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
     # do.
     from exporter.delta.compare_rows import TaskComparison  # late: few use it, and imports slow every delta
@@ -156,7 +164,9 @@ def _tasks(
 
 
 def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
-    """True if both states store a variable in the same bytes, so that only changes on top can differ."""
+    """True if both states store a variable in the same bytes, so that only changes of rows on top can
+    differ.
+    """
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False
@@ -166,7 +176,12 @@ def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -
 def _changed_since(
     old: LayeredState, new: LayeredState, variable: ServedVariable, scratch: Path
 ) -> Change | None:
-    """Compare the rows that changes touch, for a variable that `_is_shared`; None if none differs."""
+    """Compare the rows that changes on top contain, for a variable that `_is_shared`; return those that
+    differ.
+
+    None if none differs. Of a dense variable the whole value is returned. Raises OSError if a file in
+    `scratch` cannot be written.
+    """
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
     if variable.kind is ChangeKind.DENSE:
@@ -183,7 +198,12 @@ def _changed_since(
 
 
 def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
-    """Return the changes from the lookup tables of `old` to those of `new`; every checksum is compared."""
+    """Return the changes from the lookup tables of `old` to those of `new`, by variable: both halves of each
+    changed table.
+
+    All checksums are verified. Raises CorruptFile if one differs, CheckpointError (and subclasses) if a file
+    cannot be read.
+    """
     names = [half.name for pair in schema.lookups for half in pair]
     values = {name: new.whole(name) for name in names}
     changes: dict[str, Change] = {
@@ -203,7 +223,9 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def _add_other_halves(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
-    """Add to `changes` the other half of each lookup table of which only one half changed."""
+    """Add to `changes`, in place, the other half of each lookup table of which only one half changed, from
+    `new`.
+    """
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
             changes |= {half.name: new.whole(half.name) for half in pair if half.name not in changes}
@@ -231,10 +253,10 @@ class _Table:
         self.bytes_ = variable.bytes_
 
     def run(self, pool: Executor, tasks: TaskComparison | None) -> tuple[Rows | None, Array]:
-        """Return the changed rows (None without any) and the hashes of all blocks.
+        """Return the changed rows (None without any) and the hashes of all blocks (uint64 [blocks]).
 
-        Tasks find them, or threads here. Compares the stored checksums of the bytes that were read, unless
-        tasks read them.
+        The table is compared by `tasks` if these include it, else by the threads of `pool`; then the stored
+        checksums of the bytes that were read are verified here. Raises the errors of `diff`.
         """
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
@@ -257,7 +279,9 @@ class _Table:
             return spill.rows(), hashes
 
     def _found_here(self, pool: Executor) -> Iterator[Found]:
-        """Yield the results of threads of this process, in the order of the rows."""
+        """Yield the results of threads of this process, in the order of the rows; fetches rows of an object
+        store before.
+        """
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
         is_remote = old.is_remote or new.is_remote
@@ -273,7 +297,11 @@ class _Table:
             yield from found
 
     def _compare_fetched(self, chunk: tuple[int, int]) -> list[Found]:
-        """Fetch a range (start, stop) of whole blocks, and compare it chunk by chunk, with checksums."""
+        """Fetch rows `start` to `stop` of `chunk`, whole blocks, into scratch files, and compare them; return
+        the results in order.
+
+        The last result has the checksums of all bytes read. The files are removed at the end.
+        """
         known, old = self._rows.known, None
         with ExitStack() as stack:
             new_state, new = stack.enter_context(self._fetched(self._new, chunk))
@@ -300,7 +328,12 @@ class _Table:
     def _fetched(
         self, state: LayeredState, chunk: tuple[int, int]
     ) -> Iterator[tuple[LayeredState, SideChecksums]]:
-        """Fetch a range of one side into a scratch file, which is removed at the end of the context."""
+        """Fetch a range of one state's rows into a scratch file; yield a state that reads them there, and
+        their checksums.
+
+        The file is removed at the end of the context. Raises CheckpointChanged if the object is not as
+        planned, DiskFull or PublishError if the file cannot be written.
+        """
         name, reader = self._name, state.stored[self._name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
         task = Task(name=name, inputs=tuple(self._planned(paths[shard]) for shard in side.shards))
@@ -311,9 +344,11 @@ class _Table:
 def _in_order(
     pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
 ) -> Iterator[T]:
-    """Yield results in the order of the chunks, with at most `ahead` pending.
+    """Yield the results of `work` in the order of the chunks, with at most `ahead` pending in the pool; waits
+    for each.
 
-    At the end, pending ones are cancelled.
+    At the end, or if the iterator is closed, pending ones are cancelled. Errors of `work` are raised in its
+    turn.
     """
     pending: deque[Future[T]] = deque()
     try:

@@ -78,7 +78,7 @@ POSITION_LIMIT = 10**18
 
 
 def log_name(first_position: int) -> str:
-    """The name under `deltas/` of the log that began with a base at this position."""
+    """The name of a log's directory under `deltas/`, for a log that began with a base at this position."""
     return f"{first_position:020d}"
 
 
@@ -163,24 +163,28 @@ class ServedVariable(Struct, frozen=True, array_like=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes of all values; 0 for texts."""
+        """The bytes of all values as served; 0 for strings. Meaningless for a lookup table's half, whose
+        length is open.
+        """
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, as served."""
+        """The bytes of one row, as served; of a vector the bytes of an element."""
         return math.prod(self.shape[1:]) * self.dtype.numpy.itemsize
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of the variable's tensors in a delta: ids and values, or the value."""
+        """The names of the variable's tensors in a delta: `<name>/ids` and `<name>/values` of a table, else
+        `<name>/value`.
+        """
         if self.kind is ChangeKind.TABLE:
             return f"{self.name}/ids", f"{self.name}/values"
         return (f"{self.name}/value",)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The dtypes of the tensors in `keys`."""
+        """The dtypes of the tensors in `keys`, in their order."""
         return (DType.INT64, self.dtype) if self.kind is ChangeKind.TABLE else (self.dtype,)
 
     @property
@@ -198,9 +202,10 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         )
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
-        """The further tensors of a table that packs: `exact`, `packed`, and for int8 `scales`.
+        """Return the further tensors of a table whose rows are packed: `exact`, `packed`, and for int8
+        `scales`.
 
-        None for others.
+        Empty without packing, for dense variables, and for tables whose rows would not shrink.
         """
         from exporter.delta.packing import shrinks
 
@@ -226,9 +231,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
-        """Sort variables by name.
+        """Return the schema of these variables, sorted by name.
 
-        ValueError if tensors would share a name, or a lookup table lacks a half.
+        Raises ValueError if tensors would share a name, or a lookup table lacks a half.
         """
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
@@ -241,7 +246,7 @@ class Schema(Struct, frozen=True, dict=True):
 
     @cached_property
     def lookups(self) -> tuple[tuple[ServedVariable, ServedVariable], ...]:
-        """The keys and the values of each lookup table."""
+        """The variables (keys, values) of each lookup table, ordered by the table's name."""
         halves = {(v.contents.table, v.contents.role): v for v in self.variables if v.contents}
         tables = sorted(table for table, role in halves if role is TableSide.KEYS)
         pairs = ((halves[table, TableSide.KEYS], halves.get((table, TableSide.VALUES))) for table in tables)
@@ -249,22 +254,24 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of all variables' tensors in a delta, in order."""
+        """The names of all variables' tensors in a delta, in the order of the variables."""
         return tuple(key for variable in self.variables for key in variable.keys)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        """The dtypes of the tensors in `keys`."""
+        """The dtypes of the tensors in `keys`, in their order."""
         return tuple(dtype for variable in self.variables for dtype in variable.dtypes)
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of the schema, in hex."""
+        """The SHA-256 of the schema's JSON form without spaces, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), separators=(",", ":")).encode()).hexdigest()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each large dense variable: every delta that changes it holds all of it."""
+        """A sentence for each dense variable of at least 16 MiB: every delta that changes it holds all of
+        it.
+        """
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         return tuple(
             f"variable {v.name!r} is read whole by the graph: every delta that changes it holds all its "
@@ -274,7 +281,9 @@ class Schema(Struct, frozen=True, dict=True):
         )
 
     def to_json(self) -> list[list[Any]]:
-        """The schema as a JSON value: `[name, dtype, shape, kind]` per variable, and its contents if any."""
+        """Return the schema as a JSON value: `[name, dtype, shape, kind]` per variable, and its contents if
+        any.
+        """
         return [
             to_builtins([v.name, v.dtype.label, [*v.shape], v.kind, *([v.contents] if v.contents else [])])
             for v in self.variables
@@ -282,7 +291,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """Read a schema in the form of `to_json`; ValueError if `value` is something else."""
+        """Return the schema that a JSON value in the form of `to_json` describes; ValueError if `value` is
+        something else.
+        """
         found = convert(value, list[_Row])
         named = convert([row[:2] for row in found], list[tuple[Any, DtypeLabel]])
         rows = [[name, DType.of(label), *row[2:]] for (name, label), row in zip(named, found, strict=True)]
@@ -317,7 +328,11 @@ Change: TypeAlias = "Rows | Array"
 
 
 def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
-    """Raise ValueError unless a delta holds both halves of a lookup table, of one length, or neither."""
+    """Require that changes hold both halves of each lookup table, with as many keys as values, or neither.
+
+    Raises ValueError otherwise, or if a table with all buckets has a number of them that is not a power of
+    two.
+    """
     for pair in schema.lookups:
         found = [changes[half.name] for half in pair if half.name in changes]
         lengths = {len(half) for half in found if not isinstance(half, Rows)}

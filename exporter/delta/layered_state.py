@@ -48,13 +48,18 @@ class CheckedFiles(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path, variables: Iterable[RowReader]) -> CheckedFiles:
-        """Return the cache for the shards of these variables; the shards' identities are read now."""
+        """Return the cache at `path` for the shards of these variables; it is not read yet, the shards'
+        identities are.
+
+        A shard that cannot be reached has no identity, so that nothing in it counts as verified.
+        """
         shards = {run.path for variable in variables for run in variable.runs}
         found = {shard.name: _identity(shard) for shard in shards}
         return cls(path, {name: identity for name, identity in found.items() if identity})
 
     def known(self, variables: Iterable[RowReader]) -> frozenset[StoredRun]:
-        """Return the runs that the cache lists as verified, in files that have not changed since.
+        """Return the stored runs of these variables that the cache lists as verified, in files that have not
+        changed since.
 
         Empty if the cache is missing or damaged.
         """
@@ -67,7 +72,7 @@ class CheckedFiles(Struct, frozen=True):
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 
     def save(self, checked: Collection[StoredRun]) -> None:
-        """Write the cache with these runs; errors of the file system are ignored."""
+        """Write the cache with these verified runs, by a rename; errors of the file system are ignored."""
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)})
         temporary = beside(self.path)
@@ -102,9 +107,11 @@ class LayeredState(Struct, frozen=True, eq=False):
     _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify the stored checksums of these variables.
+        """Verify the stored checksums of these variables and record them in `checked`; runs that were
+        verified before are skipped.
 
-        A run that was verified before is not read again. CorruptFile if one differs.
+        Raises CorruptFile if one differs, CheckpointChanged or CheckpointError if a shard is gone or cannot
+        be read.
         """
         known = self._checked | self._trusted
         with self._naming_damage():
@@ -112,28 +119,34 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     @property
     def checked(self) -> frozenset[StoredRun]:
-        """The runs whose checksums were verified so far."""
+        """The stored runs whose checksums were verified so far."""
         return frozenset(self._checked)
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
-        """Let `check` skip these runs, which are known to be right; they are not added to `checked`."""
+        """Let `check` skip these stored runs, which are known to be right; they are not added to
+        `checked`.
+        """
         self._trusted.update(runs)  # verified by hashes of blocks: no checksum was compared
 
     def note_checked(self, runs: Iterable[StoredRun]) -> None:
-        """Record that the checksums of these runs were verified while values were streamed."""
+        """Add these stored runs to `checked`: their checksums were verified while values were streamed."""
         self._checked.update(runs)
 
     def is_remote(self, name: str) -> bool:
-        """True if a variable's stored rows are in an object store, where few large requests are better."""
+        """True if the stored rows of the variable `name` are in an object store, where few large requests are
+        better.
+        """
         return self.stored[name].is_remote
 
     def touched(self, name: str) -> Array:
-        """The numbers of the table's rows that changes contain, ascending."""
+        """Return the numbers, int64 ascending, of the rows of the variable `name` that changes on top
+        contain; often empty.
+        """
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
     def is_stored_as(self, other: LayeredState, name: str) -> bool:
-        """True if both states store a variable in the same bytes, apart from changes on top."""
+        """True if both states store the variable `name` in the same bytes, apart from changes on top."""
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)
         is_same = (a.box, a.dtype, a.order, a.part) == (b.box, b.dtype, b.order, b.part)
@@ -146,11 +159,16 @@ class LayeredState(Struct, frozen=True, eq=False):
         )
 
     def replaces(self, name: str) -> bool:
-        """True if a change replaces the variable as a whole."""
+        """True if a change on top replaces the variable `name` as a whole."""
         return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Return rows `start` to `stop` of a table: a view if no change is in them, else a copy."""
+        """Return rows `start` to `stop` of a table, checksums not verified: a view of stored bytes or of a
+        change, or a copy.
+
+        Raises MappingError if a value does not fit the served dtype, CorruptFile if rows are not stored,
+        CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        """
         values = self.stored[name].rows(start, stop)
         own = False
         for layer in self.layers:
@@ -168,7 +186,11 @@ class LayeredState(Struct, frozen=True, eq=False):
         return values
 
     def rows_at(self, name: str, ids: Array) -> Array:
-        """Return rows `ids` (int64 [n], in any order) of a table, as a copy."""
+        """Return rows `ids` (int64 [n], in any order) of a table, as a copy in their order; checksums are not
+        verified.
+
+        Raises the errors of `rows`.
+        """
         values = self.stored[name].rows_at(ids)
         for layer in self.layers:
             change = layer.get(name)
@@ -179,7 +201,11 @@ class LayeredState(Struct, frozen=True, eq=False):
         return values
 
     def whole(self, name: str) -> Array:
-        """Return a whole variable, checksum verified, with changes of the variable or of its rows applied."""
+        """Return a whole variable, checksum verified, with changes of the variable or of its rows applied.
+
+        Raises CheckpointError and subclasses (CorruptFile: the checksum differs), MappingError if a value
+        does not fit the served dtype.
+        """
         with self._naming_damage():
             value = self.stored[name].whole()
         own = False
@@ -195,7 +221,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     @contextmanager
     def _naming_damage(self) -> Iterator[None]:
-        """Add the hint of this state to errors of damaged files."""
+        """Add the hint of this state to every CheckpointError of the block."""
         try:
             yield
         except CheckpointError as error:
@@ -209,7 +235,9 @@ _SPARSE = (
 
 
 def _overwrite(values: Array, ids: Array, change: Rows) -> None:
-    """Write the rows of a change into `values`, which are the rows `ids`."""
+    """Overwrite in place the rows of `values` that a change contains; `values` are the rows `ids`, in any
+    order.
+    """
     if not len(ids) or not len(change.ids):
         return
     first, last = int(ids.min()), int(ids.max())

@@ -20,11 +20,14 @@ from exporter.wire.dtypes import Array
 def restoring(
     since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
 ) -> dict[str, Change]:
-    """Return the changes, verified, that bring all rows and variables in `since` back to the state `then`.
+    """Return the changes, verified, that bring all rows and variables in the changes `since` back to the
+    state `then`.
+
+    By variable; large results are maps of unnamed files in `scratch`.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
-        DiskFull, PublishError: the scratch file cannot be written.
+        OSError: the scratch file cannot be written.
     """
     tables = [variable.name for variable in schema.variables if variable.kind is ChangeKind.TABLE]
     then.check(name for name in tables if any(name in layer for layer in since))
@@ -45,13 +48,15 @@ def restoring(
 
 
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
-    """Merge `layers`, oldest first, in bounded memory: of each row and dense variable the newest value.
+    """Merge `layers`, oldest first, in bounded memory: return the newest value of each row and dense
+    variable, by variable.
 
-    Large results are stored in `scratch`. Rows of a dense variable have to be folded before (`fold_whole`).
+    Large results are maps of unnamed files in `scratch`. Rows of a dense variable have to be folded before
+    (`fold_whole`).
 
     Raises:
         ValueError: rows of a dense variable are among the layers.
-        DiskFull, PublishError: the scratch file cannot be written.
+        OSError: the scratch file cannot be written.
     """
     merged: dict[str, Change] = {}
     for variable in schema.variables:
@@ -77,7 +82,11 @@ def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """Return the layers with each dense variable that has rows there as one whole value, on top of `old`."""
+    """Return the layers with each dense variable that has rows in them as one whole value, in the last layer.
+
+    The value is that of `old` with all layers applied. Raises CheckpointError and subclasses if it cannot be
+    read or is damaged.
+    """
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
         if variable.kind is ChangeKind.TABLE:
@@ -91,7 +100,9 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
 
 
 def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
-    """Yield ids and newest values of all rows, ascending, a bounded number at a time; later tables win."""
+    """Yield ids (ascending) and newest values of all rows of `tables`, a bounded number at a time; later
+    tables win.
+    """
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
     while any(start < len(table.ids) for start, table in zip(starts, newest_first, strict=True)):
@@ -109,9 +120,11 @@ def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
-    """Return the id at which the next range ends, so that each table has at most its share of rows in it.
+    """Return the id at which the next range of rows ends, so that each table has at most its share of rows in
+    it.
 
-    It is greater than all ids if the rest of each table is within its share.
+    `starts` has the number of each table's first row that is left. The result is greater than all ids if the
+    rest of each table is within its share.
     """
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [

@@ -62,7 +62,7 @@ class BaseMerger:
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes that the tasks read."""
+        """The number of bytes that all tasks read."""
         return self._job.bytes_
 
     def write(
@@ -72,10 +72,17 @@ class BaseMerger:
         state: Callable[[], LayeredState],
         progress: Progress | None = None,
     ) -> None:
-        """Write `variables/`, and wait for all tasks. A job that is kept ends with the stack.
+        """Write the bundle in `variables/`, which must not exist; wait for all tasks. A job that is kept ends
+        with `stack`.
 
-        `state` gives the values that the base stores in boxes that are not ranges of rows: no task writes
+        `state` returns the values that the base stores in boxes that are not ranges of rows: no task writes
         these.
+
+        Raises:
+            CorruptFile: a checksum differs.
+            CheckpointError: a file changed or cannot be read.
+            EngineFailed: the engine of `runner` failed.
+            OSError, PublishError: a file cannot be written.
         """
         self._prefix.parent.mkdir()
         others = bool(self._left) or not self.tasks
@@ -85,7 +92,10 @@ class BaseMerger:
         index_path(self._prefix).write_bytes(encode_index(tensors, self.tasks + others))
 
     def _places(self, task_bytes: int) -> Iterator[Place[str]]:
-        """Yield the sections that tasks write, by the names of variables."""
+        """Yield the sections that tasks write, each with the name of its variable.
+
+        Values that no task can write are noted for `_write_left`.
+        """
         for source in self._sources:
             if not source.variables:  # the keys or values of a lookup table
                 yield from self._copied(source.key, source.key, None)
@@ -107,9 +117,11 @@ class BaseMerger:
                 yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
 
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
-        """Yield a section that copies a whole value, of the newest delta or the base.
+        """Yield a section that copies a whole value, of the newest delta that has it or of the base; at most
+        one.
 
-        Note values that no extent has.
+        If no extent holds the value, it is noted for `_write_left`, with the tensor's key and its box (None:
+        all of it).
         """
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]
@@ -122,9 +134,10 @@ class BaseMerger:
             yield copied_value(name, copied, self._files)
 
     def _runs(self, variable: ServedVariable) -> list[tuple[int, Range]]:
-        """Return a table's rows as runs (count, range) of whole rows in the base.
+        """Return a table's rows as runs (count of rows, range of bytes) of whole rows in the base, in the
+        order of the rows.
 
-        The list is empty if they are not stored so.
+        Empty if they are not stored so.
         """
         reader = self._stored[variable.name]
         tensor, box = reader.tensor, reader.box
@@ -149,7 +162,11 @@ class BaseMerger:
         return runs if at == end else []
 
     def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Write the shard of values that no task writes; yield its tensors by key, dtype and box."""
+        """Write the last shard, with the values that no task writes; yield its tensors by key, dtype and box.
+
+        Raises CorruptFile if a checksum differs, CheckpointError (and subclasses) if values cannot be read,
+        OSError if the shard cannot be written.
+        """
         aside = self._prefix.with_name("left")
         values = state()
         with BundleWriter(aside) as writer:
@@ -173,7 +190,9 @@ class BaseMerger:
                 yield tensor.name, tensor.dtype, SliceRef(part_.spec, extent)
 
     def _boxes(self, placed: Sequence[Placed[str]]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Yield the tensors that tasks wrote, by key, dtype and box."""
+        """Yield key, dtype and box of each tensor that tasks wrote, given where their sections were
+        written.
+        """
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:
             found[each.place.what].append(each)
@@ -188,7 +207,9 @@ class BaseMerger:
                     yield source.key, self._variables[name].dtype, SliceRef(box, each.extents[0])
 
     def _shape(self, each: Placed[str], name: str) -> tuple[int, ...]:
-        """Return a variable's shape; for the contents of a lookup table, the shape of the value written."""
+        """Return the shape of the variable `name`; for the contents of a lookup table, the shape of the value
+        that was copied.
+        """
         variable, copied = self._variables[name], each.place.copied
         if variable.contents is None or copied is None:
             return variable.shape
@@ -206,7 +227,7 @@ def _rows_of_box(box: SliceSpec, low: int, high: int) -> SliceSpec:
 
 
 def _row_blocks(state: LayeredState, variable: ServedVariable) -> Iterator[Array]:
-    """Yield a table's rows in order, in blocks of at most 4 MiB."""
+    """Yield a table's rows in order, in blocks of at most 4 MiB, or of one larger row."""
     step = max(1, _BLOCK_BYTES // max(1, variable.row_bytes))
     for start in range(0, variable.shape[0], step):
         yield state.rows(variable.name, start, min(start + step, variable.shape[0]))

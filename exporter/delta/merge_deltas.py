@@ -48,13 +48,20 @@ class DeltaMerger:
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes that the tasks read."""
+        """The number of bytes that all tasks read."""
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
-        """Write the delta, wait for all tasks and return its number of rows.
+        """Write the merged delta's bundle at its prefix, wait for all tasks, and return its number of rows of
+        all tables.
 
-        A job that is kept ends with the stack.
+        A job that is kept ends with `stack`.
+
+        Raises:
+            CorruptFile: a checksum differs, or row numbers are wrong.
+            CheckpointError: a file changed or cannot be read.
+            EngineFailed: the engine of `runner` failed.
+            OSError, PublishError: a file cannot be written.
         """
         own = self.tasks != 1
         placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed
@@ -69,7 +76,9 @@ class DeltaMerger:
         return rows
 
     def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
-        """Yield the sections of each variable that changed, and of every variable of strings."""
+        """Yield the sections of each variable that changed, and of every dense variable of strings, with the
+        variable's name.
+        """
         for variable in self._schema.variables:
             name, packing = variable.name, self._header.packing
             if variable.is_table:
@@ -84,7 +93,7 @@ class DeltaMerger:
                 yield copied_value(name, Stored(catalog, catalog.tensors[variable.keys[0]]), files)
 
     def _tensors(self, placed: Sequence[Placed[str]]) -> Iterator[TensorRef]:
-        """Yield the index entries of all variables, given the places where their sections were written."""
+        """Yield the index entries of all variables' tensors, given where their sections were written."""
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:
             found[each.place.what].append(each)
@@ -107,7 +116,9 @@ class DeltaMerger:
     def _boxes(
         self, variable: ServedVariable, parts: Sequence[Placed[str]]
     ) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Yield key, dtype and slice of each run of a table; in several parts rows are not packed."""
+        """Yield key, dtype and slice of each tensor of a table in the merged delta; a table in several
+        `parts` is not packed.
+        """
         rows, exact = (sum(numbers) for numbers in zip(*(part.counts for part in parts), strict=True))
         shapes, start = self._shapes(variable, rows, exact), 0
         for part in parts:
@@ -123,7 +134,11 @@ class DeltaMerger:
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
     ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Return dtype and shape of each tensor of a table with `rows` rows, or an empty dense variable."""
+        """Return dtype and shape, by key, of each tensor of a table with `rows` rows, `exact` of them not
+        packed.
+
+        Of a dense variable, those of its value without any change; `rows` and `exact` are then not used.
+        """
         if not variable.is_table:
             return {variable.keys[0]: (variable.dtype, (0, *(size or 0 for size in variable.element_shape)))}
         ids, values = variable.keys
@@ -137,7 +152,11 @@ class DeltaMerger:
         return found
 
     def _header_tensors(self, shard: int, offset: int, rows: int) -> Iterator[TensorRef]:
-        """Yield the index entries of the header, which is stored in a shard from `offset` on."""
+        """Yield the index entries of the header, which is stored in the shard with number `shard` from
+        `offset` on.
+
+        `rows` is the number of rows of all tables.
+        """
         arrays = header_tensors(self._header, rows)
         for key, data, crc in header_bytes(self._header, rows):
             dtype = DType.INT64 if crc is None else DType.STRING
@@ -147,12 +166,16 @@ class DeltaMerger:
 
 
 def copied_value(what: str, copied: Stored, files: Sources) -> Place[str]:
-    """Make the section that copies a stored run unchanged."""
+    """Return the section that copies a stored run unchanged, under the name `what`; registers the run in
+    `files`.
+    """
     return Place(MovedRows.copied(what, files.range_of(copied)), what, copied)
 
 
 def newest_value(name: str, deltas: Sequence[DeltaTensors]) -> Stored | None:
-    """Return the place of the newest value of a dense variable; None if none of the deltas has one."""
+    """Return the stored tensor of the newest value of a dense variable; None if none of the deltas, oldest
+    first, has one.
+    """
     for delta in reversed(deltas):
         if refs := delta.tensors.get(name):
             return Stored(delta.catalog, refs[0])

@@ -62,11 +62,11 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """See `Section`."""
+        """The ranges that the section reads: the base's, then those of each layer."""
         return (*self.base, *(each for layer in self.layers for each in layer))
 
     def renumbered(self, numbers: Mapping[int, int]) -> NewestRows:
-        """See `Section`."""
+        """Return the same section with other numbers of inputs: `numbers` has the new one of each old one."""
         base = renumbered(self.base, numbers)
         return replace(self, base=base, layers=tuple(renumbered(layer, numbers) for layer in self.layers))
 
@@ -78,7 +78,9 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return (values, *packed[1:], *packed[:1], ids)
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """See `Section`."""
+        """Return the bytes of each run that the section writes, given the number of rows and of rows that are
+        not packed.
+        """
         rows, exact = counts
         values = exact * self.variable.row_bytes
         if self.base:
@@ -90,7 +92,12 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return (values, *codes, *([8 * exact] if codes else []), 8 * rows)
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """See `Section`."""
+        """Write the rows to the shard, and add their number to `shard.rows`; return the numbers of rows and
+        of unpacked rows.
+
+        `sources` has a reader for each of `ranges`. Raises CorruptFile if row numbers are wrong,
+        CheckpointChanged if a file became shorter, OSError if the shard cannot be written.
+        """
         base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
         layers = [_layer_rows(self, list(islice(left, len(layer)))) for layer in self.layers]
         if self.base:
@@ -107,7 +114,9 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return rows, exact
 
     def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
-        """Yield blocks of all rows: the base's, overwritten by those of the layers."""
+        """Yield blocks of all rows `low` to `high`, in order: the base's rows, overwritten by those of the
+        layers.
+        """
         row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
         step = max(1, _BLOCK_BYTES // max(1, self.variable.row_bytes))
         for start in range(self.low, self.high, step):
@@ -121,9 +130,11 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
-        """Write rows as codes if these give back every bit, else exactly.
+        """Write rows as codes if these give back every bit, else exactly; return the numbers of all rows and
+        of exact rows.
 
-        Return the number of rows and of exact ones.
+        `found` yields ids and values in ascending order. Codes are kept in a temporary file in
+        `shard.scratch` meanwhile.
         """
         packing = self.packing
         assert packing is not None
@@ -154,7 +165,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
 
 def _values(found: Iterable[tuple[Array, Array]], ids: list[Array]) -> Iterator[Array]:
-    """Yield the values of rows, and append their ids to `ids`."""
+    """Yield the values of rows piece by piece, and append the ids of each piece to `ids`."""
     for some, values in found:
         ids.append(some)
         yield values
@@ -167,19 +178,19 @@ class Header(Section, frozen=True, array_like=True, tag="header"):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """See `Section`: it reads nothing."""
+        """Empty: the section reads nothing."""
         return ()
 
     def renumbered(self, numbers: Mapping[int, int]) -> Header:
-        """See `Section`."""
+        """Return the section itself, as it has no inputs."""
         return self
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """See `Section`; no size depends on the number of rows."""
+        """Return the bytes of each header tensor; no size depends on the number of rows."""
         return tuple(len(data) for _, data, _ in header_bytes(self.header, 0))
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """See `Section`."""
+        """Write the header with the number of rows written to this shard so far; return no counts."""
         for _, data, _ in header_bytes(self.header, shard.rows):
             shard.append([np.frombuffer(data, np.uint8)])
         return ()
@@ -194,7 +205,11 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
-    """Yield key, stored bytes and checksum (None: compute it) of each header tensor of a delta."""
+    """Yield key, stored bytes and masked checksum (None: the caller computes it) of each header tensor of a
+    delta.
+
+    `rows` is the number of rows of all its tables.
+    """
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:
             yield key, *encode_strings([array.item()])
@@ -203,9 +218,10 @@ def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, i
 
 
 def _layer_rows(section: NewestRows, streams: Sequence[ReadRun]) -> Rows:
-    """Read the ids of one layer; CorruptFile if they do not increase, or are outside the section.
+    """Read the ids of one layer, and return its rows; the values are read later, in order.
 
-    The values are read later, in order.
+    `streams` has a reader for each range of the layer. Raises CorruptFile if ids do not increase, or are
+    outside the section.
     """
     ids = streams[0].take((streams[0].size // 8,), np.dtype(np.int64))
     if len(ids) and not ((ids[1:] > ids[:-1]).all() and section.low <= ids[0] <= ids[-1] < section.high):
@@ -253,8 +269,10 @@ def table_sections(
 ) -> Iterator[NewestRows]:
     """Yield sections that write a table's newest rows of `deltas`, oldest first, on top of a base if given.
 
-    A very large table is divided into ranges of ids. `base` has the number of rows and the range of each run.
-    Nothing if no delta changes the table and there is no base.
+    A very large table is divided into ranges of ids, about `task_bytes` at a time. `base` has the number of
+    rows and the range of each run, in order; with it, all rows of the table are written. Stored runs of the
+    deltas are registered in `files`. Yields nothing if no delta changes the table and there is no base.
+    Raises CorruptFile if slices of ids and values in a delta do not match.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
@@ -279,9 +297,11 @@ def table_sections(
 
 
 def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[Stored, ...]]:
-    """Yield the stored tensors of a table's rows; of a table in slices, those of each range of ids.
+    """Yield the stored tensors of a table's rows in a delta; of a table in slices, the slices of each range
+    of ids.
 
-    Nothing if the delta does not change the table; CorruptFile if slices of ids and values do not match.
+    Yields nothing if the delta does not change the table. Raises CorruptFile if slices of ids and values do
+    not match.
     """
     refs = delta.tensors.get(variable.name, ())
     if not refs:
@@ -297,7 +317,9 @@ def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[
 
 
 def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
-    """Return the bounds of at most `count` ranges of ids with about equally many rows of all layers."""
+    """Return the bounds, ascending from 0 to `rows`, of at most `count` ranges of ids with about equally many
+    rows of all layers.
+    """
     step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
     samples = np.sort(np.concatenate([some[::step] for some in ids]))
     inner = {int(samples[len(samples) * number // count]) for number in range(1, count)}
@@ -305,13 +327,18 @@ def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
 
 
 def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
-    """Return the ranges of a layer's rows with ids from `low` to `high`; empty if there are none."""
+    """Return the ranges of a layer's rows with ids from `low` (included) to `high`; empty if there are none.
+
+    `ids` are the ids of all rows of the layer.
+    """
     first, last = (int(place) for place in np.searchsorted(ids, (low, high)))
     return tuple(_part(each, len(ids), first, last) for each in layer) if first < last else ()
 
 
 def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
-    """Yield the ranges of the base's rows `low` to `high`, given the rows' number and each run's range."""
+    """Yield the byte ranges of rows `low` to `high` of the base, given the count of rows and the range of
+    each run.
+    """
     start = 0
     for count, each in base:
         first, last = max(low - start, 0), min(high - start, count)
@@ -321,6 +348,8 @@ def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Ite
 
 
 def _part(whole: Range, count: int, first: int, last: int) -> Range:
-    """Return the range of elements `first` to `last` of a range with `count` elements of one size."""
+    """Return the byte range of elements `first` to `last` of a range that has `count` elements of one
+    size.
+    """
     size = whole.size // count
     return Range(whole.input, whole.offset + first * size, (last - first) * size)

@@ -33,7 +33,9 @@ _ROWS_AT_ONCE = 1 << 14
 
 
 def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -> bool:
-    """True if rows of this dtype and shape take fewer bytes when packed; only 32 and 64 bits are packed."""
+    """True if rows of this dtype and shape take fewer bytes when packed; only float32 and float64 are
+    packed.
+    """
     size = math.prod(element_shape)
     packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4
     return dtype in _WIDE and packed < size * dtype.numpy.itemsize
@@ -51,16 +53,18 @@ class Codes(Struct, frozen=True):
 
 
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
-    """Return the nearest codes of rows [n, ...] in float32 or float64.
+    """Return the codes nearest to rows [n, ...] of float32 or float64.
 
-    NaN, infinity and overflow do not fit.
+    `fits` is False for rows with NaN, infinity, or values beyond what codes can represent.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
 
 
 def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
-    """Return the rows in `dtype` that codes represent, for int8 with their scales."""
+    """Return the rows, in `dtype`, that codes [n, ...] represent; `scales` (float32 [n]) are for int8, None
+    for bfloat16.
+    """
     values = codes.astype(np.float32)
     if scales is not None:
         values *= scales.reshape(-1, *[1] * (codes.ndim - 1))
@@ -68,7 +72,9 @@ def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
 
 
 def round_rows(rows: Array, packing: DeltaDtype) -> Array:
-    """Return rows [n, ...] rounded to the values of their codes; rows that codes do not fit are unchanged."""
+    """Return rows [n, ...] rounded to the values of their codes, as a copy; rows that codes do not fit are
+    unchanged.
+    """
     found = encode(rows, packing)
     rounded = decode(found.codes, found.scales, rows.dtype)
     rounded[~found.fits] = rows[~found.fits]
@@ -76,7 +82,9 @@ def round_rows(rows: Array, packing: DeltaDtype) -> Array:
 
 
 def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
-    """Return the codes of rows [n, ...]; `fits` is False also where they do not give back every bit."""
+    """Return the codes of rows [n, ...]; `fits` is False also for rows that codes do not give back bit for
+    bit.
+    """
     found = encode(rows, packing)
     word = f"u{rows.dtype.itemsize}"
     given_back = decode(found.codes, found.scales, rows.dtype).view(word)
@@ -100,7 +108,7 @@ class StoredRows:
         return self[:].astype(dtype or self.dtype, copy=False)
 
     def pieces(self) -> Iterator[Array]:
-        """Yield all rows, a bounded number at a time."""
+        """Yield all rows in order, a bounded number at a time."""
         return (self[piece] for piece in _pieces(len(self)))
 
 
@@ -159,7 +167,7 @@ class SlicedRows(StoredRows):
         return np.asarray(np.concatenate(self._parts).astype(dtype or self.dtype, copy=False))
 
     def _before(self, number: int) -> int:
-        """The number of rows in the arrays before this one."""
+        """Return the number of rows in the arrays before the one with this number."""
         return int(self._ends[number]) - len(self._parts[number])
 
 
@@ -190,7 +198,7 @@ class Packing(Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
-        """Pack the rows whose codes give back every bit; all are read once, piece by piece."""
+        """Pack the rows whose codes give back every bit; all rows are read once, piece by piece."""
         found = [pack_rows(rows[piece], dtype) for piece in _pieces(len(rows))]
         fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])
         scales = [piece.scales[piece.fits] for piece in found if piece.scales is not None]
@@ -204,11 +212,13 @@ class Packing(Struct, frozen=True):
         )
 
     def values(self) -> Iterator[Array]:
-        """Yield the exact rows in pieces, read again."""
+        """Yield the exact rows in order, in pieces; they are read again."""
         return (self.rows[self.exact[piece]] for piece in _pieces(len(self.exact)))
 
     def codes(self) -> Iterator[Array]:
-        """Yield the codes of the other rows in pieces, computed again: they were not kept in memory."""
+        """Yield the codes of the other rows in order, in pieces, computed again: they were not kept in
+        memory.
+        """
         for piece in _pieces(len(self.packed)):
             yield encode(self.rows[self.packed[piece]], self.dtype).codes
 

@@ -42,11 +42,15 @@ class Waiting(Struct, frozen=True):
 
     @property
     def oldest(self) -> float:
-        """The time when the first of the rows began to wait, in seconds since 1970; infinite without any."""
+        """The time when the first of the rows began to wait, in seconds since 1970; infinite if no row
+        waits.
+        """
         return min((float(each.min()) for each in self.since.values() if len(each)), default=math.inf)
 
     def since_of(self, name: str, ids: Array) -> Array:
-        """Return when each of these rows, in any order, began to wait: float64 [n], seconds since 1970."""
+        """Return when each of the rows `ids` of a table, in any order, began to wait: float64 [n], seconds
+        since 1970.
+        """
         change = self.changes.get(name)
         if not isinstance(change, Rows) or not len(change.ids):
             return np.full(len(ids), self.otherwise)
@@ -62,14 +66,15 @@ def save_residual(
     held_back: Changes,
     since: Mapping[str, Array],
 ) -> None:
-    """Write the trainer's values of rows that the delta `header` left out, as a delta.
+    """Write the trainer's values of rows that the delta `header` left out, as a delta; remove all other such
+    files.
 
-    Remove all other such files. `state` distinguishes the delta from another one at its position. The times
-    when they began to wait are written beside it, as a bundle. The files are a cache: if they are lost or
-    damaged, states are compared.
+    `state` distinguishes the delta from another one at its position. The times `since`, when rows of each
+    table began to wait, are written beside it, as a bundle; nothing if it is empty. The files are a cache: if
+    they are lost or damaged, states are compared.
 
     Raises:
-        DiskFull, PublishError: they cannot be written.
+        OSError: they cannot be written.
     """
     directory.mkdir(exist_ok=True)
     name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
@@ -93,10 +98,11 @@ def load_residual(
     now: float = 0.0,
     unknown: float = 0.0,
 ) -> Waiting | None:
-    """Read the rows that `save_residual` wrote for a state of a log; None if they are lost or damaged.
+    """Read the rows that `save_residual` wrote for a state of a log; None if they are lost, damaged or
+    another log's.
 
     They wait since `unknown` if no times are kept, or these are lost. A time after `now`, from another clock,
-    counts as `now`.
+    counts as `now`. All times are in seconds since 1970.
     """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:

@@ -59,12 +59,18 @@ class RowMap:
             self._values = map_bytes(fd, extent).view(ref.dtype.numpy).reshape(shape)
 
     def fetch(self) -> None:
-        """Fetch all rows from a store by concurrent requests and keep them; no effect on a local file."""
+        """Fetch all rows from a store by concurrent requests and keep them; no effect on a local file.
+
+        Raises CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be
+        read, DiskFull or PublishError if the fetched bytes cannot be written.
+        """
         if self._object is not None:
             self._object.fetch(np.array([0]), np.array([self._object.extent.size]))
 
     def at(self, rows: Array) -> Array:
-        """Return the rows with these numbers, in their order, as a copy."""
+        """Return the rows with these numbers (int64 [n], any order), in their order, as a copy; raises the
+        errors of `fetch`.
+        """
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
             if are_elements(self._values.shape):
@@ -79,7 +85,11 @@ class RowMap:
         return np.asarray(self._values[rows])
 
     def box(self, box: tuple[slice, ...]) -> Array:
-        """Return a box, given by slices with a start and a stop: a view of the file, or a copy."""
+        """Return a box, given by slices with a start and a stop for each dimension: a view of the file, or a
+        copy.
+
+        Raises the errors of `fetch`.
+        """
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
             start, stop = np.array([box[0].start]), np.array([box[0].stop])
@@ -91,13 +101,18 @@ class RowMap:
         return np.asarray(self._values[box])
 
     def _rows_of(self, source: _ObjectRange, starts: Array, stops: Array, size: int) -> Array | None:
-        """Read runs of rows (start, stop) from the store, joined; None if the local file has them."""
+        """Read runs of rows from the store, joined; None if the local file has them.
+
+        `starts` and `stops` are row numbers, `size` is the bytes of a row. Raises the errors of `fetch`.
+        """
         found = source.read(starts * size, stops * size)
         return found if found is None else found.view(self._values.dtype).reshape(-1, *self._values.shape[1:])
 
 
 def are_elements(shape: tuple[int, ...]) -> bool:
-    """True if a row is one element: few bytes, which may be read in any order, and repeatedly."""
+    """True if a row of a tensor of this shape is one element: few bytes, which may be read in any order, and
+    repeatedly.
+    """
     return len(shape) == 1
 
 
@@ -109,14 +124,20 @@ class _ObjectRange(Struct, frozen=True):
     extent: Extent
 
     def fetch(self, starts: Array, stops: Array) -> None:
-        """Fetch ranges of bytes of the extent into the file, as whole blocks."""
+        """Fetch ranges of bytes of the extent into the local file, as whole blocks; offsets count from the
+        extent's begin.
+
+        Raises the errors of `RowMap.fetch`.
+        """
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """Read ranges of the extent from the store without keeping them; None if the file has them.
+        """Return ranges of bytes of the extent, joined (uint8), read from the store without keeping them;
+        None if the file has them.
 
-        CheckpointChanged if the object was replaced.
+        Raises CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be
+        read.
         """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
@@ -132,9 +153,9 @@ class _ObjectRange(Struct, frozen=True):
 
 
 def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
-    """Coalesce ascending rows into runs, bridging gaps of up to `gap`.
+    """Coalesce ascending rows (at least one) into runs, bridging gaps of up to `gap` rows.
 
-    Return starts, stops, and each row's place.
+    Return the starts and stops of the runs, and each row's place in the joined runs: int64 each.
     """
     is_new = np.append(True, np.diff(rows) > gap + 1)
     starts, ends = rows[is_new], rows[np.append(is_new[1:], True)] + 1
@@ -143,7 +164,9 @@ def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
 
 
 def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:
-    """Coalesce ranges (start, stop), in any order, into few ranges of whole blocks."""
+    """Coalesce ranges of bytes (start, stop), in any order, into few ascending ranges of whole blocks; at
+    least one is needed.
+    """
     first, last = starts // GAP_BYTES, np.maximum(stops - 1, starts) // GAP_BYTES
     order = np.argsort(first, kind="stable")
     first, last = first[order], np.maximum.accumulate(last[order])
@@ -184,20 +207,29 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape as served: in 8 bits, rows are followed by their scales."""
+        """The shape as served; in 8 bits, the last dimension has the bytes of the row's scale, too."""
         lengths = self.box.lengths
         is_quantised = self.dtype is DType.INT8 and self.tensor.dtype is not DType.INT8
         return (*lengths[:-1], lengths[-1] + SCALE_BYTES) if is_quantised else lengths
 
     def rows(self, start: int, stop: int) -> Array:
-        """Return served rows `start` to `stop`: a view of the file if they are contiguous, else a copy."""
+        """Return served rows `start` to `stop`, checksums not verified: a view of the file if they are
+        contiguous, else a copy.
+
+        Raises CorruptFile if some are not stored, MappingError or NotFinite if a value does not fit the
+        served dtype, CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        """
         if self.order != SliceOrder():
             return self.rows_at(np.arange(start, stop))
         first = self.box.starts[0] + start
         return self._cast(self._contiguous(first, first + stop - start))
 
     def rows_at(self, ids: Array) -> Array:
-        """Return served rows `ids`, int64 [n], in their order, as a copy."""
+        """Return served rows `ids` (int64 [n], any order), in their order, as a copy; checksums are not
+        verified.
+
+        Raises the errors of `rows`, but rows that are not stored are undefined.
+        """
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
         columns, is_wide = self.box.slices[1:], self.box.lengths[1:] == self.box.full_shape[1:]
         if is_wide and len(self._pieces) == 1 and self._pieces[0].spec.is_full:
@@ -214,17 +246,26 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(values)
 
     def fetch(self) -> None:
-        """Fetch all values from a store, for a caller that will read them in any order."""
+        """Fetch all values from a store, for a caller that will read them in any order; no effect on local
+        files.
+
+        Raises CheckpointError and subclasses if they cannot be read, DiskFull or PublishError if they cannot
+        be kept.
+        """
         for piece in self._pieces:
             piece.values.fetch()
 
     @property
     def is_remote(self) -> bool:
-        """True if the values are read from an object store."""
+        """True if any of the values are read from an object store."""
         return any(mirror.is_remote(run.path) for run in self.runs)
 
     def whole(self) -> Array:
-        """Return all values, checksums verified; strings as `bytes` in an object array."""
+        """Return all values, checksums verified; strings as `bytes` in an object array.
+
+        Raises CheckpointError and subclasses (CorruptFile: a checksum differs), MappingError or NotFinite if
+        a value does not fit the served dtype.
+        """
         if self.shape and self.order != SliceOrder():
             self.fetch()
             check_stored([self])
@@ -240,7 +281,9 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def extent(self) -> Extent | None:
-        """The extent that holds exactly the served rows, in order; None if there is none."""
+        """The extent that holds exactly the served rows, in order and in the served dtype; None if there is
+        none.
+        """
         if self.order != SliceOrder() or self.dtype is not self.tensor.dtype:
             return None
         if self.tensor.extent is not None:
@@ -249,7 +292,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def runs(self) -> Iterator[StoredRun]:
-        """Yield the stored runs that contain the values."""
+        """Yield the stored runs, each with its own checksum, that contain values of the variable."""
         if self.tensor.extent is not None:
             yield StoredRun(self.catalog.path_of(self.tensor.extent), self.tensor.extent)
         for part in self.tensor.slices:
@@ -258,29 +301,37 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @cached_property
     def run_of(self) -> dict[Extent, StoredRun]:
-        """The runs by their extents."""
+        """The stored runs by their extents."""
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """Return the slices, often few of thousands, that may hold rows `first` to `last` of the tensor."""
+        """Return the slices, often few of thousands, that may hold rows `first` to `last` (excluded) of the
+        tensor, by their first rows.
+        """
         slices, starts, longest = self._by_rows
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
 
     @cached_property
     def _by_rows(self) -> tuple[tuple[SliceRef, ...], list[int], int]:
-        """The slices ordered by first row, their first rows, and the length of the longest."""
+        """The tensor's slices ordered by first row, their first rows, and the number of rows of the longest
+        (0 without any).
+        """
         slices = tuple(sorted(self.tensor.slices, key=lambda part: part.spec.starts))
         longest = max((part.spec.lengths[0] for part in slices), default=0)
         return slices, [part.spec.starts[0] for part in slices], longest
 
     @property
     def is_row_addressable(self) -> bool:
-        """False for scalars and for elements without a fixed size."""
+        """True unless the variable is a scalar or its elements have no fixed size."""
         return bool(self.shape) and self.tensor.dtype.itemsize is not None
 
     @cached_property
     def _pieces(self) -> list[_Piece]:
-        """The stored slices that the box needs, in the order of their rows; mapped when first asked for."""
+        """The stored slices that the box needs, in the order of their rows, or the whole tensor as one;
+        mapped on first use.
+
+        Raises CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        """
         if self.tensor.extent is not None:
             whole = SliceSpec.whole(self.tensor.shape)
             return [_Piece(whole, RowMap(self.catalog, self.tensor))]
@@ -290,7 +341,11 @@ class RowReader(Struct, frozen=True, dict=True):
         return [_Piece(part.spec, RowMap(self.catalog, self.tensor, part)) for part in needed]
 
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
-        """Return the places of the natural rows that are in a piece, and their numbers in the piece."""
+        """Return the places in `natural` (row numbers) of the rows that are in a piece, and their row numbers
+        within the piece.
+
+        `number` is the piece's number, which matters if rows are distributed over pieces.
+        """
         if self.order.gather:
             inside = np.flatnonzero(natural % self.order.gather == number)
             return inside, natural[inside] // self.order.gather
@@ -299,9 +354,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:
-        """Return natural rows `first` to `last` in the box's columns, joined from the pieces.
+        """Return natural rows `first` to `last` (excluded) in the box's columns, joined from the pieces, in
+        the stored dtype.
 
-        CorruptFile if some of them are in no piece.
+        Raises CorruptFile if some of them are in no piece.
         """
         region = SliceSpec(
             self.box.full_shape,
@@ -326,7 +382,11 @@ class RowReader(Struct, frozen=True, dict=True):
         return values
 
     def _copy_columns(self, values: Array, into: Array, piece: _Piece, offsets: Array) -> None:
-        """Copy rows of a piece that holds some columns of the box to the places `into` of `values`."""
+        """Copy rows of a piece into `values`, in the box's columns that the piece holds; no effect if it
+        holds none.
+
+        `offsets` are row numbers in the piece, `into` the rows of `values` to write.
+        """
         spec = piece.spec
         wide = SliceSpec(
             spec.full_shape, (0, *self.box.starts[1:]), (spec.full_shape[0], *self.box.lengths[1:])
@@ -350,7 +410,8 @@ class StoredRun(Struct, frozen=True):
 
 
 def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
-    """Verify the checksums of the stored runs not in `known`, several at a time; return the runs read.
+    """Verify the checksums of the variables' stored runs that are not in `known`, several at a time; return
+    the runs read.
 
     Raises:
         CorruptFile: a checksum is wrong.
@@ -378,7 +439,7 @@ class _Piece(Struct, frozen=True):
 
 
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield readers of the variables served from one source, over the trainer's checkpoint."""
+    """Yield readers of the variables served from one source, in order, over the trainer's checkpoint."""
     if not source.variables:
         yield _contents(catalog, source.tensor)
     order = SliceOrder(source.gather_parts, source.scatter_parts)
@@ -389,7 +450,7 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
     """Yield readers of the same variables over a published bundle, where they are stored as served.
 
-    CorruptFile if the bundle has no such tensor.
+    Raises CorruptFile if the bundle has no such tensor.
     """
     tensor = catalog.tensors.get(source.key)
     if tensor is None:
@@ -401,7 +462,7 @@ def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
-    """The reader of a lookup table's keys or values: a whole tensor of any length."""
+    """Return the reader of a lookup table's keys or values: a whole tensor of any length."""
     box = SliceSpec.whole(tensor.shape)
     return RowReader(tensor.name, catalog, tensor, box, tensor.dtype)
 
@@ -409,10 +470,11 @@ def _contents(catalog: Catalog, tensor: TensorRef) -> RowReader:
 def translate(
     source: TensorSource, change: Change, schema: Mapping[str, ServedVariable]
 ) -> dict[str, Change]:
-    """Convert a trainer's change of a tensor into changes of the variables that are served from it.
+    """Convert a trainer's change of a tensor into changes of the variables served from it, by their names.
 
     The ids of rows count through the tensor as it is stored. Rows stay rows, also of dense variables: see
-    `exporter.delta.layers.fold_whole`.
+    `exporter.delta.layers.fold_whole`. A variable without any of the rows gets an empty change. Raises
+    MappingError or NotFinite if a value does not fit the served dtype.
     """
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))
@@ -435,7 +497,7 @@ def translate(
 
 
 def _slice_if_consecutive(places: Array) -> Array | slice:
-    """Return the places as a slice if they are consecutive, as most are: then the rows stay a view.
+    """Return the places as a slice if they are consecutive, as most are: rows selected by it are a view.
 
     Copying the rows of an increment of 25 MB, which are read once more, took a tenth of a small delta's time.
     """
@@ -447,7 +509,11 @@ def _slice_if_consecutive(places: Array) -> Array | slice:
 def _parts_of_whole(
     source: TensorSource, values: Array, schema: Mapping[str, ServedVariable]
 ) -> Iterator[tuple[str, Change]]:
-    """Yield the changes of the variables that are served from a tensor with a new whole value."""
+    """Yield name and change of each variable that is served from a tensor with the new whole value `values`,
+    in stored order.
+
+    Raises MappingError or NotFinite if a value does not fit the served dtype.
+    """
     values = cast_values(values, source.dtype, source.key)
     if source.gather_parts:
         natural = _natural(source, np.arange(len(values)))
@@ -467,7 +533,7 @@ def _parts_of_whole(
 
 
 def _natural(source: TensorSource, stored: Array) -> Array:
-    """Return the natural numbers of rows with these stored numbers."""
+    """Return the natural number of each row, given its stored number (int64 [n])."""
     if not source.gather_parts:
         return stored
     starts = np.array(sorted(part.spec.starts[0] for part in source.tensor.slices), np.int64)
@@ -492,7 +558,7 @@ def contains(a: SliceSpec, b: SliceSpec) -> bool:
 
 
 def _intersection(piece: SliceSpec, region: SliceSpec) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return the intersection of two boxes, as slices of each."""
+    """Return the intersection of two boxes that overlap, as slices within each of them."""
     source, target = [], []
     for a, b in zip(piece.slices, region.slices, strict=True):
         low, high = max(a.start, b.start), min(a.stop, b.stop)

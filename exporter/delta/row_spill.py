@@ -38,9 +38,11 @@ class RowSpill:
             self._file.close()
 
     def add(self, ids: Array, values: Array) -> None:
-        """Add rows, whose ids follow those before.
+        """Add rows, whose ids (ascending) follow all ids added before; `values` [n, ...] must not be changed
+        afterwards.
 
-        If all in memory exceed `limit` bytes, they are written to disk.
+        If the values in memory exceed `limit` bytes, they are written to the file. Raises OSError if that
+        fails.
         """
         if not len(ids):
             return
@@ -51,7 +53,11 @@ class RowSpill:
             self._spill()
 
     def rows(self) -> Rows | None:
-        """Return all rows that were added, as arrays or a map of the file; None without any."""
+        """Return all rows that were added, as arrays or a map of the file, which outlives the context; None
+        without any.
+
+        Raises OSError if the file cannot be written.
+        """
         if not self._ids:
             return None
         ids = np.concatenate(self._ids)
@@ -75,7 +81,11 @@ class RowSpill:
 
 
 def spilled(variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array, Array]]) -> Rows | None:
-    """Collect the ids and values that `found` yields in ascending order; None if there are none."""
+    """Return the ids and values that `found` yields in ascending order, as rows of a table; None if there are
+    none.
+
+    They are a map of an unnamed file in `scratch` if they are many. Raises OSError if it cannot be written.
+    """
     with RowSpill(variable, scratch) as spill:
         for ids, values in found:
             spill.add(ids, values)
@@ -83,5 +93,5 @@ def spilled(variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array
 
 
 def in_pieces(ids: Array) -> Iterator[Array]:
-    """Yield an array in pieces of `ROWS_AT_ONCE`."""
+    """Yield an array in consecutive pieces of at most `ROWS_AT_ONCE` elements."""
     return (ids[start : start + ROWS_AT_ONCE] for start in range(0, len(ids), ROWS_AT_ONCE))

@@ -52,7 +52,7 @@ class SpanLike(Protocol):
 
     @property
     def end(self) -> int:
-        """The position of a state after the delta."""
+        """The position of a state after it has taken the delta."""
 
     @property
     def only_from(self) -> bool:
@@ -60,10 +60,10 @@ class SpanLike(Protocol):
 
     @property
     def merged_count(self) -> int:
-        """The number of publications that were merged into the delta."""
+        """The number of publications that were merged into the delta; 1 for a delta as published."""
 
     def accepts(self, position: int) -> bool:
-        """True if a state at `position` may take the delta."""
+        """True if a state at `position`, of the same log and schema, may take the delta."""
 
 
 class Reach:
@@ -90,7 +90,9 @@ class Span(Struct, Reach, frozen=True, order=True):
 
     @classmethod
     def of(cls, header: DeltaHeader) -> Span:
-        """The span of a delta, by its own header."""
+        """Return the positions of a delta by its header, which does not have the number of publications: it
+        counts as 1.
+        """
         return cls(header.from_position, header.to_position, header.only_from)
 
     def __str__(self) -> str:
@@ -101,7 +103,8 @@ SpanT = TypeVar("SpanT", bound=SpanLike)
 
 
 def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, position: int) -> None:
-    """Raise an error by name unless a state at `position` of a log may take the delta.
+    """Require that a state at `position` of the log `lineage`, with this schema, may take the delta of a
+    header.
 
     Raises:
         ForeignLineage: the delta is of another log.
@@ -149,7 +152,10 @@ def plan_chain(spans: Iterable[SpanT], start: int, target: int | None = None) ->
 
 
 def furthest(spans: Collection[SpanT], start: int) -> tuple[SpanT, ...]:
-    """Return the deltas, in order, that bring a state at `start` as far as possible; none if none fits it."""
+    """Return the deltas, in order, that bring a state at `start` as far as possible; empty if none fits it.
+
+    At each position the delta with the greatest end is next; of several, the one with the greatest start.
+    """
     chain: list[SpanT] = []
     position = start
     while fitting := [span for span in spans if span.accepts(position)]:
@@ -165,7 +171,7 @@ def reached(spans: Collection[SpanT], start: int) -> int:
 
 
 def merged(spans: Sequence[SpanLike]) -> Span:
-    """Return the span of a delta that holds the rows of these, newest last; it fits every state inside.
+    """Return the span of a delta that holds the rows of `spans`, oldest first; it fits every state inside.
 
     Raises:
         DeltaGap: a delta does not fit the end of the one before it.
@@ -180,7 +186,7 @@ def merged(spans: Sequence[SpanLike]) -> Span:
 
 
 def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
-    """Return the neighbouring deltas that should be merged now, oldest first; none if nothing is due.
+    """Return the neighbouring deltas that should be merged now, oldest first; empty if nothing is due.
 
     As in a log-structured merge tree: `FANOUT` neighbours of one magnitude (of publications, to base
     `FANOUT`) become one of the next. A reader is then at most `FANOUT - 1` deltas of each magnitude behind,
@@ -215,9 +221,10 @@ def expendable(
 
 
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
-    """Return the Python ids of the deltas that lead from states at `starts` towards `goal`.
+    """Return the Python `id` of each delta on the chains from `starts` towards the position `goal`, which a
+    chain may miss.
 
-    They may miss it.
+    `furthest_first` are all deltas, greatest end and then greatest start first.
     """
     within = [span for span in furthest_first if span.end <= goal]
     by_start = sorted(range(len(within)), key=lambda number: within[number].start)
@@ -257,7 +264,9 @@ def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int)
 
 
 def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
-    """Return the chain of the largest deltas that ends at the newest position, oldest first."""
+    """Return the chain of deltas that ends at the newest position, oldest first; at each end the longest
+    delta is chosen.
+    """
     by_end: dict[int, SpanT] = {}
     for span in spans:
         if span.end not in by_end or span.start < by_end[span.end].start:
@@ -271,7 +280,7 @@ def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
 
 
 def _magnitude(span: SpanLike) -> int:
-    """The logarithm of a delta's publications to base `FANOUT`, rounded down."""
+    """Return the logarithm of a delta's number of publications to base `FANOUT`, rounded down."""
     count, magnitude = span.merged_count, 0
     while count >= FANOUT:
         count //= FANOUT

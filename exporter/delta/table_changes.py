@@ -42,12 +42,12 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return len(self.keys)
 
     def at(self, which: Array) -> KeyedRows:
-        """Return the rows that a mask or row numbers choose."""
+        """Return the rows that a mask or row numbers select, in that order."""
         freqs = None if self.freqs is None else self.freqs[which]
         return KeyedRows(self.name, self.keys[which], self.values[which], freqs)
 
     def rows_of(self, keys: Array) -> Array:
-        """Return for each key its row here, -1 if it has none: int64 [n]."""
+        """Return the row number here of each of these keys, -1 for keys without one: int64 [n]."""
         if not len(self.keys):
             return np.full(len(keys), -1)
         order = np.argsort(self.keys)
@@ -56,7 +56,7 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return np.where(self.keys[rows] == keys, rows, -1)
 
     def same_as(self, other: KeyedRows) -> Array:
-        """Return a mask of the rows that `other` has, bit for bit, under the same keys."""
+        """Return a mask of the rows here that `other` has under the same keys with the same bytes."""
         from exporter.delta.compare_rows import differing_rows
 
         rows = other.rows_of(self.keys)
@@ -74,7 +74,9 @@ class KeyedChange(Struct, frozen=True, eq=False):
     removed: Array
 
     def then(self, later: KeyedChange) -> KeyedChange:
-        """Return one change with the effect of this one followed by a `later` one of the same table."""
+        """Return one change with the effect of this one followed by a `later` one of the same table; `freqs`
+        are dropped.
+        """
         ours = self.rows
         stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
         kept = ours.at(stays)
@@ -87,7 +89,9 @@ class KeyedChange(Struct, frozen=True, eq=False):
 
 
 def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
-    """Merge consecutive changes of several tables into one of each table, by its name."""
+    """Merge consecutive changes of several tables, oldest first, into one of each table; return them by the
+    table's name.
+    """
     found: dict[str, KeyedChange] = {}
     for change in changes:
         before = found.get(change.rows.name)
@@ -105,10 +109,12 @@ class KeyedSource(Protocol):
 
     @property
     def keys(self) -> Array:
-        """The keys that are to be served, int64."""
+        """The keys that are to be served, int64, no key twice."""
 
     def values(self, places: Array) -> Array:
-        """Return the rows of the keys at these places of `keys`, in the dtype that is served."""
+        """Return the rows of the keys at these places of `keys`, in the order of `places` and in the served
+        dtype.
+        """
 
 
 class ServedTable(Struct, frozen=True):
@@ -120,7 +126,10 @@ class ServedTable(Struct, frozen=True):
 
     @classmethod
     def of(cls, table: DynamicTable, schema: Schema, state: LayeredState) -> ServedTable:
-        """Find the table among the variables of a schema; CorruptFile if they are inconsistent."""
+        """Return the reader of a table whose variables are in a schema; `state` has their values.
+
+        Raises CorruptFile if variables are absent or their shapes do not fit together.
+        """
         by_name = {variable.name: variable for variable in schema.variables}
         try:
             seeds, rows, keys, values = (by_name[name] for name in table.keys)
@@ -132,9 +141,10 @@ class ServedTable(Struct, frozen=True):
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:
-        """Verify the checksums of all variables of the table, fetched whole if they are in a store.
+        """Verify the checksums of all variables of the table; they are fetched whole first if they are in a
+        store.
 
-        CorruptFile if one differs.
+        Raises CorruptFile if one differs, CheckpointError (and subclasses) if values cannot be read.
         """
         names = [variable.name for variable in self.variables]
         for name in names:  # rows will be read in any order
@@ -143,28 +153,28 @@ class ServedTable(Struct, frozen=True):
 
     @property
     def index_names(self) -> tuple[str, ...]:
-        """The names of the table's variables except the values."""
+        """The names of the table's variables except the values: seeds, rows, keys."""
         return tuple(variable.name for variable in self.variables[:-1])
 
     @property
     def row_values(self) -> ServedVariable:
-        """The variable that holds the rows."""
+        """The served variable that holds the rows' values."""
         return self.variables[-1]
 
     def seeds(self, groups: Array) -> Array:
-        """See `TableState`."""
+        """Return the elements of `index_seeds` with these numbers, in the order of `groups`."""
         return self._at(0, groups)
 
     def rows(self, slots: Array) -> Array:
-        """See `TableState`."""
+        """Return the elements of `index_rows` with these numbers, in the order of `slots`."""
         return self._at(1, slots)
 
     def keys(self, rows: Array) -> Array:
-        """See `TableState`."""
+        """Return the elements of `keys` with these numbers, in the order of `rows`."""
         return self._at(2, rows)
 
     def find(self, keys: Array) -> Array:
-        """Return the row of each key, int64; -1 for keys that are absent."""
+        """Return the row of each key (int64, any order), int64; -1 for keys that are absent."""
         found = [
             find_rows(self.geometry, self, keys[start : start + _KEYS_AT_ONCE])
             for start in range(0, len(keys), _KEYS_AT_ONCE)
@@ -172,14 +182,16 @@ class ServedTable(Struct, frozen=True):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def live(self) -> tuple[Array, Array]:
-        """Return the numbers of the rows in use, increasing, and their keys; reads all of the index."""
+        """Return the numbers of the rows in use, int64 ascending, and their keys; reads all of the index."""
         rows = np.flatnonzero(live_rows(self.geometry, self))
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """Plan the change of the index that adds and drops these keys.
+        """Return the changes of the index that add keys and drop others (int64, no key twice); nothing is
+        written.
 
-        TableFull if there is no room, CorruptFile if the index has another number of default rows.
+        Raises TableFull if there is no room, CorruptFile if the index does not fit its number of default
+        rows, ValueError if a key is named twice.
         """
         cursor, *others = self.keys(np.arange(self.geometry.cursor_row, self.geometry.capacity)).tolist()
         is_last, unused = others[-1] == EMPTY_KEY, set(others[:-1]) <= _NO_KEYS
@@ -205,7 +217,7 @@ class ServedTable(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of the table."""
+        """The name of the table, without the name of a variable."""
         return self.row_values.name.removesuffix(f"/{VALUES}")
 
     def _at(self, part: int, ids: Array) -> Array:
@@ -215,8 +227,8 @@ class ServedTable(Struct, frozen=True):
 def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, Change]:
     """Return the changes that remove keys from a table, then put rows of old and new keys, by variable.
 
-    Values are in the served form. A key that is removed and put keeps its row. TableFull if there is no room
-    for the new keys, CorruptFile if the index does not fit the manifest.
+    `rows` are in the served dtype. A key that is removed and put keeps its row number. Raises TableFull if
+    there is no room for the new keys, CorruptFile if the index does not fit the manifest.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -227,9 +239,11 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """Return the changes after which a table holds exactly the trainer's keys and rows.
+    """Return the changes after which a table holds exactly the trainer's keys and rows, by variable;
+    checksums are not verified.
 
-    TableFull without room, CorruptFile if the index does not fit the manifest.
+    Large results are a map of an unnamed file in `scratch`. Raises TableFull if there is no room for new
+    keys, CorruptFile if the index does not fit the manifest, OSError if the file cannot be written.
     """
     rows = table.find(trained.keys)
     live, live_keys = table.live()
@@ -258,7 +272,9 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
 
 
 def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield row numbers in ascending order with their places in `rows`, at most 4 MiB of rows at a time."""
+    """Yield row numbers in ascending order with their places in `rows`, for at most 4 MiB of row values at a
+    time.
+    """
     order = np.argsort(rows)
     step = max(1, _BYTES_AT_ONCE // max(1, table.row_values.row_bytes))
     for start in range(0, len(order), step):

@@ -60,14 +60,14 @@ def divide(
 
     Rows that are served already in the form in which they would be sent are left out, too, and not counted as
     held back. The checksums of published values are verified first: a damaged row would give a wrong
-    distance. The tables `coded` hold rows in 8 bits. The rows `first` of a table are sent unless their norm
-    forbids it.
+    distance. The tables `coded` hold rows in 8 bits. The rows `first` of a table (int64 numbers of rows of
+    new keys) are sent unless their norm forbids it. `waiting` has the rows held back so far.
 
     Raises:
         WildValues: rows are beyond their bound and `on_wild` refuses them; or a variable that is served whole
             is, unless `on_wild` only warns.
         CheckpointError: a published value cannot be read, or is damaged.
-        DiskFull, PublishError: the scratch file cannot be written.
+        OSError: the scratch file cannot be written.
     """
     sieves, whole = _sieves(changes, published, schema, allowed, coded, first or {})
     published.check(sieves)
@@ -105,7 +105,11 @@ def _sieves(
     coded: Collection[str],
     first: Mapping[str, Array],
 ) -> tuple[dict[str, _Sieve], dict[str, Change]]:
-    """A sieve for each table whose rows may be held back or rounded, and the changes that are sent whole."""
+    """Return a sieve, by name, for each table whose rows may be held back or rounded, and the other changes,
+    by name.
+
+    The other changes are sent whole.
+    """
     sieves: dict[str, _Sieve] = {}
     whole: dict[str, Change] = {}
     for variable in (each for each in schema.variables if each.name in changes):
@@ -122,7 +126,10 @@ def _sieves(
 def _require_allowed(
     sieves: Iterable[_Sieve], whole: Mapping[str, Change], allowed: Tolerance
 ) -> tuple[WildRows, ...]:
-    """The rows beyond their bound, by table; WildValues if `on_wild` refuses some of them."""
+    """Return the reports on rows beyond their bound: those of tables, then those of whole variables.
+
+    Raises WildValues if `on_wild` refuses some of them, or does not only warn of a whole variable.
+    """
     rows = tuple(found for sieve in sieves if (found := sieve.wild) is not None)
     variables = tuple(_wild_whole(whole, allowed.norms))  # they cannot be held back
     refused = rows if allowed.on_wild is OnWild.REFUSE else ()
@@ -132,20 +139,28 @@ def _require_allowed(
 
 
 def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean distances [n] of the rows of two arrays [n, ...], computed in `dtype`."""
+    """Return the Euclidean distances [n] of the rows of two arrays [n, ...], computed in `dtype`, at least
+    float32.
+
+    NaN and infinite values give NaN or infinity.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         return row_norms(np.subtract(a, b, dtype=_at_least_single(dtype), casting="unsafe"), dtype)
 
 
 def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`."""
+    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`, at least float32; they may be NaN
+    or infinite.
+    """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(_at_least_single(dtype), copy=False)
     with np.errstate(invalid="ignore", over="ignore"):
         return np.asarray(np.sqrt(np.einsum("ij,ij->i", flat, flat)))
 
 
 def _at_least_single(dtype: Any) -> Any:
-    """The dtype, or float32 for one of 16 bits, whose squares would be infinite from 256 on."""
+    """Return the dtype if it is float32 or float64, else float32: squares of 16-bit floats would be infinite
+    from 256 on.
+    """
     return dtype if np.dtype(dtype) in (np.float32, np.float64) else np.float32
 
 
@@ -157,9 +172,10 @@ class _Cut:
 
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
-        """Return the score above which all rows that are not due fit into `room` bytes.
+        """Return the lowest cut above which all rows that compete fit into `room` bytes; without limit if all
+        of them fit.
 
-        The cut also has the bytes that are left for rows with exactly this score; it has no limit if all fit.
+        The cut also has the bytes that are left for rows with exactly its score. A negative room counts as 0.
         """
         room = max(0, room)
         pools = [(sieve.competing.view(np.uint32), sieve.row_bytes) for sieve in sieves]
@@ -178,9 +194,10 @@ class _Cut:
         return cls(float(np.uint32(score).view(np.float32)), room)
 
     def passes(self, scores: Array, row_bytes: int) -> Array:
-        """Return a mask of a table's rows that are sent.
+        """Return a mask of a table's rows that are sent, given their scores; `row_bytes` is the size of a row
+        in the delta.
 
-        Rows with exactly the limit's score use up the room.
+        Rows with exactly the cut's score are sent, first ones first, while they fit; they use up its room.
         """
         sent = scores > self._score
         level = np.flatnonzero(scores == self._score)[: self._room // row_bytes]
@@ -220,7 +237,7 @@ class _Sieve:
 
     @property
     def competing(self) -> Array:
-        """The scores of the rows that are neither due nor held back in any case."""
+        """The scores, float32, of the rows that are neither due nor held back in any case."""
         return self._scores[(self._scores >= 0) & (self._scores < np.inf)]
 
     @property
@@ -235,7 +252,9 @@ class _Sieve:
 
     @property
     def wild(self) -> WildRows | None:
-        """A report on the rows beyond the table's bound; None without any."""
+        """A report on the rows beyond the table's bound; None if there are none. Only complete after
+        `measure`.
+        """
         if not self._wild_rows:
             return None
         norm, row = self._wildest
@@ -243,7 +262,11 @@ class _Sieve:
         return WildRows(name, self._wild_rows, row, norm, self._allowed.norms[name], is_held)
 
     def measure(self, waiting: Waiting) -> None:
-        """Give each row its score, and record the rows that are served rounded already."""
+        """Compute the score of each row, and record the rows that are served rounded already and the rows
+        beyond their norm.
+
+        Raises CheckpointError and subclasses if published rows cannot be read.
+        """
         step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
         for start in range(0, len(self._change.ids), step):
             ids, values = self._change.ids[start : start + step], self._change.values[start : start + step]
@@ -265,7 +288,8 @@ class _Sieve:
             self._scores[start : start + step][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
-        """Return the distances of rows.
+        """Return the Euclidean distance of each row of `a` from that of `b`; rows in 8 bits are decoded
+        first.
 
         Rows of float32 are computed in float32, which is faster, if no exact number matters.
         """
@@ -304,13 +328,14 @@ class _Sieve:
         return scores
 
     def _is_new(self, ids: Array) -> Array:
-        """Return a mask of the rows of new keys."""
+        """Return a mask of those of the rows `ids` that belong to new keys."""
         return np.isin(ids, [] if self._first is None else self._first)
 
     def since(self, waiting: Waiting) -> Array:
-        """Return when each held-back row began to wait, in seconds since 1970.
+        """Return when each held-back row began to wait, float64 in seconds since 1970, in the order of the
+        rows.
 
-        Infinite for rows beyond their norm, which are never overdue.
+        Infinite for rows beyond their norm, which are never overdue. Only if rows are held back.
         """
         assert self.held_back is not None
         ids = self.held_back.ids
@@ -318,7 +343,12 @@ class _Sieve:
         return np.where(is_wild, np.inf, waiting.since_of(self._variable.name, ids))
 
     def send(self, cut: _Cut, scratch: Path) -> None:
-        """Divide the rows by their scores; sets the fields for the report."""
+        """Divide the rows by their scores into `sent` and `held_back` (None: no rows), and set the fields for
+        the report.
+
+        Rows with exactly the cut's score use up its room. Raises OSError if a file in `scratch` cannot be
+        written.
+        """
         goes = cut.passes(self._scores, self.row_bytes)
         stays = ~goes & (self._scores > _SAME)
         # The served row of a new key has another key's values: if its own are beyond the norm, send zeros.
@@ -349,10 +379,10 @@ class _Sieve:
             yield ids, image
 
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
-        """Add the rows whose `image` differs from the trainer's `values` to those reported as rounded.
+        """Record as rounded, and as stale, the rows whose served form `image` differs from the trainer's
+        `values`.
 
-        `image` is what is served of these rows, `ids` are their numbers. They count as stale, too, and the
-        largest error is updated.
+        `ids` are the numbers of all these rows. The largest error is updated.
         """
         rounded = differing_rows(image, values)
         if len(rounded):
@@ -370,7 +400,7 @@ def _blanked(rows: Rows, blank: Array) -> Iterator[tuple[Array, Array]]:
 
 
 def _wild_whole(whole: Mapping[str, Change], norms: Mapping[str, float]) -> Iterator[WildRows]:
-    """Yield a report on each variable that is served whole and beyond its bound."""
+    """Yield a report on each variable that is served whole and whose norm exceeds its bound in `norms`."""
     for name, value in whole.items():
         if name in norms and not isinstance(value, Rows):
             norm = float(np.nan_to_num(row_norms(value[np.newaxis]), nan=np.inf)[0])
@@ -424,7 +454,7 @@ def _refused(wild: Collection[WildRows], *, can_hold: bool) -> WildValues:
 
 
 def _row_bytes(variable: ServedVariable, packing: DeltaDtype | None) -> int:
-    """The bytes of a row in a delta, with its number; of a packed row if `packing` is given."""
+    """Return the bytes of a row in a delta, with its number; of a packed row if `packing` is given."""
     elements = math.prod(variable.shape[1:])
     if packing is None:
         return 8 + elements * variable.dtype.numpy.itemsize
@@ -439,12 +469,12 @@ def _bytes_of(change: Change) -> int:
 
 
 def _fixed_bytes(schema: Schema) -> int:
-    """An upper bound of the bytes that a delta's header, index and manifest take."""
+    """Return an upper bound of the bytes that a delta's header, index and manifest take."""
     return 4096 + sum(320 + 3 * len(variable.name) * len(variable.keys) for variable in schema.variables)
 
 
 def _mask(places: Array, count: int) -> Array:
-    """A mask of `count` with True at these places."""
+    """Return a mask of `count` elements that is True at these places."""
     mask = np.zeros(count, bool)
     mask[places] = True
     return mask
