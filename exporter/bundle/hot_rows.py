@@ -65,7 +65,8 @@ class HotRows(Struct, frozen=True):
 
     @property
     def blocks(self) -> Iterator[Array]:
-        """Yield the hot row numbers that are in this table, counted from its first row.
+        """Yield the hot row numbers that are in this table, int64 counted from its first row, the most read
+        ones first.
 
         Empty blocks are left out.
         """
@@ -87,21 +88,21 @@ class HotTable(Struct, frozen=True):
 
 
 def names_of(table: str) -> tuple[str, str]:
-    """Return the names of two tensors in a bundle: a table with its hot rows, and the table's places."""
+    """Return the names of two tensors in a bundle: the table with its hot rows, and the table's places."""
     return f"hot_rows/{table}", f"hot_places/{table}"
 
 
 def without_layout(catalog: Catalog) -> Catalog:
-    """The catalog without the tensors of hot rows and of places; the same catalog if it has none."""
+    """Return the catalog without the tensors of hot rows and of places; the same catalog if it has none."""
     again = {name for table in _tables_of(catalog) for name in names_of(table)}
     left = {name: ref for name, ref in catalog.tensors.items() if name not in again}
     return replace(catalog, tensors=left) if again else catalog
 
 
 def _tables_of(catalog: Catalog) -> Iterator[str]:
-    """Yield the names of the tables with hot rows.
+    """Yield the names of the tables with hot rows in a bundle.
 
-    A part of a partitioned table has its slice in its name.
+    The name of a part of a partitioned table contains its slice.
     """
     prefix, _ = names_of("")
     for name in catalog.tensors:
@@ -113,15 +114,16 @@ def _tables_of(catalog: Catalog) -> Iterator[str]:
 def lay_hot_rows(
     prefix: Path, catalog: Catalog, tables: Iterable[HotRows]
 ) -> tuple[Catalog, dict[str, HotTable]]:
-    """Append hot rows to the tables of a bundle that is being staged.
+    """Append hot rows to the tables of a bundle that is being staged; return its new catalog, and the tables
+    changed by name.
 
-    Return its new catalog, and the tables changed. The tables are by name; those without hot rows are left as
-    they are. All shards are renamed, as their total number is part of their names.
+    Tables without hot rows are left as they are; if none has any, nothing changes. All shards are renamed, as
+    their total number is part of their names, and the index is written anew.
 
     Raises:
         NotServable: a variable of the model has the name that hot rows would have.
         UsageError: a row is named twice.
-        PublishError: the files cannot be written.
+        DiskFull, PublishError: the files cannot be written.
     """
     laid: list[tuple[HotRows, Path, int]] = []
     with writing(prefix.parent):
@@ -165,10 +167,12 @@ def lay_hot_rows(
 
 
 def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
-    """Return the numbers of the hot rows, in the order of their copies, from the `places` of all rows.
+    """Return a function that yields the numbers of the hot rows in blocks, in the order of their copies.
 
-    The numbers are collected in the new file `scratch`. CorruptFile if a place is neither the row itself nor
-    a hot row, or if the places name another number of hot rows than `hot`.
+    `places` has the place of each row, `hot` is the number of hot rows. The numbers are collected in the new
+    file `scratch`, which must stay. Raises CorruptFile if a place is neither the row itself nor a hot row, or
+    if the places name another number of hot rows than `hot`; DiskFull or PublishError if the file cannot be
+    written.
     """
     rows, led = len(places), 0
     with writing(scratch), scratch.open("xb") as file:  # before it is mapped: see `_write_places`
@@ -189,14 +193,14 @@ def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
 
 
 def _places_dtype(rows: int) -> DType:
-    """The type that can number a table's `rows` rows and a second copy of each."""
+    """Return the type that can number a table's `rows` rows and a second copy of each: int32 or int64."""
     return DType.INT32 if 2 * rows <= np.iinfo(np.int32).max else DType.INT64
 
 
 def _write_places(path: Path, table: HotRows) -> int:
-    """Write the places of a table's rows into a new file and return the number of hot rows.
+    """Write the places of a table's rows into the new file `path`; return the number of hot rows.
 
-    UsageError for a row that is named twice.
+    Raises UsageError for a row that is named twice, OSError if the file cannot be written.
     """
     rows, dtype = table.shape[0], _places_dtype(table.shape[0]).numpy
     with path.open("xb") as file:  # before it is mapped: on a full disk, a write to a mapping raises SIGBUS
@@ -215,7 +219,7 @@ def _write_places(path: Path, table: HotRows) -> int:
 
 
 def named_twice(said: str, row: int) -> UsageError:
-    """Return the error for a row that is named twice; `said` is who named it."""
+    """Return the error to raise for a row that is named twice; `said` says who named it."""
     return UsageError(
         f"{said} names row {row} twice",
         hint="name the number of each row once, the most read first: numpy.argsort(-counts)[:N]",
@@ -223,7 +227,10 @@ def named_twice(said: str, row: int) -> UsageError:
 
 
 def _append(path: Path, table: HotRows) -> tuple[int, int]:
-    """Append a table's hot rows to its file; return their plain crc32c and their size in bytes."""
+    """Append a table's hot rows to its file; return their plain crc32c and their size in bytes.
+
+    Raises OSError if the file cannot be written.
+    """
     _make_own(path)
     rows, at, crc = table.shape[0], table.extent.size, 0
     step = max(1, _BLOCK_BYTES // (at // rows))
@@ -241,9 +248,8 @@ def _append(path: Path, table: HotRows) -> tuple[int, int]:
 
 
 def _make_own(path: Path) -> None:
-    """Replace a shard by a copy if it has other hard links or is read-only.
-
-    Its bytes may be the trainer's or a job's.
+    """Replace a shard by a copy if it has other hard links or is read-only: its bytes may be the trainer's or
+    a job's.
     """
     if path.stat().st_nlink > 1 or not os.access(path, os.W_OK):
         copy = path.with_name(f"{path.name}.own")

@@ -45,10 +45,15 @@ class ByteRange(Struct, frozen=True):
 def copy_ranges(
     source: Path, target: Path, ranges: Sequence[ByteRange], *, size: int, pool: Executor, progress: Progress
 ) -> None:
-    """Copy `ranges` of the shard `source` into the new file `target` and wait for all copies.
+    """Copy `ranges` of the shard `source` into the new file `target`; wait for all copies. `progress`
+    advances by bytes.
 
-    `size` is the source's size by its catalog. CheckpointChanged if it has another size, or is written to
-    meanwhile.
+    `size` is the source's size in bytes by its catalog. An object in a store is fetched instead.
+
+    Raises:
+        CheckpointChanged: the shard vanished, has another size, or is written to meanwhile.
+        CheckpointError: it cannot be read.
+        DiskFull, PublishError: the target exists or cannot be written.
     """
     if mirror.is_remote(source):
         pieces = [(each.source, each.source + each.size, each.target) for each in ranges]
@@ -74,7 +79,8 @@ def copy_ranges(
 
 
 def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
-    """Return the ranges of (offset, size) pairs, ordered by offset and packed without gaps.
+    """Return the ranges of (offset, size) pairs, ordered by offset, with targets packed without gaps from 0
+    on.
 
     Adjacent pairs become one range; equal pairs count once.
     """
@@ -103,7 +109,7 @@ def _target(path: Path) -> Iterator[int]:
 
 
 def _batches(ranges: Iterable[ByteRange]) -> Iterator[list[ByteRange]]:
-    """Yield the ranges in groups of at most BATCH_BYTES; longer ranges are divided."""
+    """Yield the ranges, in order, in groups of at most BATCH_BYTES; longer ranges are divided."""
     batch: list[ByteRange] = []
     room = BATCH_BYTES
     for whole in ranges:
@@ -132,9 +138,10 @@ def _copy_batch(reader: int, writer: int, batch: Iterable[ByteRange]) -> int:
 
 
 def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
-    """Copy once inside the kernel and return the bytes copied.
+    """Copy as much of a piece as one call of the kernel does; return the number of bytes copied.
 
-    The result is 0 at the end of the source, or if the kernel cannot do it.
+    0 at the end of the source, or if the kernel cannot copy between these files. Raises OSError for any other
+    failure.
     """
     try:
         return os.copy_file_range(reader, writer, piece.size, piece.source, piece.target)
@@ -145,7 +152,9 @@ def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
-    """Copy a whole piece through a buffer and return its bytes; EOFError at the end of the source."""
+    """Copy a whole piece through a buffer; return its number of bytes. Raises EOFError at the end of the
+    source.
+    """
     done = 0
     while done < piece.size:
         data = os.pread(reader, min(_BUFFER_BYTES, piece.size - done), piece.source + done)
@@ -176,7 +185,10 @@ class NewFile(Struct, frozen=True):
 
     @classmethod
     def in_directory(cls, directory: Path) -> NewFile:
-        """Return the mode and owners of a new file in a directory; a probe is created there and removed."""
+        """Return the mode and owners of a new file in a directory; a probe is created there and removed.
+
+        Raises OSError if that is not possible.
+        """
         # the umask cannot be read without changing it for other threads
         probe = directory / f".probe-{os.getpid()}"
         descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -188,7 +200,8 @@ class NewFile(Struct, frozen=True):
         return cls(found.st_mode, found.st_uid, found.st_gid)
 
     def readers_lost_by(self, other: os.stat_result) -> str:
-        """Return who can read this file but not `other`: "owner", "group" or "others", the widest of them.
+        """Return who can read this file but not a file with the status `other`: "owner", "group" or "others",
+        the widest of them.
 
         "" if nobody.
         """
@@ -207,15 +220,15 @@ _FICLONE = 0x40049409
 
 
 def clone_shard(source: Path, target: Path, *, size: int) -> bool:
-    """Create `target` as a clone of `source` that shares its blocks.
+    """Create `target` as a clone of `source` that shares its blocks; return False if the file system cannot.
 
-    Return False if the file system cannot. After False there is no file `target`. `size` is the size of
-    `source` by its catalog.
+    After False there is no file `target`. `size` is the size of `source` in bytes by its catalog. Of an
+    object in a store no clone is made.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
         CheckpointError: it cannot be reached.
-        OSError: the target cannot be written.
+        DiskFull, PublishError: the target exists or cannot be created.
     """
     if mirror.is_remote(source):
         return False
@@ -233,10 +246,11 @@ def clone_shard(source: Path, target: Path, *, size: int) -> bool:
 
 
 def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:
-    """Hard-link `source` to `target`; return "" if done, else the reason why it cannot be linked.
+    """Hard-link `source` to `target`; return "" if done, else the reason, for a person, why it cannot be
+    linked.
 
-    `size` is the size of `source` by its catalog. A link is refused if its mode would keep out users who
-    could read `new_file`.
+    `size` is the size of `source` in bytes by its catalog. A link is refused if its mode would keep out users
+    who could read `new_file`.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
@@ -267,7 +281,11 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link a published file, or copy it where that is impossible; an object in a store is fetched first."""
+    """Link the published file `source` to `target`, or copy it where a link is impossible; an object is
+    fetched first.
+
+    Raises CheckpointError if it cannot be fetched, OSError if the copy fails.
+    """
     mirror.fetch(source)  # a file that stands for an object is empty until then
     try:
         os.link(source, target, follow_symlinks=False)

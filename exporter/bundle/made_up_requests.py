@@ -87,9 +87,10 @@ class _Uncertain(Exception):
 
 
 def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
-    """Return one request for each signature that is certain to answer it.
+    """Return one request for each signature that is certain to answer it, ordered by the signatures' names.
 
-    TensorFlow runs each of them once. Empty if grappler cannot inline the functions that the graph calls.
+    TensorFlow runs each of them once, on a graph whose variables are zeros. Empty if grappler cannot inline
+    the functions that the graph calls.
     """
     graph_def = message_class("GraphDef")()
     graph_def.CopyFrom(graph.meta_graph.graph_def)
@@ -113,7 +114,7 @@ def made_up_requests(graph: InferenceGraph) -> tuple[WarmupRequest, ...]:
 
 
 def _request(name: str, signature: Proto) -> WarmupRequest | None:
-    """A request of zeros and empty texts.
+    """Return a request of zeros and empty strings for a signature; unknown dimensions are 1.
 
     None if the signature takes no inputs, or inputs that are not plain tensors.
     """
@@ -135,7 +136,11 @@ def _request(name: str, signature: Proto) -> WarmupRequest | None:
 
 
 def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
-    """The graph with the functions that it calls inlined by grappler."""
+    """Return the graph with the functions that it calls inlined by grappler; `fetched` are the nodes to keep.
+
+    Without functions, the graph itself. With functions, `graph_def` is changed, too. Raises whatever grappler
+    raises.
+    """
     if not graph_def.library.function:
         return graph_def
     from tensorflow.core.protobuf import config_pb2, meta_graph_pb2
@@ -153,7 +158,7 @@ def _without_calls(graph_def: Proto, fetched: Iterable[str]) -> Proto:
 
 
 def _keep_reads(graph_def: Proto) -> None:
-    """Make reads of variables control outputs of the functions that contain them."""
+    """Make reads of variables control outputs of the functions that contain them, in place."""
     for function in graph_def.library.function:
         # Grappler writes a function out only if every stateful node is a control output, or leads to one; a
         # gather that the graph stage made of a read is none (inline_function_utils.cc, `Can't guarantee
@@ -183,7 +188,11 @@ def _is_certain(
 
 
 def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str]) -> list[Proto]:
-    """Return the nodes that compute `fetches`, inputs first. _Uncertain for a loop or a missing node."""
+    """Return the nodes that compute the tensors `fetches`, each after its inputs; nodes in `fed` count as
+    inputs of the graph.
+
+    Raises _Uncertain for a loop or a missing node.
+    """
     done: dict[str, Proto] = {}
     under_way: set[str] = set()
     pending = [fetch.partition(":")[0] for fetch in fetches]
@@ -213,7 +222,7 @@ class _Needs(Struct):
     single: set[str] = set()
 
     def limit(self, tensor: str, rows: int) -> None:
-        """Note that a tensor's row numbers must be below `rows`; the lowest of several limits counts."""
+        """Require that a tensor's row numbers are below `rows`; the lowest of several limits counts."""
         self.rows[tensor] = min(rows, self.rows.get(tensor, rows))
 
 
@@ -235,7 +244,9 @@ class _Certainty:
         self._needs = _Needs()
 
     def needs(self) -> _Needs:
-        """Return the checks that are left for a trial; _Uncertain if a value could make a node fail."""
+        """Return the checks that are left for a trial. Raises _Uncertain if a value of a variable could make
+        a node fail.
+        """
         for node in self._order:
             if node.name not in self._fed and node.op != "VarHandleOp":
                 self._meet(node)
@@ -260,13 +271,13 @@ class _Certainty:
         self._valued.add(node.name)
 
     def _is_valued(self, reference: str) -> bool:
-        """True if the tensor depends on a variable's value."""
+        """True if the tensor depends on a variable's value; `reference` is the name of an input."""
         return endpoint(reference).node in self._valued and canonical(reference) not in self._steady
 
     def _bound_rows(self, gather: Proto) -> None:
-        """Note the limits that prove a gather's row numbers to be rows of its table.
+        """Record the limits under which a gather's row numbers are rows of its table.
 
-        _Uncertain if it is not a plain gather, the table's shape is unknown, or no limits prove it.
+        Raises _Uncertain if it is not a plain gather, the table's shape is unknown, or no limits prove it.
         """
         handle = through_identities(self._nodes, endpoint(gather.input[0]).node)
         is_plain = gather.op == "ResourceGather" and not attr(gather, "batch_dims").i
@@ -287,7 +298,9 @@ class _Certainty:
         return self._variables[handle].shape if handle in self._variables else ()
 
     def _is_of_index(self, reference: str, handle: str) -> bool:
-        """True if the tensor is read from the index of this `handle`'s table: its numbers are rows."""
+        """True if the tensor is read from the index of the table with this variable `handle`: its numbers are
+        rows of it.
+        """
         node, table = self._nodes[endpoint(reference).node], self._tables.get(handle)
         if node.op != "ResourceGather" or table is None:
             return False
@@ -296,9 +309,9 @@ class _Certainty:
         return source == parts[INDEX_ROWS] and handle in table.nodes[PARTS.index(INDEX_ROWS) + 1 :]
 
     def _parts(self, reference: str, rows: int) -> list[tuple[str, int]]:
-        """The inputs, each with a limit, that prove a tensor's numbers to be below `rows`.
+        """Return the inputs, each with a limit, that together prove a tensor's numbers to be below `rows`.
 
-        _Uncertain unless the tensor forwards, selects or adds up its inputs.
+        Raises _Uncertain unless the tensor forwards, selects or adds up its inputs.
         """
         node = self._nodes[endpoint(reference).node]
         inputs = input_names(node)
@@ -313,7 +326,9 @@ class _Certainty:
         raise _Uncertain(f"{node.op} of values is a row number")
 
     def _mask(self, reference: str) -> int | None:
-        """The largest number that a BitwiseAnd with a constant lets through; None for other tensors."""
+        """Return the largest number that a BitwiseAnd of a value with a constant lets through; None for other
+        tensors.
+        """
         node = self._nodes[endpoint(reference).node]
         if node.op != "BitwiseAnd" or not self._is_valued(reference):
             return None
@@ -325,7 +340,9 @@ class _Certainty:
 
 
 def _free_inputs(node: Proto, count: int) -> range:
-    """The positions of a node's inputs (`count` of them) for which it accepts any value."""
+    """Return the positions of a node's inputs (`count` of them) for which it accepts any value; empty for
+    unknown operations.
+    """
     if node.op in _CERTAIN_ANY:
         return range(count)
     if node.op in _CERTAIN_FIRST:
@@ -347,9 +364,10 @@ class _Trial(Struct, frozen=True):
 
     @classmethod
     def of(cls, order: Iterable[Proto], variables: Iterable[GraphVariable]) -> _Trial:
-        """Make the trial of some nodes, with the variables whose handles they use.
+        """Return the trial of some nodes, with the variables whose handles they use; the nodes themselves
+        stay unchanged.
 
-        _Uncertain if a handle belongs to none of `variables`.
+        Raises _Uncertain if a handle belongs to none of `variables`.
         """
         graph_def = message_class("GraphDef")()
         graph_def.node.extend(order)
@@ -382,9 +400,10 @@ class _Trial(Struct, frozen=True):
         return cls(graph_def, shapes)
 
     def run(self, fetches: list[str], feeds: Mapping[str, NDArray[Any]], needs: _Needs) -> None:
-        """Run the trial with variables of zeros.
+        """Run the trial in TensorFlow with variables of zeros, and do the checks in `needs`.
 
-        _Uncertain if it fails, a row number exceeds its limit, or it is too large.
+        `fetches` are names of tensors, `feeds` arrays by the names of tensors. Raises _Uncertain if it fails,
+        a row number exceeds its limit, or it would take too much memory.
         """
         import tensorflow as tf
 

@@ -79,9 +79,10 @@ def choose_mapped(
 ) -> MappedChoice:
     """Choose for mapping the variables of at least `LEAST_BYTES` that the graph only gathers rows from.
 
-    Returns the graph, rewritten to read these by rows alone, the mapping with their sources marked, and why
-    others are not mapped. If the graph is to take deltas, its reads must be such that an overlay can change
-    them, and the variables `indexes` of dynamic tables stay in memory: any update may change much of them.
+    Return a copy of the graph, rewritten to read these by rows alone, the mapping with their sources marked,
+    and the reasons why other large variables are not mapped. If the graph is to take deltas, its reads must
+    be such that an overlay can change them, and the variables `indexes` (by key) of dynamic tables stay in
+    memory: any update may change much of them.
     """
     meta_graph = deepcopy(graph.meta_graph)
     # a gather after a cast, or a read of the shape, is no reason to read a table whole
@@ -112,15 +113,20 @@ _MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one 
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """Return words for the first node that reads a variable of the source whole, or might change it.
+    """Return words for the first node that reads a variable of the source whole, or might change it; "" if no
+    node does.
 
-    "" if no node does. `read` has the use of each variable, by its node.
+    `read` has the use of each variable, by its node.
     """
     return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
 
 
 def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[str, str]:
-    """Return the sources, by key, with a variable whose reads an overlay cannot change, and the reasons."""
+    """Return the reason, by the source's key, why an overlay cannot change the reads of some of its
+    variables.
+
+    Sources whose reads it can change are left out. The graph is not changed.
+    """
     if not sources or _why_no_overlay(graph_def, sources) == "":  # all at once: a graph may be large
         return {}
     found = ((source.key, _why_no_overlay(graph_def, [source])) for source in sources)
@@ -128,9 +134,10 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 
 
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
-    """The reason why an overlay cannot change the reads of some variable of the sources.
+    """Return the reason why an overlay cannot change the reads of some variable of the sources; "" if it can
+    change all.
 
-    "" if it can change all.
+    The graph is not changed.
     """
     variables = [variable for source in sources for variable in source.variables]
     tried = {
@@ -157,7 +164,7 @@ def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
 
 
 def _smallest(source: TensorSource) -> int:
-    """Bytes of the source's smallest variable; 0 without variables."""
+    """Return the bytes of the source's smallest variable as stored; 0 without variables."""
     elements = (math.prod(source.as_stored(variable).shape) for variable in source.variables)
     return min(elements, default=0) * (source.dtype.itemsize or 0)
 
@@ -186,18 +193,23 @@ class MappedTables(Struct, frozen=True):
         counter: str = "",
         hot: Mapping[str, HotTable] = NO_HOT_ROWS,
     ) -> MappedTables:
-        """Return the mapped tables of a new version; the arguments are those of the class.
+        """Return the mapped tables of a new version, with a random id; the arguments are those of the class.
 
-        They get a random id, which `write_id` writes beside them.
+        `write_id` writes the id beside them.
         """
         return cls(directory, secrets.token_hex(16), files, counter, hot)
 
     def write_id(self, version: Path) -> None:
-        """Write the id into the file beside the tables, which the graph compares before it maps them."""
+        """Write the id to its file in the directory `version`; a graph compares it before it maps the tables.
+
+        Raises OSError if it cannot be written.
+        """
         (version / MAPPED_ID_FILE).write_text(self.id)
 
     def path(self, node: str) -> bytes:
-        """The path of a variable's file, as servers see it."""
+        """Return the path of the file of a variable, given by its node, as servers see it; KeyError if it is
+        not mapped.
+        """
         return os.fsencode(self.directory / VARIABLES_DIRECTORY / self.files[node])
 
 
@@ -230,9 +242,11 @@ class Tries(Struct, frozen=True):
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
 ) -> Tries:
-    """Add nodes that map each variable's file, or else restore it from the bundle at `prefix`.
+    """Add nodes, under `scope`, that map each variable's file, or else restore it from the bundle at
+    `prefix`.
 
-    Return their tensors.
+    `prefix` is the tensor with the bundle's path. Return the tensors of the values, and the node that counts
+    the mapped tables. Functions are added to the graph's library.
     """
     tried = [*tried]
     if not tried:
@@ -285,9 +299,10 @@ def _add_count(body: Body, place: str, is_mapped: Sequence[str], counter: str) -
 
 
 def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapping[str, str]) -> None:
-    """Change a graph of `add_tries`, in place, to try the files of another version.
+    """Change a graph of `add_tries`, in place, to try the files of another version of the model.
 
-    `ids` are the id in the graph and the new one; `files` are the new file names, by old ones.
+    `version` is its number, `ids` are the id in the graph and the new one; `files` are the new file names, by
+    old ones.
     """
     before, now = ids
     renamed = {
@@ -325,9 +340,10 @@ def _dataset(
     does: Proto | None = None,
     is_first: bool = False,
 ) -> str:
-    """Add the node of a dataset, which applies the function `does` if there is one, and return its name.
+    """Add the node of a dataset, which applies the function `does` if there is one; return the node's name.
 
-    With `is_first`, its input is a tensor instead of a dataset.
+    `kind` has the type and shape of each component of an element. With `is_first`, its input is a tensor
+    instead of a dataset.
     """
     node = body.put(new_node(name, op, inputs))
     for dtype, shape in kind:
@@ -340,7 +356,7 @@ def _dataset(
 
 
 def _same_id(name: str, tables: MappedTables) -> Proto:
-    """A function that is true if the file whose name it is given holds the id of the tables."""
+    """Return a function that is true if the file whose name it gets holds the id of the tables."""
     function = _function(name, DType.BOOL)
     body = Body.of(function)
     there = body.put(new_node("there", "ReadFile", ["given"]))
@@ -352,7 +368,7 @@ def _same_id(name: str, tables: MappedTables) -> Proto:
 
 
 def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
-    """A function that returns the table as mapped from its file, and true."""
+    """Return a function that gives a table as mapped from its file, and true."""
     function = _function(name, table.dtype)
     body = Body.of(function)
     path = tables.path(table.variable.node)
@@ -367,7 +383,7 @@ def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
 
 
 def _restoring(name: str, table: TriedTable) -> Proto:
-    """Make a function from a bundle's prefix to the table as RestoreV2 reads it, and false."""
+    """Return a function from a bundle's prefix to a table as RestoreV2 reads it, and false."""
     function = _function(name, table.dtype)
     body = Body.of(function)
     names = body.put(_text("names", table.key.encode(), shape=(1,)))
@@ -379,7 +395,9 @@ def _restoring(name: str, table: TriedTable) -> Proto:
 
 
 def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
-    """Add a second result to a function, which says whether the table is mapped: `is_mapped`."""
+    """Add a second result to a function, a constant that says whether the table is mapped; return the
+    function.
+    """
     flag = body.put(constant("flag", np.array(is_mapped), DType.BOOL))
     function.signature.output_arg.add(name="is_mapped", type=int(DType.BOOL))
     function.ret["is_mapped"] = body.single(flag, "output")
@@ -387,7 +405,9 @@ def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
 
 
 def _function(name: str, dtype: DType) -> Proto:
-    """A function that takes one text, `given`, and has no nodes yet."""
+    """Return a new function without nodes that takes one string, `given`, and returns `result` of this
+    dtype.
+    """
     function = message_class("FunctionDef")()
     function.signature.name = name
     function.signature.is_stateful = True  # it reads files
@@ -397,7 +417,7 @@ def _function(name: str, dtype: DType) -> Proto:
 
 
 def _text(name: str, text: bytes, shape: tuple[int, ...] = ()) -> Proto:
-    """A Const of one text of any bytes: a path need not be UTF-8."""
+    """Return a Const of one string of any bytes: a path need not be UTF-8."""
     tensor = message_class("TensorProto")(dtype=int(DType.STRING), string_val=[text])
     tensor.tensor_shape.CopyFrom(shape_proto(shape))
     return new_node(name, "Const", dtype=DType.STRING, value=tensor)

@@ -78,11 +78,16 @@ _TYPE_URL = "type.googleapis.com/tensorflow.AssetFileDef"
 def place_assets(
     assets: Iterable[Asset], meta_graph: Proto, directory: Path, names: dict[Path, str] | None = None
 ) -> None:
-    """Copy each asset's file into `directory/assets` and name it in `meta_graph`.
+    """Copy each asset's file into `directory/assets`, and name it in `meta_graph`, which is changed in place.
 
-    Two files of one name are told apart by a number; one file that two nodes read is stored once. Files that
-    are copied are added to `names`; files that are in it already are not copied again. NotServable if a file
-    cannot be read; PublishError if it cannot be written.
+    Two files of one name are told apart by a number; one file that two nodes read is stored once. `names` has
+    the stored name of each file that was copied before; these are not copied again, and new ones are added to
+    it. The constants of the assets' nodes get the stored names.
+
+    Raises:
+        NotServable: a file does not exist or cannot be read.
+        LfsPointer: it is a pointer of Git LFS.
+        DiskFull, PublishError: it cannot be copied.
     """
     names = {} if names is None else names
     nodes = {node.name: node for node in meta_graph.graph_def.node}
@@ -159,7 +164,9 @@ class RestoredVariable(Struct, frozen=True):
 
 
 def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
-    """Return every variable of every source, in its stored form, in the order of the sources."""
+    """Return every variable of every source, in its stored form, in the order of the sources and of their
+    variables.
+    """
     return tuple(
         RestoredVariable(source.as_stored(variable), source.key, source.dtype)
         for source in sources
@@ -180,7 +187,11 @@ class _Held(Struct, frozen=True):
 
 
 def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) -> list[_Held]:
-    """Group the variables by the VarHandleOps that hold them, in the order of the variables."""
+    """Group the variables by the VarHandleOps that hold them, in the order of the variables; joined ones in
+    the order of their rows.
+
+    `joined` has, by node, the place of each variable that is part of another.
+    """
     # The rows of joined variables follow the graph's order, which may differ from that of the sources.
     found: dict[str, list[RestoredVariable]] = {}
     for entry in served:
@@ -202,7 +213,9 @@ def add_restore(
 ) -> None:
     """Add the nodes that restore and save, a `SaverDef` and the collection of variables to a graph in place.
 
-    A graph without variables, tables and imports stays as it is.
+    `served` are the variables to restore, `tables` the lookup tables, `mapped` the tables that are mapped if
+    possible; `joined` says which variables are parts of joined ones. A graph without variables, tables and
+    imports stays as it is.
     """
     if not served and not tables and not state.importing:  # as with the stock builder
         return
@@ -250,7 +263,7 @@ def _add_node(graph_def: Proto, name: str, op: str, inputs: Sequence[str] = (), 
 
 
 def _free_scope(graph_def: Proto) -> str:
-    """Return `save`, or the first `save_<n>`, under which the graph has no node yet."""
+    """Return `save`, or else the first `save_<n>` under which the graph has no node yet."""
     taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
     return next(name for n in range(len(taken) + 1) if (name := f"save_{n}" if n else "save") not in taken)
 
@@ -266,9 +279,10 @@ def _add_file_name(graph_def: Proto, scope: str) -> None:
 def _add_names(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> list[str]:
-    """Add the inputs of RestoreV2 and SaveV2, names in the bundle and slices.
+    """Add the constant inputs of RestoreV2 and SaveV2: names in the bundle and slices; return the names of
+    these nodes.
 
-    Return the names of these nodes. Empty if there is nothing to restore.
+    Empty if there is nothing to restore; then nothing is added.
     """
     contents = [name for table in tables for name in (table.keys, table.values)]
     if not served and not contents:
@@ -313,7 +327,9 @@ def _add_save(
 
 
 def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
-    """Add nodes that split the value of joined variables into their own; return the tensor of each."""
+    """Add nodes that split the value `read` of joined variables by rows; return the tensor of each variable,
+    in order.
+    """
     lengths = np.array([entry.variable.shape[0] for entry in held.entries], np.int64)
     sizes, axis = f"{read}/sizes", f"{read}/axis"
     graph_def.node.append(constant(sizes, lengths, DType.INT64))
@@ -324,7 +340,8 @@ def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
 
 
 def _joined(graph_def: Proto, name: str, held: _Held, values: Mapping[str, str]) -> str:
-    """Add nodes that join the `values` of the variables that `held` holds; return the tensor of the whole.
+    """Add nodes that join the `values`, by node, of the variables that `held` holds; return the tensor of the
+    whole.
 
     A single variable needs no node: its own tensor is returned.
     """
@@ -347,9 +364,11 @@ def _add_assignments(
     contents: Sequence[str],
     importing: Iterable[str],
 ) -> None:
-    """Add nodes that assign `values`, by the variables' nodes, and import `contents`.
+    """Add nodes that assign `values`, by the variables' nodes, and import `contents`, and `restore_all` after
+    them.
 
-    The contents are the keys and values of each table.
+    The contents are the tensors of keys and values of each table, in turn; `importing` are further nodes that
+    `restore_all` waits for.
     """
     for index, each in enumerate(held):
         name = _assign_name(scope, index)
@@ -422,7 +441,7 @@ def write_saved_model(
         MappingError: a variable that is to be cast is used in a way that forbids it.
         NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, or
             `server` lacks something that the graph needs.
-        PublishError: the directory cannot be written.
+        DiskFull, PublishError: the directory cannot be written.
     """
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)
     meta_graph = saved_model.meta_graphs.add()
@@ -451,10 +470,10 @@ def restorable_graph(
     mapped: MappedTables = NOTHING_MAPPED,
     server: Version | None = None,
 ) -> Proto:
-    """Return the MetaGraphDef of a graph with the nodes that restore its variables from a bundle.
+    """Return a new MetaGraphDef: the graph with the nodes that restore its variables from a bundle.
 
-    MappingError if a variable that is to be cast is used in a way that forbids it; NotServable if `server`
-    lacks something that the graph needs.
+    Raises MappingError if a variable that is to be cast is used in a way that forbids it; NotServable if
+    `server` lacks something that the graph needs, or a table with hot rows is read other than by rows.
     """
     meta_graph = message_class("MetaGraphDef")()
     meta_graph.CopyFrom(graph.meta_graph)
@@ -471,9 +490,10 @@ def restorable_graph(
 def _place_hot_rows(
     graph_def: Proto, served: tuple[RestoredVariable, ...], mapped: MappedTables
 ) -> tuple[tuple[RestoredVariable, ...], MappedTables]:
-    """Change a graph so that lookups read hot rows; return the variables to restore and the tables to map.
+    """Change a graph in place so that lookups read hot rows; return the variables to restore and the tables
+    to map.
 
-    NotServable if a table with hot rows is read other than by rows.
+    Raises NotServable if a table with hot rows is read other than by rows.
     """
     nodes = {node.name: node for node in graph_def.node}
     entries, places, reads, files = list[RestoredVariable](), list[RestoredVariable](), {}, {}
@@ -497,7 +517,7 @@ def _place_hot_rows(
 
 
 def _named_in_bundle(node: str, stored: TensorRef) -> GraphVariable:
-    """Return the variable of `node` whose value is a whole stored tensor.
+    """Return a variable of `node` whose value is a whole stored tensor.
 
     It has a slice, so that loaders learn its name in the bundle.
     """
@@ -518,9 +538,8 @@ def _add_training(
 
 
 def _make_readable(info: Proto) -> None:
-    """Give `info` a version that Python's loaders can parse.
-
-    A fork's full version is kept as the Git version.
+    """Set in `info` a version that Python's loaders can parse; a fork's full version is kept as the Git
+    version.
     """
     known = readable_version(info.tensorflow_version)
     if known != info.tensorflow_version:
@@ -565,7 +584,7 @@ def write_pair(
         MappingError: a variable that is to be cast is used in a way that forbids it.
         NotServable: the graph reads files, has no default signature or one of sparse tensors, or `server`
             lacks something that it needs.
-        PublishError: the directory cannot be written.
+        DiskFull, PublishError: the directory cannot be written.
     """
     meta_graph = restorable_graph(graph, mapping, server=server)
     if graph.assets:
@@ -586,7 +605,7 @@ def write_pair(
 
 
 def keep_pair_alone(directory: Path) -> None:
-    """Remove `saved_model.pb` and `variables/` beside a pair.
+    """Remove `saved_model.pb` and `variables/` beside a pair; if the former is not there, nothing is removed.
 
     Raises:
         PublishError: they cannot be removed.

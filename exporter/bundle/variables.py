@@ -113,32 +113,32 @@ class VariablesReport(Struct, frozen=True):
     """The tables that were stored in 8 bits, by key."""
 
     def bytes_of(self, *how: ShardOrigin) -> int:
-        """The bytes of the shards that were made in one of these ways."""
+        """Return the bytes of the shards that were made in one of these ways."""
         return sum(shard.bytes_ for shard in self.shards if shard.how in how)
 
     @property
     def bytes_linked(self) -> int:
-        """Bytes that were hard-linked."""
+        """The bytes of the shards that were hard-linked."""
         return self.bytes_of(ShardOrigin.LINKED)
 
     @property
     def bytes_cloned(self) -> int:
-        """Bytes that share their blocks with the trainer's files."""
+        """The bytes of the shards that share their blocks with the trainer's files."""
         return self.bytes_of(ShardOrigin.CLONED)
 
     @property
     def bytes_copied(self) -> int:
-        """Bytes of the shards that were copied, whole or compacted."""
+        """The bytes of the shards that were copied, whole or compacted."""
         return self.bytes_of(ShardOrigin.COPIED, ShardOrigin.COMPACTED)
 
     @property
     def bytes_rewritten(self) -> int:
-        """Bytes of the shards that tasks wrote, of values cast or laid out anew."""
+        """The bytes of the shards that tasks wrote, of values cast or laid out anew."""
         return self.bytes_of(ShardOrigin.REWRITTEN)
 
 
 def as_rewritten(report: VariablesReport, source: Path, why: str) -> VariablesReport:
-    """The report with all shards reported as rewritten from `source`, because of `why`."""
+    """Return the report with all shards reported as rewritten from `source`, for the reason `why`."""
     shards = (replace(shard, source=source, how=ShardOrigin.REWRITTEN, why=why) for shard in report.shards)
     return replace(report, shards=tuple(shards))
 
@@ -152,16 +152,20 @@ def write_variables(
     made: Path | None = None,
     progress: Progress | None = None,
 ) -> VariablesReport:
-    """Write `directory/variables`, which must not exist yet; a model without variables gets no directory.
+    """Write `directory/variables`, which must not exist yet, and return a report; a model without variables
+    gets no directory.
 
-    Shards below `made` are the command's own: see `exporter.jobs.shard_job`. `progress` advances by bytes,
-    from several threads.
+    `data` says whether shards are linked, copied or compacted. Shards below `made` are the command's own: see
+    `exporter.jobs.shard_job`. `progress` advances by bytes, from several threads. Waits for all copies and
+    tasks.
 
     Raises:
         CheckpointChanged: a shard vanished or changed since the catalog was read.
+        CheckpointError: a shard cannot be read.
         CorruptFile: a checksum of a tensor that is rewritten is wrong.
         LinkRefused: `data` is LINK and a shard cannot be linked, or the server could not read it.
-        MappingError: a value does not fit the dtype it is cast to.
+        MappingError, NotFinite: a value does not fit the dtype it is cast to.
+        EngineFailed: the engine of `runner` failed.
         PublishError: the target cannot be written; DiskFull if there is no space.
         UsageError: tasks are so small that there would be more shards than a bundle may have.
     """
@@ -176,6 +180,8 @@ def write_variables(
 
 def size_of_work(mapping: VariableMapping, model: Path, task_bytes: int) -> tuple[int, int]:
     """Return the number of tasks that write values in an export to `model`, and the bytes that they read.
+
+    `task_bytes` is the wanted input of a task in bytes.
 
     Raises:
         MappingError: values would have to move out of, or into, parts that are not ranges of whole rows.
@@ -194,7 +200,10 @@ def _job(catalog: Catalog, moved: Iterable[TensorSource], task_bytes: int) -> Sh
 
 
 def _require_few(shards: int, task_bytes: int) -> None:
-    """Raise UsageError, before any work, if there would be more shards than a bundle may have."""
+    """Raise UsageError, before any work, if there would be more shards than a bundle may have.
+
+    `task_bytes` is for the hint.
+    """
     if shards > MAX_SHARDS:
         raise UsageError(
             f"the values would lie in {shards:,} shards, and a bundle has at most {MAX_SHARDS:,}",
@@ -203,7 +212,11 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Divide the sources: shards that are linked or copied, and shards that tasks write (in a store, all)."""
+    """Divide the sources: those whose shards are linked or copied, and those that tasks write (all, for a
+    target in a store).
+
+    Raises MappingError if values would have to move out of, or into, parts that are not ranges of whole rows.
+    """
     is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
     moved: list[TensorSource] = []
@@ -306,9 +319,9 @@ class _Writer:
         return _Placed(ShardReport(source, how, why, bytes_, size, path=target), _relocate(new, ranges))
 
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
-        """Run the tasks that write the last shards; return their tensors and reports.
+        """Run the tasks that write the last shards, and wait for them; return their tensors and reports.
 
-        An error ends the job. Records in `_rounded` how tables in 8 bits were rounded.
+        Sets `_rounded`. The job ends with `stack`.
         """
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
@@ -327,10 +340,12 @@ class _Writer:
 
 
 def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
-    """Plan the shards that an export to `target` links or copies, in the order of the bundle's shards.
+    """Return a plan of each shard that an export to `target` links or copies, in the order of the bundle's
+    shards.
 
-    A planned link that the file system does not allow becomes a compacted copy later; with `data` LINK, an
-    error.
+    Nothing is written. A planned link that the file system does not allow becomes a compacted copy later;
+    with `data` LINK, an error. Raises MappingError if values would have to move out of, or into, parts that
+    are not ranges of whole rows.
     """
     verbatim, _ = _divided(mapping, target)
     return list(_plans(mapping, _extents_by_origin(verbatim), data))
@@ -390,7 +405,7 @@ def _relocate(shard: int, ranges: Sequence[ByteRange]) -> Callable[[Extent], Ext
 
 
 def needs_rewrite(source: TensorSource) -> bool:
-    """True if the stored bytes of a source must be rewritten to be served."""
+    """True if the stored bytes of a source must be rewritten to be served: cast, moved, or divided anew."""
     if source.is_verbatim:
         return source.tensor.dtype not in JOINABLE and not _is_stored_as_served(source)
     return True
@@ -415,8 +430,9 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
     """Yield the places to be written for a source: one, or several for a large table.
 
     Moved rows are written in the boxes that the graph restores; values that are only cast keep the stored
-    boxes. Each box of a mapped table is one place, however large: a variable is mapped from one file.
-    MappingError if values would have to move into or out of boxes that are not ranges of whole rows.
+    boxes. Each box of a mapped table is one place, however large: a variable is mapped from one file. Stored
+    runs are registered in `files`; `task_bytes` decides which tables are large. Raises MappingError if values
+    would have to move into or out of boxes that are not ranges of whole rows.
     """
     tensor = source.tensor
     is_served_so = source.is_mapped or source.is_in_8_bits or _moves_rows(source)
@@ -441,7 +457,7 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
 
 def _rows_at_once(source: TensorSource, count: int, task_bytes: int) -> int:
-    """The number of a source's `count` rows that are written to one place, at least 1."""
+    """Return how many of a source's `count` rows are written to one place, at least 1."""
     tensor = source.tensor
     most = piece_bytes(tensor.bytes_, task_bytes)
     # pieces become slices, which RestoreV2 joins of these types alone
@@ -454,9 +470,8 @@ def _rows_at_once(source: TensorSource, count: int, task_bytes: int) -> int:
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """Yield key, dtype and slice of each box that was written.
-
-    Empty boxes only if the whole tensor is empty.
+    """Yield key, dtype and slice of each box that was written; empty boxes only if the whole tensor is
+    empty.
     """
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
@@ -466,7 +481,7 @@ def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef
 
 
 def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
-    """Return the rounding of each table in 8 bits, by key, summed over the counts of its tasks."""
+    """Return the rounding of each table in 8 bits, by key, joined from the counts of all its tasks."""
     errors: dict[str, RowErrors] = defaultdict(RowErrors)
     for each in written:
         if isinstance(each.place.section, QuantisedRows):
@@ -475,7 +490,10 @@ def _rounded(written: Iterable[Placed[Moved]]) -> dict[str, Rounding]:
 
 
 def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) -> Place[Moved]:
-    """The place of one stored box, copied or cast without a change of layout."""
+    """Return the place of one stored box, copied or cast without a change of layout.
+
+    `whole` is the range of bytes of the box, `run` the same in the checkpoint.
+    """
     what = Moved(source, (box,))
     if source.tensor.dtype.itemsize is None:
         return Place(MovedRows.copied(source.key, whole), what, run)
@@ -487,9 +505,9 @@ def _as_stored(source: TensorSource, box: SliceSpec, whole: Range, run: Stored) 
 def _rows(
     source: TensorSource, reads: _Boxes, ranges: Sequence[Range], writes: _Boxes, start: int, stop: int
 ) -> Place[Moved]:
-    """The place of rows `start` to `stop` of a tensor.
+    """Return the place of rows `start` to `stop` of a source's tensor.
 
-    `ranges` are the byte ranges of the boxes of `reads`.
+    `reads` are the stored boxes, `ranges` the byte range of each, `writes` the boxes to write.
     """
     tensor = source.tensor
     width = math.prod(tensor.shape[1:])
@@ -529,8 +547,8 @@ class _Boxes:
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield each box with rows of `start` to `stop`: its number, its own first and last row (exclusive).
 
-        With turns every box has a share, and `start` must be a multiple of `turns`; a table without rows has
-        one share.
+        With turns every box has a share, and `start` must be a multiple of `turns`. Without turns, boxes
+        without such rows are left out, except that an empty range has a share in a box at its place.
         """
         if self._turns:
             for number in range(len(self.boxes)):
@@ -547,14 +565,16 @@ class _Boxes:
 
 
 def _rows_of(box: SliceSpec) -> range:
-    """The range of rows of a box; a scalar is one row."""
+    """Return the range of rows of a box in the whole tensor; a scalar is one row."""
     if not box.full_shape:
         return range(1)
     return range(box.starts[0], box.starts[0] + box.lengths[0])
 
 
 def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
-    """The part of a box with its rows `first` to `last`; a scalar stays whole."""
+    """Return the part of a box with its rows `first` to `last` (excluded), counted within the box; a scalar
+    stays whole.
+    """
     if not box.full_shape:
         return box
     starts = (box.starts[0] + first, *box.starts[1:])
@@ -562,9 +582,10 @@ def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
 
 
 def _moves_rows(source: TensorSource) -> bool:
-    """False if every stored box is served unchanged, or RestoreV2 can join and cut the boxes.
+    """True if values have to be laid out anew; False if every stored box is served unchanged, or RestoreV2
+    can join and cut them.
 
-    MappingError if values have to be laid out anew and a part is not a range of whole rows.
+    Raises MappingError if values have to be laid out anew and a part is not a range of whole rows.
     """
     if not source.gather_parts and not source.scatter_parts:
         if _is_stored_as_served(source):
@@ -585,7 +606,9 @@ def _is_stored_as_served(source: TensorSource) -> bool:
 
 
 def _has_whole_rows(source: TensorSource) -> bool:
-    """True if values are numbers, complete, and in boxes of whole rows, in the checkpoint and the graph."""
+    """True if values are numbers, complete, and in boxes of whole rows, both in the checkpoint and in the
+    graph.
+    """
     boxes = [*_boxes_stored(source.tensor), *_boxes_served(source)]
     whole = all(box.lengths[1:] == box.full_shape[1:] for box in boxes)
     return whole and source.tensor.is_complete and source.tensor.dtype.itemsize is not None
@@ -600,14 +623,16 @@ def _boxes_served(source: TensorSource) -> list[SliceSpec]:
 
 
 def why_not_by_rows(source: TensorSource) -> str:
-    """The reason why a source's values cannot be written row by row; "" if they can."""
+    """Return the reason why a source's values cannot be written row by row; "" if they can."""
     if source.tensor.dtype.itemsize is None or not source.tensor.shape:
         return "it is not an array of rows"
     return "" if _has_whole_rows(source) else "its parts are not ranges of whole rows"
 
 
 def why_not_mapped(source: TensorSource) -> str:
-    """The reason why the variables of a source cannot each have a file of their own; "" if they can."""
+    """Return the reason why the variables of a source cannot each have a file of their own; "" if they
+    can.
+    """
     if why := why_not_by_rows(source):
         return why
     if source.scatter_parts or (source.gather_parts and len(_boxes_served(source)) > 1):
@@ -627,7 +652,11 @@ class ServedRun(Struct, frozen=True):
 
 
 def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
-    """Yield the variables of a source with their places in a written bundle."""
+    """Yield each variable of a source with its box and extent in a written bundle, in the order of the
+    variables.
+
+    Raises KeyError if the bundle lacks the source's tensor.
+    """
     runs = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
     for variable in source.variables:
         box = source.as_stored(variable).box
@@ -645,7 +674,7 @@ def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
 
 
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
-    """The file name in `variables/` of each mapped variable, by node."""
+    """Return the file name in `variables/` of each mapped variable, by node."""
     mapped = (source for source in mapping.sources if source.is_mapped)
     runs = (run for source in mapped for run in served_runs(source, written))
     return {run.variable.node: own_file(run, written)[0] for run in runs}

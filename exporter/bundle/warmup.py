@@ -42,7 +42,8 @@ class WarmupRequest(Struct, frozen=True):
 
 
 def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
-    """Read the requests in a file, one a line, for the signatures of `meta_graph`.
+    """Read the requests in a file, one a line, for the signatures of `meta_graph`; return them in the file's
+    order.
 
     Blank lines are skipped.
 
@@ -73,6 +74,8 @@ def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
 def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> WarmupRequest:
     """Parse one request in the form of TF Serving's REST, and check it against its signature.
 
+    `signatures` are the SignatureDefs by name, `line` is the number to record.
+
     Raises:
         ValueError: it is not JSON, not a request, or not one that its signature takes.
     """
@@ -99,7 +102,7 @@ def takes_examples(signature: Proto) -> bool:
 
 
 def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1) -> WarmupRequest:
-    """Make a Predict request of arrays for the signature `name`."""
+    """Return a Predict request of arrays, by the names of inputs, for the signature `name`."""
     log = message_class("serving.PredictionLog")()
     request = log.predict_log.request
     request.model_spec.signature_name = name
@@ -111,9 +114,9 @@ def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1
 def examples_request(
     name: str, signature: Proto, document: Mapping[str, Any], line: int = 1
 ) -> WarmupRequest:
-    """Make a Classify or Regress request of the examples in a document.
+    """Return a Classify or Regress request of the examples in a document, under its key `examples`.
 
-    ValueError if it has none, or bad ones.
+    Raises ValueError if it has none, or bad ones.
     """
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:
@@ -128,10 +131,10 @@ def examples_request(
 
 
 def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
-    """Write the requests' records into the SavedModel `directory` and return the file's path.
+    """Write the requests' records into the SavedModel `directory`, in order; return the file's path.
 
     Raises:
-        PublishError: it cannot be written.
+        DiskFull, PublishError: it cannot be written.
     """
     path = directory / WARMUP_FILE
     try:

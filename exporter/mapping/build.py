@@ -54,9 +54,11 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """Return the tensor of each variable's moving average, by the variable's own tensor.
+    """Return the tensor of each variable's moving average, by the variable's own tensor; names of tensors on
+    both sides.
 
-    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons.
+    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons. Empty if there
+    are none. Raises UsageError if the user's object path does not exist.
     """
     found = {}
     suffix = TF_AVERAGE if slot == "ema" else slot
@@ -77,12 +79,14 @@ _SLOTS = ("average", "slow")
 
 
 def kinds_of_averages(trained: TrainedObjects) -> list[str]:
-    """Return the values of `--average` for which an object-based checkpoint has averages."""
+    """Return the values of `--average` for which an object-based checkpoint has averages, "ema" first."""
     return [kind for kind in ("ema", *_SLOTS) if averages(trained, kind)]
 
 
 def _of_slots(trained: TrainedObjects, wanted: str) -> Iterator[tuple[str, str]]:
-    """Yield (a variable's tensor, its slot's tensor) for the optimizers' slots called `wanted`."""
+    """Yield (a variable's tensor, its slot's tensor) for the optimizers' slots called `wanted`; names of
+    tensors.
+    """
     objects = trained.objects.objects
     for item in objects:
         for slot, (name, of) in zip(item.slots, item.slot_names, strict=True):
@@ -108,7 +112,9 @@ def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
 
 
 def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
-    """Return the tensors of a list that an optimizer keeps, in the list's order."""
+    """Return the tensors of the list that an optimizer keeps under `edge`, in the list's order; empty without
+    such a list.
+    """
     number = trained.objects.at(edge, optimizer)
     children = {} if number is None else trained.objects.objects[number].children
     in_order = sorted(children.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1)
@@ -121,7 +127,8 @@ def find_tables(
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
     """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor.
 
-    MissingTensors if the checkpoint lacks one of them; ShapeMismatch if one has another dtype or shape.
+    Raises MissingTensors if the checkpoint lacks one of them, ShapeMismatch if one has another dtype or
+    shape, AmbiguousRename if rules disagree on a name.
     """
     for table in tables:
         names = stored_names(table, rules.renamed)
@@ -135,7 +142,10 @@ def find_tables(
 
 
 def _missing_table(table: GraphTable, missing: list[str], catalog: Catalog) -> MissingTensors:
-    """Return the error for a table without contents in a checkpoint; it names the tables that exist."""
+    """Return the error to raise for a table without contents in a checkpoint; it names the tables that exist.
+
+    `missing` are the absent tensors.
+    """
     there = [
         stem
         for name in catalog.tensors
@@ -216,26 +226,27 @@ class VariableMapping(Struct, frozen=True, dict=True):
 
     @cached_property
     def extras(self) -> tuple[Extra, ...]:
-        """The tensors that are not needed, with their kinds; computed when first asked."""
+        """The tensors that are not served, with their kinds; computed when first asked for, then kept."""
         from exporter.mapping.extras import classify_extras
 
         return tuple(classify_extras(self.catalog, {source.tensor.name for source in self.sources}))
 
     @property
     def bytes_(self) -> int:
-        """Bytes of the served variables as published."""
+        """The bytes of the served variables as published; of strings, as in the checkpoint."""
         return sum(source.bytes_ for source in self.sources)
 
     def over(self, catalog: Catalog) -> VariableMapping:
-        """Return the same mapping with tensors of the same names in another catalog."""
+        """Return the same mapping with the tensors of the same names in another catalog; KeyError if it lacks
+        one.
+        """
         sources = (replace(source, tensor=catalog.tensors[source.tensor.name]) for source in self.sources)
         return replace(self, catalog=catalog, sources=tuple(sources))
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
-    """Map each variable of a graph to a tensor of a checkpoint.
-
-    A variable without a certain tensor raises.
+    """Map each variable of a graph to a tensor of a checkpoint, and require that its shape, dtype and row
+    order are right.
 
     Raises:
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
@@ -244,6 +255,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         NoCertainMatch: tensors without names of their own fit in no way, or in several.
         ObjectMismatch: the model's objects and those of an object-based checkpoint do not correspond.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
+        UsageError: the rules name an object path that does not exist.
+        CorruptFile: the checkpoint's graph of objects is damaged.
     """
     wanted = group_parts(graph.variables)
     _refuse_shared_names(wanted)
@@ -282,7 +295,7 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
 
 
 def _contents(tables: Iterable[tuple[GraphTable, TensorRef, TensorRef]]) -> list[TensorSource]:
-    """The sources of the keys and values of lookup tables."""
+    """Return the sources of the keys and values of lookup tables, each tensor once."""
     contents = {ref.name: ref for _, *refs in tables for ref in refs}
     return [TensorSource(name, (), ref, "table") for name, ref in contents.items()]
 
@@ -290,7 +303,12 @@ def _contents(tables: Iterable[tuple[GraphTable, TensorRef, TensorRef]]) -> list
 def _beside_names(
     catalog: Catalog, used: set[str], graph: InferenceGraph, rules: MappingRules
 ) -> tuple[ServedWhole | None, Iterable[str]]:
-    """The tensors that `--ignore` leaves out, None without any; and notes on others beside served ones."""
+    """Return the tensors that `--ignore` leaves out (None if there are none), and notes on others beside
+    served ones.
+
+    `used` are the names of the tensors that are served. Reading the notes raises ObjectMismatch if the file
+    says that a left-out variable is of a served layer.
+    """
     # The base already reported variables beside the served names; most deltas need not import this.
     if graph.meta_graph is None and catalog.naming is Naming.NAMES and not _has_layers(catalog):
         return None, ()
@@ -313,6 +331,8 @@ def _source(
 ) -> TensorSource:
     """Return the source of a variable: the tensor that was found, its cast, and the order of its rows.
 
+    `variables` are the variable's parts in the graph; `by_object` is true for an object-based checkpoint.
+
     Raises:
         ShapeMismatch: the tensor has another shape or dtype.
         PartitionStrategyUnknown: rows may have to move, and it is not known how.
@@ -330,7 +350,10 @@ def _source(
 def _with_tables(
     rules: MappingRules, tables: Iterable[GraphTable], found: MappingOf[str, str]
 ) -> MappingRules:
-    """Add to the rules the names of hash tables that were matched by their objects."""
+    """Return the rules with the checkpoint's names of hash tables that were matched by their objects added.
+
+    `found` has the name of each table in the checkpoint, by its node.
+    """
     names = {
         name: f"{found[table.node]}-{half}"
         for table in tables
@@ -341,7 +364,7 @@ def _with_tables(
 
 
 def _has_layers(catalog: Catalog) -> bool:
-    """True if a checkpoint by names also says which layer owns a tensor."""
+    """True if a checkpoint by names also records which layer owns a tensor."""
     return any(ref.owner for ref in catalog.tensors.values())
 
 
@@ -357,7 +380,7 @@ def _not_ignored(catalog: Catalog, rules: MappingRules) -> Catalog:
 def _state(graph: InferenceGraph, catalog: Catalog) -> list[TensorSource]:
     """Return the sources of tensors that operations of a graph's libraries restore by these very names.
 
-    MissingTensors if the checkpoint lacks one.
+    Raises MissingTensors if the checkpoint lacks one.
     """
     missing = [name for name in graph.state.tensors if name not in catalog.tensors]
     if missing:
@@ -439,7 +462,10 @@ def _refuse_shared_tensors(matches: MappingOf[str, _Match]) -> None:
 
 
 def check_fits(key: str, variable: GraphVariable, tensor: TensorRef) -> None:
-    """Raise ShapeMismatch if a tensor has another shape or dtype than the variable."""
+    """Require that a tensor has the variable's shape and dtype; `key` is the variable's name in the error.
+
+    Raises ShapeMismatch if it does not.
+    """
     if variable.full_shape != tensor.shape:
         raise ShapeMismatch(
             f"variable {key!r} has shape {list(variable.full_shape)} in the graph, "
@@ -477,10 +503,10 @@ def check_casts(mapping: VariableMapping, casts: Iterable[CastRule]) -> None:
 def check_rules(
     request: ExportRequest, graph: InferenceGraph, catalog: Catalog, mapping: VariableMapping
 ) -> None:
-    """Require that each option about names matched some variable, table or tensor.
+    """Require that each option about names in a request matched some variable, table or tensor.
 
     Raises:
-        UsageError: an option matched nothing.
+        UsageError: an option matched nothing, or does not apply to this checkpoint.
     """
     if request.object_path is not None and read_object_graph(catalog) is None:
         raise UsageError(
@@ -595,7 +621,7 @@ def _notes(
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
-    """Yield a note on a left-over tensor that makes the match of numbered names doubtful, if there is one."""
+    """Yield at most one note: on left-over tensors that make the match of numbered names doubtful."""
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}
     twins = [*left_over_twins(used, left)]

@@ -44,7 +44,10 @@ class NamedPair(Struct, frozen=True):
 
 
 def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
-    """Yield, for a person, each reason why the names contradict the pairs."""
+    """Yield, for a person, each reason why the names contradict the pairs; nothing if they agree.
+
+    Names that say nothing (`Variable_3`) are not compared.
+    """
     groups: dict[tuple[object, ...], list[NamedPair]] = {}
     for pair in pairs:
         if SAYS_NOTHING.fullmatch(pair.served) or SAYS_NOTHING.fullmatch(pair.trained):
@@ -65,9 +68,9 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (left-over name, used name) for names equal except for numbers.
+    """Yield (left-over name, used name) for names of one kind that are equal except for numbers.
 
-    Both map names to dtype and shape.
+    Both mappings have, by name, the kind to compare: dtype and shape.
     """
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():
@@ -80,18 +83,23 @@ def _unnumbered(name: str) -> str:
 
 
 def stems(name: str) -> tuple[str, ...]:
-    """The parts of a name without the numbers that a framework appends to names in use."""
+    """Return the parts of a name without the numbers that a framework appends to names in use."""
     return tuple(_NUMBER.sub("", part) for part in name.split("/"))
 
 
 def numbers(name: str) -> tuple[int, ...]:
-    """The numbers that `stems` removes, 0 for a part without one: they tell names of equal stems apart."""
+    """Return the numbers that `stems` removes, one for each part of the name, 0 for a part without one.
+
+    They tell names of equal stems apart.
+    """
     found = (_NUMBER.search(part) for part in name.split("/"))
     return tuple(int(number[1]) if number else 0 for number in found)
 
 
 def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """True if the shorter name is the longer one without some of its scopes."""
+    """True if the shorter of two names, given by their `stems`, is the longer one without some of its
+    scopes.
+    """
     shorter, longer = sorted((one, other), key=len)
     rest = iter(longer)
     return shorter[-1] == longer[-1] and all(part in rest for part in shorter)
@@ -124,10 +132,10 @@ def match_unnamed(
 ) -> dict[str, str]:
     """Return {variable: tensor}, both by name, in a catalog without tensors named after variables.
 
-    `named` are variables that rename rules cover. With `by_order`, arrays of equal shape in a list are in the
-    order of the graph's variables. A legacy Keras file is matched by its layers, else by its numbered names;
-    in other files by layers, variables whose own name a tensor has are left out. Empty if nothing is matched
-    so. NoCertainMatch if a match would be a guess.
+    `named` are variables that rename rules cover; they are left out. With `by_order`, arrays of equal shape
+    in a list are in the order of the graph's variables. A legacy Keras file is matched by its layers, else by
+    its numbered names; in other files by layers, variables whose own name a tensor has are left out. Empty if
+    nothing is matched so. Raises NoCertainMatch if a match would be a guess.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
@@ -154,13 +162,14 @@ def match_unnamed(
 def _by_owner(
     wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
-    """Match a legacy file's tensors by the layers that own them.
+    """Match a legacy file's tensors by the layers that own them; return {variable: tensor}, None if that is
+    not certain.
 
-    None if graph and file have different layers. Keras named variables in its own ways over time:
-    `conv2d_1_1/kernel` in the layer `conv2d_1`, `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`,
-    in Keras 3.0 `kernel` alone. The owner of the variables in an inner model is that model, as `places` say.
-    None, too, if a layer has several tensors with the same last part of the name and the same shape (those of
-    a Bidirectional layer differ in their direction).
+    Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
+    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of the
+    variables in an inner model is that model, as `places` say. None if graph and file have different layers,
+    or if a layer has several tensors with the same last part of the name and the same shape (those of a
+    Bidirectional layer differ in their direction).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -186,7 +195,7 @@ def _by_owner(
 
 
 def _direction(name: str) -> str:
-    """`forward` or `backward` for variables of a Bidirectional layer's two layers; "" for others."""
+    """Return `forward` or `backward` for variables of a Bidirectional layer's two layers; "" for others."""
     found = _DIRECTION.search(name)
     return found[1] if found else ""
 
@@ -196,10 +205,11 @@ def _last(name: str) -> str:
 
 
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """Match the tensors of layers named by class and number, by variable, in the order of the numbers.
+    """Match the tensors of layers named by class and number, in the order of the numbers; return {variable:
+    tensor}.
 
-    Empty for other files. NoCertainMatch if the file has several tensors of a kind, but not as many as the
-    graph.
+    Empty for files without owners of tensors. Raises NoCertainMatch if the file has several tensors of a
+    kind, but not as many as the graph.
     """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
@@ -232,8 +242,9 @@ def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[st
 def _by_path(
     open_: Mapping[str, GraphVariable], layers: Mapping[str, tuple[TensorRef, ...]], catalog: Catalog
 ) -> dict[str, str]:
-    """Match the tensors as Keras itself would load them.
+    """Match the tensors as Keras itself would load them; return {variable: tensor}.
 
+    `layers` has, by variable, the places where Keras looks for its value; the last one counts. Raises
     NoCertainMatch if the layers' names or number differ.
     """
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
@@ -246,7 +257,9 @@ def _by_path(
 
 
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
-    """Raise NoCertainMatch unless model and archive have the same layers: with others, the numbers shift."""
+    """Raise NoCertainMatch unless model (`expected`) and archive (`stored`) have values of the same names:
+    else numbers shift.
+    """
     more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
     if not more and not fewer:
         return
@@ -266,7 +279,7 @@ def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[s
 
 
 def _or_ignored(names: Iterable[str]) -> str:
-    """The hint for values that only the checkpoint has."""
+    """Return the hint for values, given by name, that only the checkpoint has."""
     options = " ".join(f"--ignore {quoted(re.escape(name))}" for name in sorted(names)[:_SHOWN])
     return (
         "build the model with what the trainer's has; or, if they are not meant to be served, and are the "
@@ -291,9 +304,11 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
 
 
 def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """Match tensors by layers' names: `hidden/kernel` is a value of the only layer called `hidden`.
+    """Match tensors by layers' names: `hidden/kernel` is a value of the only layer called `hidden`; return
+    {variable: tensor}.
 
-    Scopes without a layer are left out. NoCertainMatch if two scopes look like one layer.
+    Scopes without a layer are left out. Raises NoCertainMatch if two scopes look like one layer, a scope like
+    several, or a layer's values differ.
     """
     groups: dict[str, list[TensorRef]] = defaultdict(list)
     for ref in catalog.tensors.values():
@@ -318,7 +333,10 @@ def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str,
 
 
 def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
-    """Raise NoCertainMatch if the checkpoint has more layers of a kind, which may shift names' numbers."""
+    """Raise NoCertainMatch if the checkpoint has more layers of a kind, which may shift names' numbers.
+
+    `found` has the tensor of each variable that was matched.
+    """
     taken = {_group(name) for name in found.values()}
     used = {(stems(ref.owner), *_kind(ref)) for ref in catalog.tensors.values() if _group(ref.name) in taken}
     for ref in catalog.tensors.values():
@@ -331,9 +349,10 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """Find the only layer whose name equals the scope, or is the end of it, or ends with it.
+    """Return the only group of `groups` whose layer's name equals the scope, or is the end of it, or ends
+    with it.
 
-    None without one. NoCertainMatch if there are several.
+    None if there is none. Raises NoCertainMatch if there are several.
     """
     fits_in: tuple[Callable[[str], bool], ...] = (
         lambda owner: owner == scope,
@@ -351,9 +370,10 @@ def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | No
 
 
 def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
-    """Match the tensors of one layer: by shape if no two are alike, else in the order of Keras' layers.
+    """Match the tensors of one layer: by shape if no two are alike, else in the order of Keras' layers;
+    {variable: tensor}.
 
-    NoCertainMatch if the values differ, or two of one shape cannot be told apart.
+    Raises NoCertainMatch if the values differ, or two of one shape cannot be told apart.
     """
     if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
         raise NoCertainMatch(
@@ -382,10 +402,10 @@ def _number(ref: TensorRef) -> tuple[int, str]:
 
 
 def _by_order(variables: list[GraphVariable], refs: list[TensorRef], is_order_known: bool) -> dict[str, str]:
-    """Match the tensors of a list with the graph's variables, in their order.
+    """Match the tensors of a list with the graph's variables, in their order; return {variable: tensor}.
 
-    NoCertainMatch if shapes or dtypes differ, or if two of one shape differ only by an order that is not
-    known.
+    Raises NoCertainMatch if number, shapes or dtypes differ, or if two of one shape differ only by an order
+    that is not known.
     """
     if len(variables) != len(refs):
         raise NoCertainMatch(
@@ -417,12 +437,12 @@ def _kind(value: GraphVariable | TensorRef) -> tuple[DType, tuple[int, ...]]:
 
 
 def _group(name: str) -> str:
-    """The object that holds a value: `layers/dense_1` for `layers/dense_1/vars/0`."""
+    """Return the path of the object that holds a value: `layers/dense_1` for `layers/dense_1/vars/0`."""
     return name.rpartition("/")[0].removesuffix("vars").rstrip("/")
 
 
 def name_in_layer(ref: TensorRef) -> str:
-    """The owner's name and the value's number: `tower/hidden/0` for `layers/dense_1/vars/0`.
+    """Return the owner's name and the value's number: `tower/hidden/0` for `layers/dense_1/vars/0`.
 
     A tensor without an owner keeps its name.
     """

@@ -44,7 +44,7 @@ class TensorSource(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes in the published bundle; for texts, in the checkpoint."""
+        """The bytes of the source in the published bundle; of strings, in the checkpoint."""
         itemsize = self.dtype.itemsize
         if itemsize is None:
             return self.tensor.bytes_
@@ -52,11 +52,13 @@ class TensorSource(Struct, frozen=True):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if each row is stored as codes followed by the row's scale."""
+        """True if each row is stored as int8 codes followed by the row's scale."""
         return self.cast is DType.INT8
 
     def stored(self, box: SliceSpec) -> SliceSpec:
-        """Return a box of whole rows with the width that its rows have when stored."""
+        """Return a box of whole rows with the width that its rows have when stored: wider in 8 bits, else the
+        same box.
+        """
         if not self.is_in_8_bits:
             return box
         from exporter.wire.int8_codes import SCALE_BYTES
@@ -65,7 +67,8 @@ class TensorSource(Struct, frozen=True):
         return SliceSpec(full, box.starts, lengths)
 
     def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """Return one of its variables with the shape in which it is stored.
+        """Return one of the source's variables with the shape in which it is stored: wider rows in 8 bits,
+        else unchanged.
 
         A variable of type int8 has that shape already; only its part still has the width of the trained
         table.
@@ -84,17 +87,24 @@ class TensorSource(Struct, frozen=True):
 
 
 def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tuple[str, str]:
-    """The names of a table's keys and values in a checkpoint."""
+    """Return the names of a table's keys and values in a checkpoint.
+
+    `renamed` returns the trainer's name of a tensor, None if no rule gives one.
+    """
     return renamed(table.keys) or table.keys, renamed(table.values) or table.values
 
 
 def cast_for(key: str, tensor: TensorRef, rules: MappingRules) -> DType | None:
-    """The dtype that the rules store a variable in; None for the tensor's own dtype."""
+    """Return the dtype that the rules store a variable in; None for the tensor's own dtype. Only floats are
+    cast.
+    """
     return rules.cast(key) if tensor.dtype in CASTABLE else None
 
 
 def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
-    """Group variables by key, the parts of a partitioned one in their order."""
+    """Group variables by key, in the order of first occurrence; the parts of a partitioned one are in the
+    order of their begin.
+    """
     groups: dict[str, list[GraphVariable]] = {}
     for variable in variables:
         groups.setdefault(variable.key, []).append(variable)
