@@ -40,7 +40,7 @@ _ITERATIONS = frozenset({"global_step", "_iterations", "iterations"})
 
 
 def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Extra]:
-    """Yield every tensor that is not `used`, with its probable purpose."""
+    """Yield every tensor whose name is not in `used`, with its probable purpose, in the catalog's order."""
     embedding = _embedding_kinds(catalog)
     for name, tensor in catalog.tensors.items():
         if name not in used:
@@ -48,9 +48,8 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """Return the purposes of embedding variables' tensors, by tensor name.
-
-    Empty if one of them is damaged.
+    """Return the purposes of embedding variables' tensors, by the tensor's name; empty if one of them is
+    damaged.
     """
     try:
         variables = embedding_variables(catalog)
@@ -106,7 +105,9 @@ _SCOPE = re.compile(r"[/.](?=[^/.]*$)")
 
 
 def names_of(ref: TensorRef) -> tuple[str, ...]:
-    """The names by which `--ignore` finds a tensor: its full name, its object's path, the last part."""
+    """Return the names by which `--ignore` finds a tensor: its full name, its object's path, the path's last
+    part.
+    """
     path = ref.name.removesuffix(SUFFIX)
     return ref.name, path, _SCOPE.split(path)[-1]
 
@@ -120,12 +121,16 @@ class Member(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which `--ignore` finds the variable."""
+        """The names by which `--ignore` finds the variable: in its object, of its tensor, and the
+        program's.
+        """
         return self.name, *names_of(self.tensor), self.trained_name
 
     @property
     def label(self) -> str:
-        """The variable's name for a person."""
+        """The variable's name for a person: the one that the program gave it, else its tensor's without
+        suffix.
+        """
         return self.trained_name or self.tensor.name.removesuffix(SUFFIX)
 
 
@@ -144,11 +149,12 @@ def whole_objects(
     graph: InferenceGraph,
     rules: MappingRules,
 ) -> tuple[ServedWhole, list[str]]:
-    """Require that a checkpoint's objects are served whole.
+    """Require that a checkpoint's objects are served whole; return the tensors that may be left out, and at
+    most one note.
 
-    Return the tensors that may be left out, and notes. ObjectMismatch if a variable of such an object is not
-    served, for no known reason. A note names such variables instead where names decided which tensor is
-    which, and where the object corresponds to a module around models.
+    `used` are the names of the tensors that are served. A note names left-out variables where names decided
+    which tensor is which, and where the object corresponds to a module around models. Raises ObjectMismatch
+    if another variable of a served object is not served, for no known reason.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
@@ -182,9 +188,9 @@ def whole_objects(
 def _served_objects(
     trained: TrainedObjects, matches: ObjectMatches, used: frozenset[str], before: ServedWhole | None
 ) -> Iterator[tuple[int, list[Member], Member | None]]:
-    """Yield each object that is served, with its variables, and a served one of its own.
+    """Yield (number, variables, a served variable) of each object that is served.
 
-    That is None for a container of models, as it was known `before` or is found now.
+    The third is None for a container of models, as it was known `before` or is found now.
     """
     for number, members in _members(trained).items():
         served = next((member for member in members if member.tensor.name in used), None)
@@ -195,7 +201,10 @@ def _served_objects(
 
 
 def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
-    """Yield the names by which `--ignore` finds the variables of a checkpoint."""
+    """Yield the names by which `--ignore` finds the variables of a checkpoint, some more than once.
+
+    `objects` is None for a checkpoint by names.
+    """
     for ref in catalog.tensors.values():
         yield from names_of(ref)
     if objects is not None:
@@ -207,10 +216,10 @@ def ignorable(catalog: Catalog, objects: ObjectGraph | None) -> Iterator[str]:
 
 
 def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
-    """Return the variables that each object holds itself or in lists.
+    """Return the variables that each object holds itself or in lists, by the object's number.
 
     Optimizers and all below are left out. A variable that is an attribute of one object is not also a member
-    of the objects that list it.
+    of the objects that list it. Raises UsageError if the user's object path does not exist.
     """
     objects = trained.objects.objects
     slots = {slot for item in objects for slot in item.slots}
@@ -236,7 +245,10 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
 
 
 def _reached(trained: TrainedObjects) -> list[int]:
-    """The numbers of the model's objects, sorted; optimizers and what only they reach are left out."""
+    """Return the numbers of the model's objects, ascending; optimizers and what only they reach are left out.
+
+    Raises UsageError if the user's object path does not exist.
+    """
     objects, optimizers = trained.objects.objects, trained.objects.optimizers
     start = ROOT if trained.start is None else trained.start
     reached, pending = {start}, [start]
@@ -249,7 +261,9 @@ def _reached(trained: TrainedObjects) -> list[int]:
 
 
 def _in_lists_of(objects: ObjectGraph, number: int) -> Iterator[tuple[int, str]]:
-    """Yield number and path of each variable in lists that an object holds; nothing for a list itself."""
+    """Yield number and path of each variable in lists that an object holds; nothing for an object that is a
+    list itself.
+    """
     if not _is_list(objects, number):
         for edge, child in objects.objects[number].children.items():
             for path, listed in _listed_in(objects, child, edge):
@@ -259,8 +273,8 @@ def _in_lists_of(objects: ObjectGraph, number: int) -> Iterator[tuple[int, str]]
 def _members_inside(trained: TrainedObjects, number: int, served: Collection[str]) -> list[Member]:
     """Return the variables of objects inside an object with served variables, like an adapter in a layer.
 
-    Empty if a variable inside is `served`, too: an object that holds layers may hold others for training.
-    Counts and metrics are left out.
+    Empty if a variable inside is `served` (names of tensors), too: an object that holds layers may hold
+    others for training. Counts and metrics are left out.
     """
     objects, found = trained.objects, list[Member]()
     pending, seen = [number], {number, *objects.optimizers}
@@ -289,7 +303,11 @@ def _is_list(objects: ObjectGraph, number: int) -> bool:
 
 
 def _listed_in(objects: ObjectGraph, number: int, path: str) -> Iterator[tuple[str, int]]:
-    """Yield path and number of each variable in a list, and in lists inside it."""
+    """Yield path and number of each variable in the list with this number, and in lists inside it; nothing
+    for another object.
+
+    `path` is the list's own path, with which the paths begin.
+    """
     pending, seen = [(path, number)], {number}
     while pending:
         path, number = pending.pop()
@@ -303,16 +321,18 @@ def _listed_in(objects: ObjectGraph, number: int, path: str) -> Iterator[tuple[s
 
 
 def _known_names(graph: InferenceGraph) -> frozenset[tuple[str, ...]]:
-    """The names of all variables of the model, whether or not its graph reads them, without numbers."""
+    """Return the `stems` of the names of all variables of the model, whether or not its graph reads them."""
     objects = graph.objects.objects if graph.objects is not None else ()
     names = (item.variable.name for item in objects if item.variable)
     return frozenset(map(stems, (*names, *graph.layers)))
 
 
 def _is_state(member: Member, beside: Iterable[Member], used: Collection[str]) -> bool:
-    """True for state of training, known by its kind: a count, a seed, a layer's state, an average.
+    """True for state of training, known by its kind: a count, a seed, a layer's state, an average of a served
+    variable.
 
-    So are moving statistics beside the learnt parameters of a normalising layer.
+    So are moving statistics beside the served parameters of a normalising layer. `beside` are all variables
+    of the object, `used` the names of the served tensors.
     """
     ref = member.tensor
     leaf = _SCOPE.split(member.name)[-1].strip("_")
@@ -350,7 +370,9 @@ def _kind_of(ref: TensorRef) -> str:
 
 
 def _way_out(left: list[tuple[str, str]]) -> str:
-    """The hint for variables of served objects, each given with its label and its name for `--ignore`."""
+    """Return the hint for variables of served objects, each given with its label and its name for
+    `--ignore`.
+    """
     build = "build the model with what the trainer's has"
     if any("lora" in label for label, _ in left):
         build = "call enable_lora in the builder, with the trainer's rank"
@@ -362,9 +384,11 @@ def _way_out(left: list[tuple[str, str]]) -> str:
 def left_out_by_names(
     catalog: Catalog, used: Collection[str], graph: InferenceGraph, rules: MappingRules
 ) -> Iterator[str]:
-    """Yield a note on variables, in a checkpoint by names, in a served variable's scope but not served.
+    """Yield at most one note: on variables, in a checkpoint by names, that are in a served variable's scope
+    but not served.
 
-    ObjectMismatch if the file says that they are of one layer, as Keras 2's files do.
+    `used` are the names of the tensors that are served. Raises ObjectMismatch if the file says that they are
+    of one layer, as Keras 2's files do.
     """
     if catalog.naming is not Naming.NAMES:  # of layers and lists all values have to fit anyway
         return
@@ -391,7 +415,7 @@ def left_out_by_names(
 
 
 def _note_on(left: list[LeftOut]) -> str:
-    """The note on variables that may be missing."""
+    """Return the note on variables that may be missing; at least one is needed, the first one is named."""
     first = left[0]
     beside = first.beside.label if first.beside else first.place
     more = f", and {len(left) - 1} more like it" if len(left) > 1 else ""
@@ -405,6 +429,8 @@ _HALF = re.compile(r"-(keys|values)$")
 
 
 def _place(ref: TensorRef) -> tuple[str, str]:
-    """The owner and the scope of a tensor, which variables of one layer have in common."""
+    """Return the owner and the scope of a tensor, "" without one: variables of one layer have both in
+    common.
+    """
     scope = _SCOPE.search(ref.name)
     return ref.owner, ref.name[: scope.start()] if scope else ""

@@ -51,10 +51,11 @@ def row_order(
     trained: PartitionStrategy | None,
     served: PartitionStrategy | None,
 ) -> RowOrder:
-    """Return the moves that bring a table's rows from training's order to that of the graph's lookups.
+    """Return the moves that bring a table's rows from training's order to the order of the graph's lookups.
 
-    For either strategy, None means unknown, NONE that the table's parts are never looked up together.
-    PartitionStrategyUnknown if rows may have to move, and a strategy that matters is unknown.
+    `variables` are the table's parts in the graph. For either strategy, None means unknown, NONE that the
+    table's parts are never looked up together. Raises PartitionStrategyUnknown if rows may have to move, and
+    a strategy that matters is unknown or parts have other lengths than `mod` gives.
     """
     # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
     # while the parts are stored as contiguous boxes. Served with another number of parts, or whole, the
@@ -89,7 +90,10 @@ def _require_strategies(
     stored_parts: int,
     served_parts: int,
 ) -> None:
-    """Raise PartitionStrategyUnknown for a side of several partitions whose strategy is unknown."""
+    """Require a known strategy for each side, checkpoint and graph, that has several partitions.
+
+    Raises PartitionStrategyUnknown otherwise.
+    """
     if trained is None and stored_parts > 1:
         raise PartitionStrategyUnknown(
             f"table {key!r}: {stored_parts} partitions in the checkpoint, {served_parts} in the graph, "
@@ -106,7 +110,9 @@ def _require_strategies(
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:
-    """Return the number of rows of each part under `mod`: part p holds rows p, p + parts, ..."""
+    """Return the number of rows of each part under `mod`, in the order of the parts: part p holds rows p, p +
+    parts, ...
+    """
     return [len(range(part, rows, parts)) for part in range(parts)]
 
 
@@ -144,16 +150,18 @@ class RenameTable(Struct, frozen=True):
 
     @property
     def rules(self) -> tuple[RenameRule, ...]:
-        """The table as rules for whole names."""
+        """The table as rules, one for each whole variable name, in the order of the lines."""
         return tuple(
             RenameRule(re.compile(re.escape(variable)), entry.tensor.replace("\\", r"\\"))
             for variable, entry in self.entries.items()
         )
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
-        """Raise UsageError for names that do not exist.
+        """Require that the graph has each variable or table, and the checkpoint each tensor, that the table
+        names.
 
-        A typing error would silently leave a variable to other rules.
+        A typing error would silently leave a variable to other rules. Raises UsageError, which names the
+        line.
         """
         from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 
@@ -176,7 +184,7 @@ class RenameTable(Struct, frozen=True):
 
 
 def read_renames(path: Path) -> RenameTable:
-    """Read the table of names in a file.
+    """Read the table of names in the file `path`.
 
     Raises:
         UsageError: it cannot be read, or a line has another form; the message names the line.
@@ -189,7 +197,10 @@ def read_renames(path: Path) -> RenameTable:
 
 
 def parse_renames(text: str, path: Path) -> RenameTable:
-    """Parse a table of names; UsageError names the line that has another form."""
+    """Parse a table of names; `path` is for messages.
+
+    Raises UsageError, which names the line, if a line has another form or a variable occurs twice.
+    """
     entries: dict[str, Entry] = {}
     for number, line in enumerate(text.splitlines(), 1):
         columns = _COMMENT.sub("", line).split()
@@ -224,7 +235,7 @@ class RenameRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> RenameRule:
-        """Parse a rule `pattern=replacement`, split at the last `=`; UsageError for another text."""
+        """Parse a rule `pattern=replacement`, split at the last `=`. Raises UsageError for another text."""
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern or not replacement:
             raise UsageError(f"rename rule {text!r} is not of the form PATTERN=NAME", hint=_RENAME_EXAMPLE)
@@ -238,7 +249,7 @@ class RenameRule(Struct, frozen=True):
         return cls(compiled, replacement)
 
     def apply(self, name: str) -> str | None:
-        """Return the tensor name for a variable; None if the rule does not match its name."""
+        """Return the tensor name for a variable's name; None if the rule does not match the whole name."""
         match = self.pattern.fullmatch(name)
         return match.expand(self.replacement) if match else None
 
@@ -259,9 +270,10 @@ class CastRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Parse a rule `pattern=bfloat16` (or float16, int8).
+        """Parse a rule `pattern=bfloat16` (or float16, int8); without a pattern it is for every float
+        variable.
 
-        Without a pattern it is for every float variable. UsageError for another text.
+        Raises UsageError for another text.
         """
         pattern, _, label = text.rpartition("=")
         if label not in CASTS:
@@ -280,7 +292,7 @@ TF_AVERAGE = "ExponentialMovingAverage"
 
 
 def average_slots(average: str | None) -> tuple[str, ...]:
-    """The slot names that `--average` looks for, in their order; none for None."""
+    """Return the slot names that a value of `--average` looks for, in their order; empty for None."""
     return (TF_AVERAGE, "ema") if average == "ema" else (average,) if average else ()
 
 
@@ -319,14 +331,17 @@ class MappingRules(Struct, frozen=True):
     whole: ServedWhole | None = None
 
     def ignores(self, names: Iterable[str]) -> bool:
-        """True if a variable with one of these names may be left out on purpose."""
+        """True if a variable with one of these names may be left out: it matches `--ignore`, or was left out
+        before.
+        """
         known = self.whole.beside if self.whole is not None else ()
         return any(name in known or any(p.fullmatch(name) for p in self.ignored) for name in names)
 
     def renamed(self, key: str) -> str | None:
-        """Return the tensor name that the rename rules give a variable, None if no rule matches it.
+        """Return the tensor name that the rename rules, or an earlier export, give a variable; None if
+        neither does.
 
-        AmbiguousRename if the rules disagree.
+        Raises AmbiguousRename if rules disagree.
         """
         names = {new for rule in self.renames if (new := rule.apply(key)) is not None}
         if len(names) > 1:
@@ -336,16 +351,15 @@ class MappingRules(Struct, frozen=True):
         return names.pop() if names else self.names.get(key)
 
     def cast(self, key: str) -> DType | None:
-        """Return the dtype that the first matching cast rule stores a float variable in.
-
-        None if none matches.
+        """Return the dtype that the first matching cast rule, or an earlier export, stores a float variable
+        in; None if neither does.
         """
         ruled = next((rule.label for rule in self.casts if rule.pattern.fullmatch(key)), self.dtypes.get(key))
         return DType.of(ruled) if ruled else None
 
 
 def parse_rules(request: ExportRequest) -> MappingRules:
-    """Parse the rules about names and layouts in a request.
+    """Return the rules about names and layouts in a request; table files of names are not read here.
 
     Raises:
         UsageError: a rule does not parse.
@@ -367,7 +381,7 @@ def parse_rules(request: ExportRequest) -> MappingRules:
 
 
 def parse_ignored(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """Compile the regular expressions of `--ignore`.
+    """Compile the regular expressions of `--ignore`, in their order.
 
     Raises:
         UsageError: one does not parse.

@@ -66,7 +66,7 @@ class DynamicTable(
 
     @classmethod
     def of(cls, table: GraphDynamicTable) -> DynamicTable:
-        """Describe a graph's table, without the values that absent keys read."""
+        """Return the description of a graph's table, without the values that absent keys read."""
         return cls(table.name, table.key_dtype.label, table.value_dtype.label, table.dim, len(table.defaults))
 
     @property
@@ -87,7 +87,7 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, variable: GraphVariable) -> VariableDocument:
-        """Make the document of a variable."""
+        """Return the document of a variable."""
         whole = cls(variable.node, variable.key, variable.dtype.label, variable.shape)
         part = variable.part
         return whole if part is None else replace(whole, full_shape=part.full_shape, starts=part.starts)
@@ -95,7 +95,7 @@ class VariableDocument(Struct, frozen=True, omit_defaults=True):
     def read(self) -> GraphVariable:
         """Return the variable that the document describes.
 
-        DocumentError if its box has another number of dimensions.
+        Raises DocumentError if its box has another number of dimensions.
         """
         part = None
         if self.full_shape is not None:
@@ -115,11 +115,11 @@ class PlaceDocument(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, place: TensorRef) -> PlaceDocument:
-        """Make the document of a place."""
+        """Return the document of a place, a tensor in a Keras weights file."""
         return cls(place.name, place.dtype.label, place.shape, place.owner)
 
     def read(self) -> TensorRef:
-        """Return the place that the document describes."""
+        """Return the place that the document describes, as a tensor without stored bytes."""
         return TensorRef(self.name, DType.of(self.dtype), self.shape, owner=self.owner)
 
 
@@ -158,7 +158,7 @@ class RulesDocument(Struct, frozen=True):
 
     @classmethod
     def of(cls, rules: MappingRules) -> RulesDocument:
-        """Make the document of rules, its mappings sorted by name."""
+        """Return the document of rules, its mappings sorted by name."""
         return cls(
             tuple(RenameText(rule.pattern.pattern, rule.replacement) for rule in rules.renames),
             rules.average,
@@ -207,7 +207,10 @@ class MappingSpec(
     def of(
         cls, graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping, admission: Admission
     ) -> MappingSpec:
-        """Make the recipe of a full export; tensors found among a trainer's objects are recorded by name."""
+        """Return the recipe of a full export; tensors found among a trainer's objects are recorded by name.
+
+        Raises AmbiguousRename if rename rules disagree on a name.
+        """
         ours = [source for source in mapping.sources if source.variables]
         tables = (
             replace(table, key_shape=stored.key_shape or (), value_shape=stored.value_shape or ())
@@ -234,12 +237,14 @@ class MappingSpec(
 
     @cached_property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """The graph's variables, in the dtypes that the graph computes with."""
+        """The graph's variables, in the dtypes that the graph computes with; DocumentError if one is
+        inconsistent.
+        """
         return tuple(variable.read() for variable in self.stored)
 
     @cached_property
     def rules(self) -> MappingRules:
-        """The rules for the next checkpoint: the results of patterns instead of the patterns."""
+        """The rules for the next checkpoint: with the results of patterns instead of the patterns."""
         given = self.given
         return MappingRules(
             average=given.average,
@@ -261,10 +266,11 @@ class MappingSpec(
     def mapping(self, catalog: Catalog, ignored: tuple[re.Pattern[str], ...] = ()) -> VariableMapping:
         """Map another checkpoint of the same model, without its dynamic tables.
 
-        Variables of served objects that match `ignored` may be left out, and those that were left out before.
+        Variables of served objects may be left out if they match `ignored`, or were left out before.
 
         Raises:
             SchemaChanged: the checkpoint is of another model.
+            CorruptFile: the checkpoint's graph of objects is damaged.
         """
         from exporter.mapping.build import build_mapping
 
@@ -287,11 +293,15 @@ class MappingSpec(
             ) from error
 
     def trained_name(self, table: DynamicTable) -> str:
-        """The name of a dynamic table in the checkpoint."""
+        """Return the name of a dynamic table in the checkpoint."""
         return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """Return the served variables as stored in a bundle of this recipe, whatever the trainer's names."""
+        """Return the served variables as stored in a bundle of this recipe, by their served names; their
+        tensors have no extents.
+
+        The contents of lookup tables come last.
+        """
         variables = (self._published(*item) for item in group_parts(self.variables).items())
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
 
@@ -305,12 +315,12 @@ class MappingSpec(
         return TensorSource(key, parts, tensor, cast=cast_for(key, tensor, self.rules))
 
     def check_rules(self, given: MappingRules, admission: Admission) -> None:
-        """Require that the rules of a later command line equal these, or are all left out.
+        """Require that the rules of a later command line equal the rules of this recipe, or are all left out.
 
         `--ignore` may be given at any time: see `mapping`.
 
         Raises:
-            SchemaChanged: names the options that differ.
+            SchemaChanged: they differ; the error names the options.
         """
         asked = replace(RulesDocument.of(given), trained={}, tensors={})
         if asked == RulesDocument() and admission == Admission():
@@ -329,7 +339,9 @@ class MappingSpec(
 
 
 def _renamed(graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> dict[str, str]:
-    """The trainer's names of variables and tables, where a rule or the tables' objects gave others."""
+    """Return the trainer's names of variables and tables, by their own names, where a rule or the tables'
+    objects gave others.
+    """
     names = {variable.key for variable in graph.variables}
     names |= {name for table in graph.tables for name in (table.keys, table.values)}
     names |= {table.name for table in graph.dynamic_tables}
@@ -344,7 +356,7 @@ def _renamed(graph: InferenceGraph, rules: MappingRules, mapping: VariableMappin
 
 
 def _sorted(by_name: Mapping[str, T]) -> dict[str, T]:
-    """The same mapping in the order of the names, as in manifests."""
+    """Return the same mapping in the order of its keys, as in manifests."""
     return dict(sorted(by_name.items()))
 
 

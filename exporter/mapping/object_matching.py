@@ -46,9 +46,8 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The number of the object at the user's path; None without a path.
-
-        UsageError if no object has this path.
+        """The number of the object at the user's path; None without a path. Raises UsageError if no object
+        has this path.
         """
         if self.object_path is None:
             return None
@@ -64,15 +63,15 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def holding(self) -> frozenset[int]:
-        """The objects from which some variable or table can be reached."""
+        """The numbers of the objects from which some variable or table can be reached."""
         objects = enumerate(self.objects.objects)
         return self.objects.leading_to(number for number, item in objects if item.variable or item.table)
 
     @cached_property
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
-        """The variables of each name, without optimizers' slots.
+        """The variables of each name, without optimizers' slots; with a user's path, only variables below it.
 
-        With a user's path, only variables below it.
+        Raises UsageError if no object has this path.
         """
         slots = {slot for item in self.objects.objects for slot in item.slots}
         within = None if self.start is None else self.objects.paths_from(self.start)
@@ -113,10 +112,16 @@ def match_objects(
     renamed: Mapping[str, str],
     tables: Iterable[str] = (),
 ) -> ObjectMatches:
-    """Return the tensor of each variable by its key.
+    """Return the tensor of each variable in `wanted`, by its key, with further results of the walk.
 
     `renamed` has the trainer's name where the user gave one. `tables` are nodes of hash tables, which are
-    matched as well. MissingTensors, AmbiguousRename or ObjectMismatch if a variable has no certain tensor.
+    matched as well. `served` is None for a graph without objects, which is matched by names.
+
+    Raises:
+        MissingTensors: a variable has no tensor.
+        AmbiguousRename: several objects, or several variables of a name, fit.
+        ObjectMismatch: names contradict the match, or a layer more shifts numbered names.
+        UsageError: no object has the user's path.
     """
     found = {}
     for key, name in renamed.items():
@@ -139,9 +144,9 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """Return the tensors that one pair of objects finds.
+    """Return the tensors, by the variable's key, of the pair of objects that finds the most of them.
 
-    None if another pair finds as many, but other ones.
+    Empty if none finds any, or if another pair finds as many, but other ones.
     """
     search = _Search(wanted, served, trained, {})
     starts = [(ours, theirs) for ours in search._served_roots() for theirs in search._trained_roots()]
@@ -158,9 +163,10 @@ def _tensors_met(walk: _Walk, trained: TrainedObjects) -> frozenset[str]:
 
 
 def _tensor_named(name: str, trained: TrainedObjects) -> str | None:
-    """Return the tensor with a name that a person typed: a tensor's, a path's, a unique variable's.
+    """Return the tensor with a name that a person typed: a tensor's name, an object's path, or a unique
+    variable's name.
 
-    None otherwise.
+    None if there is no such tensor, or several variables have the name.
     """
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
@@ -204,7 +210,10 @@ def _by_name(
 def _refuse_left_over_twins(
     found: Mapping[str, Matched], wanted: Mapping[str, GraphVariable], trained: TrainedObjects
 ) -> None:
-    """Raise ObjectMismatch if the checkpoint has more variables of a kind, which may shift names' numbers."""
+    """Raise ObjectMismatch if the checkpoint has more variables of a kind, which may shift names' numbers.
+
+    `found` has the tensor of each variable that was matched.
+    """
     used = {match.tensor for match in found.values()}
     known = {(stems(key), wanted[key].full_shape): key for key in found}
     for name, variables in trained.by_name.items():
@@ -234,7 +243,7 @@ class _Walk(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The path, for a person, of the checkpoint's object at which the walk began."""
+        """The path, for a person, of the checkpoint's object at which the walk began; "." for the root."""
         return self.trained_path or "."
 
 
@@ -259,10 +268,11 @@ class _Search(Struct, frozen=True, dict=True):
                 self.numbers[key] = by_node[variable.node]
 
     def best(self) -> tuple[_Walk, dict[str, str]] | None:
-        """Return the only walk that fits, and its tensors; None if no objects of the graphs correspond.
+        """Return the only walk that fits, and its tensors by the variable's key; None if no objects of the
+        graphs correspond.
 
-        AmbiguousRename if several fit, ObjectMismatch if names contradict it, MissingTensors if it is not
-        complete.
+        Raises AmbiguousRename if several fit, ObjectMismatch if names contradict it, MissingTensors if it is
+        not complete. A shape or dtype that differs does not raise here.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_roots():
@@ -280,7 +290,7 @@ class _Search(Struct, frozen=True, dict=True):
 
     @cached_property
     def _leading(self) -> frozenset[int]:
-        """The served objects from which a wanted variable or table can be reached."""
+        """The numbers of the served objects from which a wanted variable or table can be reached."""
         return self.served.leading_to({*self.numbers.values(), *self._table_numbers})
 
     @cached_property
@@ -289,7 +299,9 @@ class _Search(Struct, frozen=True, dict=True):
         return frozenset(number for number, item in enumerate(objects) if item.table in self.tables)
 
     def _served_roots(self) -> Iterator[int]:
-        """Yield the root, then objects in it from which all wanted variables and tables can be reached."""
+        """Yield the served objects near the root, itself first, from which all wanted variables and tables
+        can be reached.
+        """
         for number, path in self.served.paths.items():
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
                 return
@@ -341,7 +353,9 @@ class _Search(Struct, frozen=True, dict=True):
         return self._with_optimizer_list(served, walk)
 
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
-        """Add to the walk the variables that can be reached only through an optimizer's list of variables."""
+        """Return the walk with the variables added that can be reached only through an optimizer's list of
+        variables.
+        """
         # A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
         # keeps all trainable variables in the model's own order. That order is used if both lists have the
         # same length and it agrees with the walk wherever the walk met a variable.
@@ -404,7 +418,7 @@ class _Search(Struct, frozen=True, dict=True):
         return all(v.full_shape == ref.shape and v.dtype == ref.dtype for v, ref in refs)
 
     def _problems(self, walk: _Walk) -> Iterator[str]:
-        """Yield each objection to a walk that found everything."""
+        """Yield each objection, for a person, to a walk that found all variables; nothing if it is right."""
         objects = self.trained.objects.objects
         pairs = []
         for key, number in self.numbers.items():
@@ -424,7 +438,9 @@ class _Search(Struct, frozen=True, dict=True):
 
 
 def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
-    """Return the trained object's edges, except those whose numbers count other layers than the served's."""
+    """Return name and target of the trained object's edges, except those whose numbers count other layers
+    than the served's.
+    """
     # Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
     # weights and the `dynamic_embedding` in its place has none, which moves the second count alone.
     layers = _beginning(served, _LAYERS)

@@ -50,7 +50,10 @@ class PartialMapping(Struct, frozen=True):
 def fit_partly(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str]
 ) -> PartialMapping:
-    """Match the variables that the checkpoint certainly has; `counted` are names that a framework numbers.
+    """Match the variables that the checkpoint certainly has; return these, and the reasons why others do not
+    fit.
+
+    `counted` are names, without numbers, that a framework numbers.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.
@@ -143,7 +146,11 @@ class _Partial(Struct, frozen=True):
             self.misfits[key] = f"the checkpoint has {len(refs)} variables called {name!r}"
 
     def _counted(self, found: Collection[str]) -> dict[str, tuple[TensorRef, str]]:
-        """Match the tensors of layers that a framework named by class and number, in the numbers' order."""
+        """Match the tensors of layers that a framework named by class and number, in the numbers' order.
+
+        Return tensor and way of matching by the variable's key; `found` are the keys matched before. Adds
+        reasons to `misfits` where the numbers are not equal on both sides.
+        """
         stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, refs in self.trained.items():
             for ref in refs:
@@ -171,7 +178,11 @@ class _Partial(Struct, frozen=True):
         return taken
 
     def _by_objects(self, found: Mapping[str, object]) -> dict[str, tuple[TensorRef, str]]:
-        """Match variables whose names identify nothing, by the edges to them on both sides."""
+        """Match variables whose names identify nothing, by the edges to them on both sides.
+
+        Return tensor and way of matching by the variable's key, without keys in `found`; empty without
+        objects on both sides.
+        """
         if self.objects is None or self.graph.objects is None:
             return {}
         trained = TrainedObjects(self.objects, self.catalog.tensors, self.rules.object_path)

@@ -95,8 +95,9 @@ def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tup
 
 
 def cast_for(key: str, tensor: TensorRef, rules: MappingRules) -> DType | None:
-    """Return the dtype that the rules store a variable in; None for the tensor's own dtype. Only floats are
-    cast.
+    """Return the dtype that the rules store a variable in; None for the tensor's own dtype.
+
+    Only float32 and float64 are cast.
     """
     return rules.cast(key) if tensor.dtype in CASTABLE else None
 

@@ -36,12 +36,13 @@ class Unserved(Struct, frozen=True):
 def check_batch_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource], switches: Mapping[str, str]
 ) -> None:
-    """Raise an error if a graph normalises by the batch.
+    """Require that a graph does not normalise by the batch while the checkpoint has moving statistics.
 
-    `switches` with their values would choose inference.
+    `switches` are placeholders, with the values that would choose inference, for the hint.
 
     Raises:
-        TrainingModeServed: names the statistics, and the nodes that normalise.
+        TrainingModeServed: it does; names the statistics, and the nodes that normalise.
+        CorruptFile: the checkpoint's graph of objects is damaged.
     """
     found = [*unserved_statistics(graph, catalog, sources)]
     if not found:
@@ -60,7 +61,11 @@ def check_batch_statistics(
 def unserved_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
 ) -> Iterator[Unserved]:
-    """Yield the moving statistics of served layers that are not served."""
+    """Yield the moving statistics of served layers that are not served, each with a served variable beside
+    it.
+
+    Raises CorruptFile if the checkpoint's graph of objects is damaged.
+    """
     names = _names(catalog)
     served = _served_names(graph, names, sources)
     known = {name: None for aliases in names.values() for name in aliases}
@@ -82,7 +87,10 @@ def unserved_statistics(
 def _served_names(
     graph: InferenceGraph, names: Mapping[str, Iterable[str]], sources: Iterable[TensorSource]
 ) -> set[str]:
-    """All names of the served variables; those that only a switched-off branch reads are left out."""
+    """Return all names of the served variables; variables that only a switched-off branch reads are left out.
+
+    `names` has the names of each tensor.
+    """
     served = set[str]()
     for source in sources:
         if not all(variable.node in graph.training.idle for variable in source.variables):
@@ -94,7 +102,9 @@ def _served_names(
 
 
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
-    """Return the names of each tensor: its own, and the one that the program gave its variable."""
+    """Return the names of each tensor, by its name: its own without suffix, and the one that the program gave
+    its variable.
+    """
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}
     if any(own[0].rpartition("/")[2] in STATISTICS for own in names.values()) or any(
@@ -112,7 +122,7 @@ _SERVED = "serve"
 
 
 def with_training(mapping: VariableMapping, training: TrainingGraph) -> VariableMapping:
-    """Add to the mapping every tensor that the training graph restores, in its stored form.
+    """Return the mapping with every tensor that the training graph restores added, in its stored form.
 
     A tensor that both graphs need is stored once. If they need different values of one name (averages, casts,
     rows in another order) the served variable gets another name: a serving graph can restore any name.

@@ -36,7 +36,9 @@ class Unmatched(Struct, frozen=True):
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Lines for a rename file: certain pairs, and variables with several or no candidates as comments."""
+        """Lines for a rename file: pairs of which only one tensor fits; variables with several or no
+        candidates as comments.
+        """
         lines = []
         for left in self.variables:
             names = [ref.name for ref in left.candidates]
@@ -48,7 +50,12 @@ class Unmatched(Struct, frozen=True):
 
 
 def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """Return the left-overs of a graph and a checkpoint, by rules and names; mismatches do not raise."""
+    """Return the left-overs of a graph and a checkpoint, by rules and names; a MappingError becomes their
+    `reason`.
+
+    Raises UsageError if the rules name an object that does not exist, CorruptFile if the checkpoint's graph
+    of objects is damaged.
+    """
     try:
         mapping = build_mapping(graph, catalog, rules)
     except MappingError as error:
@@ -58,7 +65,9 @@ def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reason: str) -> Unmatched:
-    """Return the left-overs by names of variables and of layers, with shapes and dtypes."""
+    """Return the left-overs by names of variables and of layers, with shapes and dtypes; `reason` is passed
+    on.
+    """
     wanted = {variable.key: variable for variable in graph.variables}
     names = {key: key for key in wanted} | _by_layer(graph, catalog)
     names |= {key: new for rule in rules.renames for key in wanted if (new := rule.apply(key)) is not None}
@@ -77,7 +86,7 @@ def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reaso
 
 
 def _by_layer(graph: InferenceGraph, catalog: Catalog) -> dict[str, str]:
-    """Return the matches by layers' names alone; none if these contradict each other."""
+    """Return the matches by layers' names alone, {variable: tensor}; empty if these contradict each other."""
     try:
         return match_unnamed(replace(graph, layers={}), catalog)
     except MappingError:
