@@ -245,8 +245,8 @@ def add_tries(
     """Add nodes, under `scope`, that map each variable's file, or else restore it from the bundle at
     `prefix`.
 
-    `prefix` is the tensor with the bundle's path. Return the tensors of the values, and the node that counts
-    the mapped tables. Functions are added to the graph's library.
+    `prefix` is the tensor with the bundle's path. Return the tensors of the values, and, if `tables` has a
+    counter, the node that counts the mapped tables. Functions are added to the graph's library.
     """
     tried = [*tried]
     if not tried:

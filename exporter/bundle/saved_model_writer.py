@@ -182,7 +182,7 @@ class _Held(Struct, frozen=True):
 
     @property
     def dtype(self) -> DType:
-        """The dtype of its elements in the bundle."""
+        """The dtype of the variable's elements in the bundle."""
         return self.entries[0].dtype
 
 

@@ -641,9 +641,8 @@ def why_not_mapped(source: TensorSource) -> str:
 
 
 class ServedRun(Struct, frozen=True):
-    """A variable in a bundle: its box as stored, and the box's extent.
-
-    None if it is stored in several extents.
+    """A variable in a bundle: its box as stored, and the box's extent (None if it is stored in several
+    extents).
     """
 
     variable: GraphVariable

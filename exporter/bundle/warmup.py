@@ -97,7 +97,7 @@ def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> 
 
 
 def takes_examples(signature: Proto) -> bool:
-    """True for a signature of Classify or Regress."""
+    """True for a signature of Classify or Regress, False for one of Predict."""
     return signature.method_name in _EXAMPLE_METHODS
 
 

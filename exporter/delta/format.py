@@ -83,7 +83,9 @@ def log_name(first_position: int) -> str:
 
 
 def span_name(start: int, end: int) -> str:
-    """The name of a delta's directory: `00000000000000000100-00000000000000000120`."""
+    """Return the name of a delta's directory: `00000000000000000100-00000000000000000120` for `start` 100 and
+    `end` 120.
+    """
     return f"{start:020d}-{end:020d}"
 
 
@@ -354,10 +356,10 @@ class Delta(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """The number of changed rows of all tables together."""
+        """The number of changed rows of all tables together; dense variables do not count."""
         return count_rows(self.changes)
 
 
 def count_rows(changes: Mapping[str, Change]) -> int:
-    """The number of changed rows of all tables together."""
+    """Return the number of changed rows of all tables together; dense variables do not count."""
     return sum(len(change.ids) for change in changes.values() if isinstance(change, Rows))

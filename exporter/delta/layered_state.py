@@ -166,8 +166,8 @@ class LayeredState(Struct, frozen=True, eq=False):
         """Return rows `start` to `stop` of a table, checksums not verified: a view of stored bytes or of a
         change, or a copy.
 
-        Raises MappingError if a value does not fit the served dtype, CorruptFile if rows are not stored,
-        CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        Raises MappingError or NotFinite if a value does not fit the served dtype, CorruptFile if rows are not
+        stored, CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
         """
         values = self.stored[name].rows(start, stop)
         own = False
@@ -203,8 +203,8 @@ class LayeredState(Struct, frozen=True, eq=False):
     def whole(self, name: str) -> Array:
         """Return a whole variable, checksum verified, with changes of the variable or of its rows applied.
 
-        Raises CheckpointError and subclasses (CorruptFile: the checksum differs), MappingError if a value
-        does not fit the served dtype.
+        Raises CheckpointError and subclasses (CorruptFile: the checksum differs), MappingError or NotFinite
+        if a value does not fit the served dtype.
         """
         with self._naming_damage():
             value = self.stored[name].whole()

@@ -76,7 +76,7 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
 
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
-    """True if the layers contain rows of a dense variable, which `merge_changes` refuses."""
+    """True if any of the layers contains rows of a dense variable, which `merge_changes` refuses."""
     whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 

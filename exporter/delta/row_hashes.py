@@ -33,7 +33,7 @@ _BESIDE_BYTES = 4096
 
 
 def block_rows(row_bytes: int) -> int:
-    """The number of rows of `row_bytes` bytes in one block, at least 1."""
+    """Return the number of rows of `row_bytes` bytes in one block, at least 1."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
 
 
@@ -44,10 +44,10 @@ class BlockHasher(Struct, frozen=True):
 
     @classmethod
     def fresh(cls) -> BlockHasher:
-        """Make a hasher with a random seed."""
+        """Return a hasher with a random seed."""
         import secrets
 
-        return cls(secrets.randbits(63))
+        return cls(secrets.randbits(63))  # it is stored as int64
 
     @classmethod
     def of(cls, name: str) -> BlockHasher:

@@ -205,7 +205,9 @@ def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
 def expendable(
     spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int]
 ) -> tuple[SpanT, ...]:
-    """Return the deltas that may be removed, oldest first. Without them, and by the same chains as before,
+    """Return the deltas that may be removed, oldest first; `bases` and `needed` are positions.
+
+    Without them, and by the same chains as before,
 
     - every base still reaches the newest position and each of `needed`, if it did before;
     - every state that a base reached, and every one of `needed`, still reaches the newest position.

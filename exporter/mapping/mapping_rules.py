@@ -265,7 +265,7 @@ class CastRule(Struct, frozen=True):
 
     @property
     def dtype(self) -> DType:
-        """The dtype that these variables are stored as."""
+        """The dtype that matching variables are stored as."""
         return DType.of(self.label)
 
     @classmethod

@@ -260,7 +260,7 @@ class MappingSpec(
 
     @property
     def admission(self) -> Admission:
-        """The filter of the keys of dynamic tables."""
+        """The recorded filter of the keys of dynamic tables."""
         return Admission(self.min_freq, self.max_age_steps)
 
     def mapping(self, catalog: Catalog, ignored: tuple[re.Pattern[str], ...] = ()) -> VariableMapping:
@@ -270,7 +270,8 @@ class MappingSpec(
 
         Raises:
             SchemaChanged: the checkpoint is of another model.
-            CorruptFile: the checkpoint's graph of objects is damaged.
+            UsageError: it has no object at the recorded path.
+            CorruptFile: its graph of objects is damaged.
         """
         from exporter.mapping.build import build_mapping
 

@@ -37,9 +37,8 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """The fits by the variables' keys.
-
-    The reasons why others do not fit; and the tensors that are left over.
+    """The fits by the variables' keys, the reasons why other variables do not fit, by key, and the left-over
+    tensors.
     """
 
     fits: Mapping[str, Fit]

@@ -39,7 +39,7 @@ class TensorSource(Struct, frozen=True):
 
     @property
     def dtype(self) -> DType:
-        """The dtype in the published bundle."""
+        """The dtype in the published bundle: the cast's, else the tensor's own."""
         return self.cast or self.tensor.dtype
 
     @property

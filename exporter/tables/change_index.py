@@ -92,7 +92,7 @@ def live_rows(geometry: TableGeometry, state: TableState) -> Array:
     used = np.zeros(geometry.capacity, bool)
     for begin in range(0, geometry.slots, _SCAN):
         used[state.rows(np.arange(begin, min(begin + _SCAN, geometry.slots)))] = True
-    used[geometry.cursor_row :] = False
+    used[geometry.cursor_row :] = False  # empty slots hold the last row
     return used
 
 

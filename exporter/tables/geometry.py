@@ -115,12 +115,12 @@ class TableGeometry(Struct, frozen=True):
 
     @property
     def groups(self) -> int:
-        """The length of `index_seeds`."""
+        """The number of groups: the length of `index_seeds`."""
         return 1 << self.group_bits
 
     @property
     def slots(self) -> int:
-        """The length of `index_rows`."""
+        """The number of slots: the length of `index_rows`."""
         return self.groups * self.stride + WINDOW
 
     @property

@@ -67,7 +67,7 @@ class KeyRanges(Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """The number of ranges."""
+        """The number of ranges, a power of two."""
         return 1 << self.bits
 
     @property
@@ -82,7 +82,7 @@ class KeyRanges(Struct, frozen=True):
 
     @property
     def room(self) -> int:
-        """The most keys that fit into a range."""
+        """The most keys that fit into a range: its slots and the window that overlaps the next one."""
         return self.slots + WINDOW
 
     def of_hashes(self, hashed: Array) -> Array:
@@ -128,7 +128,9 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """All tensors that are read, whole or in part."""
+        """All tensors that the run reads, whole or in part: those of `counted`, then bucket offsets if there
+        are any.
+        """
         return self.counted if self.offsets is None else (*self.counted, self.offsets)
 
     def renumbered(self, shards: Sequence[int]) -> KeyRun:
@@ -381,7 +383,7 @@ class RangeRun(Struct, frozen=True):
 
     @property
     def written_bytes(self) -> int:
-        """The number of bytes of seeds and slots."""
+        """The number of bytes of the run's seeds and slots in the task's object."""
         return 8 * self.groups[1] + 4 * self.slots[1]
 
 

@@ -49,7 +49,7 @@ def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple
     if counts[largest] > WINDOW:
         raise Crowded(keys[ends[largest] - counts[largest] : ends[largest]])
     firsts = ends - counts
-    by_size = np.argsort(counts.astype(np.uint8), kind="stable")
+    by_size = np.argsort(counts.astype(np.uint8), kind="stable")  # numpy sorts small integers by radix
     owner = np.empty(len(occupied), np.int32)
     how_many = np.bincount(counts)
     for size in np.flatnonzero(how_many)[::-1].tolist():
@@ -142,11 +142,10 @@ def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Arra
 
 
 def _take(found: Array, occupied: Array, owner: Array) -> Array:
-    """Mark the slots of groups that share none of them with another group; return the places of these groups
-    in `found`.
+    """Mark the slots of groups that own all of theirs; return the places of these groups in `found`.
 
-    `found` has the slots of each group, [size, groups]. Changes `occupied`; `owner` is scratch memory for a
-    number per slot.
+    Of several groups that want one slot, only the last one owns it. `found` has the slots of each group,
+    [size, groups]. Changes `occupied`; `owner` is scratch memory for a number per slot.
     """
     # The last writer owns a slot: a group that reads another number than its own has lost a slot.
     numbers = np.arange(found.size, dtype=np.int32).reshape(found.shape)
