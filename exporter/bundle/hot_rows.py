@@ -114,11 +114,11 @@ def _tables_of(catalog: Catalog) -> Iterator[str]:
 def lay_hot_rows(
     prefix: Path, catalog: Catalog, tables: Iterable[HotRows]
 ) -> tuple[Catalog, dict[str, HotTable]]:
-    """Append hot rows to the tables of a bundle that is being staged; return its new catalog, and the tables
-    changed by name.
+    """Append hot rows to the tables of a bundle that is being staged.
 
-    Tables without hot rows are left as they are; if none has any, nothing changes. All shards are renamed, as
-    their total number is part of their names, and the index is written anew.
+    Return its new catalog, and the tables changed by name. Tables without hot rows are left as they are; if
+    none has any, nothing changes. All shards are renamed, as their total number is part of their names, and
+    the index is written anew.
 
     Raises:
         NotServable: a variable of the model has the name that hot rows would have.

@@ -45,10 +45,10 @@ class ByteRange(Struct, frozen=True):
 def copy_ranges(
     source: Path, target: Path, ranges: Sequence[ByteRange], *, size: int, pool: Executor, progress: Progress
 ) -> None:
-    """Copy `ranges` of the shard `source` into the new file `target`; wait for all copies. `progress`
-    advances by bytes.
+    """Copy `ranges` of the shard `source` into the new file `target`.
 
-    `size` is the source's size in bytes by its catalog. An object in a store is fetched instead.
+    Wait for all copies. `progress` advances by bytes. `size` is the source's size in bytes by its catalog. An
+    object in a store is fetched instead.
 
     Raises:
         CheckpointChanged: the shard vanished, has another size, or is written to meanwhile.
@@ -152,8 +152,9 @@ def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
 
 
 def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
-    """Copy a whole piece through a buffer; return its number of bytes. Raises EOFError at the end of the
-    source.
+    """Copy a whole piece through a buffer; return its number of bytes.
+
+    Raises EOFError at the end of the source.
     """
     done = 0
     while done < piece.size:
@@ -200,10 +201,9 @@ class NewFile(Struct, frozen=True):
         return cls(found.st_mode, found.st_uid, found.st_gid)
 
     def readers_lost_by(self, other: os.stat_result) -> str:
-        """Return who can read this file but not a file with the status `other`: "owner", "group" or "others",
-        the widest of them.
+        """Return who can read this file but not a file with the status `other`: "owner", "group" or "others".
 
-        "" if nobody.
+        The widest of them; "" if nobody.
         """
         everyone = bool(other.st_mode & stat.S_IROTH)
         group = everyone or (other.st_gid == self.gid and bool(other.st_mode & stat.S_IRGRP))
@@ -246,11 +246,10 @@ def clone_shard(source: Path, target: Path, *, size: int) -> bool:
 
 
 def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> str:
-    """Hard-link `source` to `target`; return "" if done, else the reason, for a person, why it cannot be
-    linked.
+    """Hard-link `source` to `target`.
 
-    `size` is the size of `source` in bytes by its catalog. A link is refused if its mode would keep out users
-    who could read `new_file`.
+    Return "" if done, else the reason, for a person, why it cannot be linked. `size` is the size of `source`
+    in bytes by its catalog. A link is refused if its mode would keep out users who could read `new_file`.
 
     Raises:
         CheckpointChanged: the shard vanished, or is not the one that the catalog describes.
@@ -281,10 +280,9 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link the published file `source` to `target`, or copy it where a link is impossible; an object is
-    fetched first.
+    """Link the published file `source` to `target`, or copy it where a link is impossible.
 
-    Raises CheckpointError if it cannot be fetched, OSError if the copy fails.
+    An object is fetched first. Raises CheckpointError if it cannot be fetched, OSError if the copy fails.
     """
     mirror.fetch(source)  # a file that stands for an object is empty until then
     try:

@@ -188,10 +188,9 @@ def _is_certain(
 
 
 def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str]) -> list[Proto]:
-    """Return the nodes that compute the tensors `fetches`, each after its inputs; nodes in `fed` count as
-    inputs of the graph.
+    """Return the nodes that compute the tensors `fetches`, each after its inputs.
 
-    Raises _Uncertain for a loop or a missing node.
+    Nodes in `fed` count as inputs of the graph. Raises _Uncertain for a loop or a missing node.
     """
     done: dict[str, Proto] = {}
     under_way: set[str] = set()
@@ -244,8 +243,9 @@ class _Certainty:
         self._needs = _Needs()
 
     def needs(self) -> _Needs:
-        """Return the checks that are left for a trial. Raises _Uncertain if a value of a variable could make
-        a node fail.
+        """Return the checks that are left for a trial.
+
+        Raises _Uncertain if a value of a variable could make a node fail.
         """
         for node in self._order:
             if node.name not in self._fed and node.op != "VarHandleOp":
@@ -326,8 +326,9 @@ class _Certainty:
         raise _Uncertain(f"{node.op} of values is a row number")
 
     def _mask(self, reference: str) -> int | None:
-        """Return the largest number that a BitwiseAnd of a value with a constant lets through; None for other
-        tensors.
+        """Return the largest number that a BitwiseAnd of a value with a constant lets through.
+
+        None for other tensors.
         """
         node = self._nodes[endpoint(reference).node]
         if node.op != "BitwiseAnd" or not self._is_valued(reference):
@@ -340,8 +341,9 @@ class _Certainty:
 
 
 def _free_inputs(node: Proto, count: int) -> range:
-    """Return the positions of a node's inputs (`count` of them) for which it accepts any value; empty for
-    unknown operations.
+    """Return the positions of a node's inputs (`count` of them) for which it accepts any value.
+
+    Empty for unknown operations.
     """
     if node.op in _CERTAIN_ANY:
         return range(count)
@@ -364,10 +366,9 @@ class _Trial(Struct, frozen=True):
 
     @classmethod
     def of(cls, order: Iterable[Proto], variables: Iterable[GraphVariable]) -> _Trial:
-        """Return the trial of some nodes, with the variables whose handles they use; the nodes themselves
-        stay unchanged.
+        """Return the trial of some nodes, with the variables whose handles they use.
 
-        Raises _Uncertain if a handle belongs to none of `variables`.
+        The nodes themselves stay unchanged. Raises _Uncertain if a handle belongs to none of `variables`.
         """
         graph_def = message_class("GraphDef")()
         graph_def.node.extend(order)

@@ -113,19 +113,17 @@ _MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one 
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """Return words for the first node that reads a variable of the source whole, or might change it; "" if no
-    node does.
+    """Return words for the first node that reads a variable of the source whole, or might change it.
 
-    `read` has the use of each variable, by its node.
+    "" if no node does. `read` has the use of each variable, by its node.
     """
     return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
 
 
 def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[str, str]:
-    """Return the reason, by the source's key, why an overlay cannot change the reads of some of its
-    variables.
+    """Return, by key, the sources with a variable whose reads an overlay cannot change, each with the reason.
 
-    Sources whose reads it can change are left out. The graph is not changed.
+    The graph is not changed.
     """
     if not sources or _why_no_overlay(graph_def, sources) == "":  # all at once: a graph may be large
         return {}
@@ -134,10 +132,9 @@ def _without_overlay(graph_def: Proto, sources: Sequence[TensorSource]) -> dict[
 
 
 def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
-    """Return the reason why an overlay cannot change the reads of some variable of the sources; "" if it can
-    change all.
+    """Return the reason why an overlay cannot change the reads of some variable of the sources.
 
-    The graph is not changed.
+    "" if it can change all. The graph is not changed.
     """
     variables = [variable for source in sources for variable in source.variables]
     tried = {
@@ -207,8 +204,9 @@ class MappedTables(Struct, frozen=True):
         (version / MAPPED_ID_FILE).write_text(self.id)
 
     def path(self, node: str) -> bytes:
-        """Return the path of the file of a variable, given by its node, as servers see it; KeyError if it is
-        not mapped.
+        """Return the path of the file of a variable, given by its node, as servers see it.
+
+        KeyError if it is not mapped.
         """
         return os.fsencode(self.directory / VARIABLES_DIRECTORY / self.files[node])
 
@@ -395,8 +393,9 @@ def _restoring(name: str, table: TriedTable) -> Proto:
 
 
 def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
-    """Add a second result to a function, a constant that says whether the table is mapped; return the
-    function.
+    """Add a second result to a function, a constant that says whether the table is mapped.
+
+    Return the function.
     """
     flag = body.put(constant("flag", np.array(is_mapped), DType.BOOL))
     function.signature.output_arg.add(name="is_mapped", type=int(DType.BOOL))

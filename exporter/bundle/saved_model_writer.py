@@ -187,10 +187,10 @@ class _Held(Struct, frozen=True):
 
 
 def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) -> list[_Held]:
-    """Group the variables by the VarHandleOps that hold them, in the order of the variables; joined ones in
-    the order of their rows.
+    """Group the variables by the VarHandleOps that hold them, in the order of the variables.
 
-    `joined` has, by node, the place of each variable that is part of another.
+    Joined ones in the order of their rows. `joined` has, by node, the place of each variable that is part of
+    another.
     """
     # The rows of joined variables follow the graph's order, which may differ from that of the sources.
     found: dict[str, list[RestoredVariable]] = {}
@@ -279,10 +279,9 @@ def _add_file_name(graph_def: Proto, scope: str) -> None:
 def _add_names(
     graph_def: Proto, scope: str, served: Sequence[RestoredVariable], tables: Sequence[GraphTable]
 ) -> list[str]:
-    """Add the constant inputs of RestoreV2 and SaveV2: names in the bundle and slices; return the names of
-    these nodes.
+    """Add the constant inputs of RestoreV2 and SaveV2: names in the bundle and slices.
 
-    Empty if there is nothing to restore; then nothing is added.
+    Return the names of these nodes. Empty if there is nothing to restore; then nothing is added.
     """
     contents = [name for table in tables for name in (table.keys, table.values)]
     if not served and not contents:
@@ -327,8 +326,9 @@ def _add_save(
 
 
 def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
-    """Add nodes that split the value `read` of joined variables by rows; return the tensor of each variable,
-    in order.
+    """Add nodes that split the value `read` of joined variables by rows.
+
+    Return the tensor of each variable, in order.
     """
     lengths = np.array([entry.variable.shape[0] for entry in held.entries], np.int64)
     sizes, axis = f"{read}/sizes", f"{read}/axis"
@@ -340,10 +340,9 @@ def _split(graph_def: Proto, read: str, held: _Held) -> list[str]:
 
 
 def _joined(graph_def: Proto, name: str, held: _Held, values: Mapping[str, str]) -> str:
-    """Add nodes that join the `values`, by node, of the variables that `held` holds; return the tensor of the
-    whole.
+    """Add nodes that join the `values`, by node, of the variables that `held` holds.
 
-    A single variable needs no node: its own tensor is returned.
+    Return the tensor of the whole. A single variable needs no node: its own tensor is returned.
     """
     tensors = [values[entry.variable.node] for entry in held.entries]
     if len(tensors) == 1:
@@ -490,10 +489,10 @@ def restorable_graph(
 def _place_hot_rows(
     graph_def: Proto, served: tuple[RestoredVariable, ...], mapped: MappedTables
 ) -> tuple[tuple[RestoredVariable, ...], MappedTables]:
-    """Change a graph in place so that lookups read hot rows; return the variables to restore and the tables
-    to map.
+    """Change a graph in place so that lookups read hot rows.
 
-    Raises NotServable if a table with hot rows is read other than by rows.
+    Return the variables to restore and the tables to map. Raises NotServable if a table with hot rows is read
+    other than by rows.
     """
     nodes = {node.name: node for node in graph_def.node}
     entries, places, reads, files = list[RestoredVariable](), list[RestoredVariable](), {}, {}
@@ -538,8 +537,9 @@ def _add_training(
 
 
 def _make_readable(info: Proto) -> None:
-    """Set in `info` a version that Python's loaders can parse; a fork's full version is kept as the Git
-    version.
+    """Set in `info` a version that Python's loaders can parse.
+
+    A fork's full version is kept as the Git version.
     """
     known = readable_version(info.tensorflow_version)
     if known != info.tensorflow_version:

@@ -152,12 +152,11 @@ def write_variables(
     made: Path | None = None,
     progress: Progress | None = None,
 ) -> VariablesReport:
-    """Write `directory/variables`, which must not exist yet, and return a report; a model without variables
-    gets no directory.
+    """Write `directory/variables`, which must not exist yet, and return a report.
 
-    `data` says whether shards are linked, copied or compacted. Shards below `made` are the command's own: see
-    `exporter.jobs.shard_job`. `progress` advances by bytes, from several threads. Waits for all copies and
-    tasks.
+    A model without variables gets no directory. `data` says whether shards are linked, copied or compacted.
+    Shards below `made` are the command's own: see `exporter.jobs.shard_job`. `progress` advances by bytes,
+    from several threads. Waits for all copies and tasks.
 
     Raises:
         CheckpointChanged: a shard vanished or changed since the catalog was read.
@@ -212,10 +211,10 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Divide the sources: those whose shards are linked or copied, and those that tasks write (all, for a
-    target in a store).
+    """Divide the sources: first those whose shards are linked or copied, then those that tasks write.
 
-    Raises MappingError if values would have to move out of, or into, parts that are not ranges of whole rows.
+    For a target in a store, tasks write all. Raises MappingError if values would have to move out of, or
+    into, parts that are not ranges of whole rows.
     """
     is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
@@ -470,7 +469,7 @@ def _rows_at_once(source: TensorSource, count: int, task_bytes: int) -> int:
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """Yield key, dtype and slice of each box that was written; empty boxes only if the whole tensor is
+    """Yield key, dtype and slice of each box that was written; an empty box only if its whole tensor is
     empty.
     """
     moved, section = written.place.what, written.place.section
@@ -572,8 +571,9 @@ def _rows_of(box: SliceSpec) -> range:
 
 
 def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
-    """Return the part of a box with its rows `first` to `last` (excluded), counted within the box; a scalar
-    stays whole.
+    """Return the part of a box with its rows `first` to `last` (excluded), counted within the box.
+
+    A scalar stays whole.
     """
     if not box.full_shape:
         return box
@@ -582,10 +582,10 @@ def _cut(box: SliceSpec, first: int, last: int) -> SliceSpec:
 
 
 def _moves_rows(source: TensorSource) -> bool:
-    """True if values have to be laid out anew; False if every stored box is served unchanged, or RestoreV2
-    can join and cut them.
+    """True if values have to be laid out anew.
 
-    Raises MappingError if values have to be laid out anew and a part is not a range of whole rows.
+    False if every stored box is served unchanged, or RestoreV2 can join and cut them. Raises MappingError if
+    values have to be laid out anew and a part is not a range of whole rows.
     """
     if not source.gather_parts and not source.scatter_parts:
         if _is_stored_as_served(source):
@@ -630,8 +630,9 @@ def why_not_by_rows(source: TensorSource) -> str:
 
 
 def why_not_mapped(source: TensorSource) -> str:
-    """Return the reason why the variables of a source cannot each have a file of their own; "" if they
-    can.
+    """Return the reason why the variables of a source cannot each have a file of their own.
+
+    "" if they can.
     """
     if why := why_not_by_rows(source):
         return why

@@ -42,10 +42,9 @@ class WarmupRequest(Struct, frozen=True):
 
 
 def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
-    """Read the requests in a file, one a line, for the signatures of `meta_graph`; return them in the file's
-    order.
+    """Read the requests in a file, one a line, for the signatures of `meta_graph`.
 
-    Blank lines are skipped.
+    Return them in the file's order. Blank lines are skipped.
 
     Raises:
         UsageError: the file cannot be read, holds no requests or too many; or a line is not a request that

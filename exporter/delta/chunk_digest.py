@@ -48,8 +48,9 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
 
 
 def cheapest_chunk(schema: Schema) -> int | None:
-    """Return the number of the smallest, in bytes, of the variables' first chunks; None for a schema without
-    chunks.
+    """Return the number of the smallest, in bytes, of the variables' first chunks.
+
+    None for a schema without chunks.
     """
     sizes, number = dict[int, int](), 0
     for variable in digested(schema):
@@ -62,8 +63,9 @@ def cheapest_chunk(schema: Schema) -> int | None:
 
 
 def chunk_digest(rows: NDArray[Any]) -> int:
-    """Return the digest of one chunk's rows, an array [n, ...] or a scalar, as a signed 64-bit integer; 0 for
-    strings.
+    """Return the digest of one chunk's rows, an array [n, ...] or a scalar, as a signed 64-bit integer.
+
+    0 for strings.
     """
     if rows.dtype.kind in "OSU":
         return 0

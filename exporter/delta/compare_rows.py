@@ -109,19 +109,19 @@ class ComparedRows:
         return (ReadRange(stored.run_of[stored.extent], first, rows.nbytes, extend(0, rows)),)
 
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, stop) of rows, whole blocks of about `most` bytes, in order; 0 means
-        `CHUNK_BYTES`.
+        """Yield ranges (start, stop) of rows, whole blocks of about `most` bytes, in order.
+
+        0 means `CHUNK_BYTES`.
         """
         step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self.block)) * self.block
         for start in range(self._first, self._stop, step):
             yield start, min(start + step, self._stop)
 
     def compare(self, chunk: tuple[int, int]) -> Found:
-        """Return the rows of a chunk (start, stop) that differ, with the hashes of its new rows; sets
-        `is_old_as_known`.
+        """Return the rows of a chunk (start, stop) that differ, with the hashes of its new rows.
 
-        Raises MappingError or NotFinite if a value does not fit the served dtype, CheckpointError (and
-        subclasses) if rows cannot be read.
+        Sets `is_old_as_known`. Raises MappingError or NotFinite if a value does not fit the served dtype,
+        CheckpointError (and subclasses) if rows cannot be read.
         """
         start, stop = chunk
         new = self._new.rows(self._name, start, stop)
@@ -138,10 +138,10 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """Set `is_old_as_known` to False if old rows have other hashes than the known ones; no effect if none
-        are known.
+        """Set `is_old_as_known` to False if old rows have other hashes than the known ones.
 
-        `old` has the rows of `blocks`, numbered within the chunk that begins with row `start`.
+        No effect if none are known. `old` has the rows of `blocks`, numbered within the chunk that begins
+        with row `start`.
         """
         # If they differ, rows are damaged, or some were held back and their hashes are unknown.
         if self.known is not None:
@@ -161,10 +161,10 @@ class ComparedRows:
         return np.flatnonzero(hashes != self.known[first : first + len(hashes)])
 
     def _among(self, suspects: Array, new: Array, start: int) -> Array:
-        """Return the rows of a chunk that differ, numbered within it, ascending; old rows are read in the
-        blocks `suspects` only.
+        """Return the rows of a chunk that differ, numbered within it, ascending.
 
-        `suspects` are the numbers of blocks, `new` all new rows of the chunk, and `start` is its first row.
+        Old rows are read in the blocks `suspects` only. `suspects` are the numbers of blocks, `new` all new
+        rows of the chunk, and `start` is its first row.
         """
         if not len(suspects):
             return np.empty(0, np.int64)
@@ -339,10 +339,10 @@ class SideChecksums:
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
     def read(self, start: int, stop: int) -> None:
-        """Read the bytes of served rows `start` to `stop` and extend the checksums by them; the rows must
-        follow the previous ones.
+        """Read the bytes of served rows `start` to `stop` and extend the checksums by them.
 
-        Raises CheckpointChanged or CheckpointError if a file is gone or cannot be opened.
+        The rows must follow the previous ones. Raises CheckpointChanged or CheckpointError if a file is gone
+        or cannot be opened.
         """
         # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
@@ -388,11 +388,10 @@ class TaskComparison:
             self._job.directory.remove()
 
     def found(self, name: str) -> Iterator[Found] | None:
-        """Return an iterator of the results for the table `name`, in the order of its rows; None if tasks do
-        not compare it.
+        """Return an iterator of the results for the table `name`, in the order of its rows.
 
-        Tables must be asked for in the order in which they were given. The iterator waits for each task, and
-        raises the task's errors.
+        None if tasks do not compare it. Tables must be asked for in the order in which they were given. The
+        iterator waits for each task, and raises the task's errors.
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 
@@ -443,8 +442,9 @@ class TaskComparison:
 
 
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
-    """Return the hashes and the rows that differ, read from the object that a task wrote; CheckpointError if
-    it cannot be read.
+    """Return the hashes and the rows that differ, read from the object that a task wrote.
+
+    CheckpointError if it cannot be read.
     """
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]
@@ -509,10 +509,10 @@ class StoredChecksums:
             self._ranges.add(each.run, each.start, each.size, each.crc)
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify the checksums of all stored runs of these variables; runs that were not read completely are
-        read now.
+        """Verify the checksums of all stored runs of these variables.
 
-        Raises CorruptFile if one differs, CheckpointError (and subclasses) if bytes cannot be read.
+        Runs that were not read completely are read now. Raises CorruptFile if one differs, CheckpointError
+        (and subclasses) if bytes cannot be read.
         """
         names = list(names)
         for variable in (self._state.stored[name] for name in names):

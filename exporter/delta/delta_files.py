@@ -53,11 +53,10 @@ from exporter.wire.dtypes import Array, DType
 def write_delta(
     prefix: Path, schema: Schema, header: DeltaHeader, changes: Mapping[str, Change]
 ) -> tuple[TensorRef, ...]:
-    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced; return the tensors that were
-    written.
+    """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced.
 
-    A variable without a change is empty in it. The header's packing changes no value: rows that packing would
-    change are stored exactly.
+    Return the tensors that were written. A variable without a change is empty in it. The header's packing
+    changes no value: rows that packing would change are stored exactly.
 
     Raises:
         ValueError: a change does not fit its variable, or names a variable that the schema does not have, or
@@ -113,8 +112,9 @@ def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
 
 
 def read_delta(prefix: Path, schema: Schema) -> Delta:
-    """Read the delta at `prefix`, check it against `schema` and map its values; checksums of values are not
-    verified.
+    """Read the delta at `prefix`, check it against `schema` and map its values.
+
+    Checksums of values are not verified.
 
     Raises:
         CheckpointError, UnsupportedFormat, CorruptFile: as `read_tensors` and `with_values`.
@@ -139,11 +139,10 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 
 
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
-    """Return the row numbers, int64 [n] ascending, of a table's rows in a delta; empty if the delta does not
-    change it.
+    """Return the row numbers, int64 [n] ascending, of a table's rows in a delta.
 
-    Their checksum is verified. Raises CorruptFile if they are damaged, CheckpointError (and subclasses) if
-    they cannot be read.
+    Empty if the delta does not change it. Their checksum is verified. Raises CorruptFile if they are damaged,
+    CheckpointError (and subclasses) if they cannot be read.
     """
     refs = read.tensors.get(variable.name)
     if refs is None:
@@ -228,8 +227,9 @@ def _ref(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]
 
 
 def tensor_keys(variable: ServedVariable, packing: DeltaDtype | None) -> tuple[str, ...]:
-    """The names of a variable's tensors in a delta: ids, values and the tensors of packed rows; or the dense
-    value.
+    """Return the names of a variable's tensors in a delta, in the order in which `read_tensors` returns them.
+
+    Of a table: ids, values and the tensors of packed rows, if any; of a dense variable: its value.
     """
     return (*variable.keys, *(tensor.key for tensor in variable.packed(packing)))
 
@@ -242,10 +242,10 @@ def _is_whole(ref: TensorRef) -> bool:
 
 
 def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None) -> tuple[TensorRef, ...]:
-    """Return the tensors with the names of `tensor_keys`, in that order; empty if the variable did not
-    change.
+    """Return the tensors with the names of `tensor_keys`, in that order.
 
-    Raises CorruptFile if they do not fit the variable or one another, UnsupportedFormat if one is absent.
+    Empty if the variable did not change. Raises CorruptFile if they do not fit the variable or one another,
+    UnsupportedFormat if one is absent.
     """
     refs = [
         _ref(catalog, key, dtype, (None, *(variable.element_shape if key == variable.keys[-1] else ())))
@@ -316,10 +316,9 @@ def _slices(catalog: Catalog, ref: TensorRef) -> list[Array]:
 def _add(
     writer: BundleWriter, variable: ServedVariable, arrays: Sequence[RowValues], packing: DeltaDtype | None
 ) -> None:
-    """Write the tensors of a variable, given the arrays of `variable.keys` in order; with a packing, rows are
-    packed.
+    """Write the tensors of a variable, given the arrays of `variable.keys` in order.
 
-    Large values are written in pieces.
+    With a packing, rows are packed. Large values are written in pieces.
     """
     extra = variable.packed(packing)
     if not extra or packing is None:
@@ -344,8 +343,9 @@ def _add(
 
 
 def _tensors(variable: ServedVariable, change: Change | None) -> Iterator[RowValues]:
-    """Yield the arrays for `variable.keys`; empty ones if `change` is None. Raises ValueError if the change
-    does not fit.
+    """Yield the arrays for `variable.keys`; empty ones if `change` is None.
+
+    Raises ValueError if the change does not fit.
     """
     numpy = np.dtype(object) if variable.dtype is DType.STRING else variable.dtype.numpy
     if change is None:

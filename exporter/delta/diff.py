@@ -89,13 +89,13 @@ class Comparison(Struct, frozen=True):
 
 
 def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
-    """Compare two states variable by variable; return the changes from `old` to `new` and the hashes of the
-    new tables.
+    """Compare two states variable by variable.
 
-    All stored bytes of `new` that are read are verified by their checksums: a damaged row must not get a new,
-    right checksum. So are those of `old`, where a damaged row could hide a change; if hashes of its rows are
-    known, these verify the blocks that are read. With `how.changes`, bytes that both share are neither read
-    nor verified. Changes may be maps of unnamed files in `how.scratch`.
+    Return the changes from `old` to `new` and the hashes of the new tables. All stored bytes of `new` that
+    are read are verified by their checksums: a damaged row must not get a new, right checksum. So are those
+    of `old`, where a damaged row could hide a change; if hashes of its rows are known, these verify the
+    blocks that are read. With `how.changes`, bytes that both share are neither read nor verified. Changes may
+    be maps of unnamed files in `how.scratch`.
 
     Raises:
         CorruptFile: a checksum differs.
@@ -176,11 +176,10 @@ def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -
 def _changed_since(
     old: LayeredState, new: LayeredState, variable: ServedVariable, scratch: Path
 ) -> Change | None:
-    """Compare the rows that changes on top contain, for a variable that `_is_shared`; return those that
-    differ.
+    """Compare the rows that changes on top contain, for a variable that `_is_shared`.
 
-    None if none differs. Of a dense variable the whole value is returned. Raises OSError if a file in
-    `scratch` cannot be written.
+    Return those that differ. None if none differs. Of a dense variable the whole value is returned. Raises
+    OSError if a file in `scratch` cannot be written.
     """
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
@@ -279,8 +278,9 @@ class _Table:
             return spill.rows(), hashes
 
     def _found_here(self, pool: Executor) -> Iterator[Found]:
-        """Yield the results of threads of this process, in the order of the rows; fetches rows of an object
-        store before.
+        """Yield the results of threads of this process, in the order of the rows.
+
+        Fetches rows of an object store before.
         """
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
@@ -297,10 +297,10 @@ class _Table:
             yield from found
 
     def _compare_fetched(self, chunk: tuple[int, int]) -> list[Found]:
-        """Fetch rows `start` to `stop` of `chunk`, whole blocks, into scratch files, and compare them; return
-        the results in order.
+        """Fetch rows `start` to `stop` of `chunk`, whole blocks, into scratch files, and compare them.
 
-        The last result has the checksums of all bytes read. The files are removed at the end.
+        Return the results in order. The last result has the checksums of all bytes read. The files are
+        removed at the end.
         """
         known, old = self._rows.known, None
         with ExitStack() as stack:
@@ -328,11 +328,11 @@ class _Table:
     def _fetched(
         self, state: LayeredState, chunk: tuple[int, int]
     ) -> Iterator[tuple[LayeredState, SideChecksums]]:
-        """Fetch a range of one state's rows into a scratch file; yield a state that reads them there, and
-        their checksums.
+        """Fetch a range of one state's rows into a scratch file.
 
-        The file is removed at the end of the context. Raises CheckpointChanged if the object is not as
-        planned, DiskFull or PublishError if the file cannot be written.
+        Yield a state that reads them there, and their checksums. The file is removed at the end of the
+        context. Raises CheckpointChanged if the object is not as planned, DiskFull or PublishError if the
+        file cannot be written.
         """
         name, reader = self._name, state.stored[self._name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}

@@ -165,8 +165,9 @@ class ServedVariable(Struct, frozen=True, array_like=True):
 
     @property
     def bytes_(self) -> int:
-        """The bytes of all values as served; 0 for strings. Meaningless for a lookup table's half, whose
-        length is open.
+        """The bytes of all values as served; 0 for strings.
+
+        Meaningless for a lookup table's half, whose length is open.
         """
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
@@ -293,8 +294,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @classmethod
     def from_json(cls, value: Any) -> Schema:
-        """Return the schema that a JSON value in the form of `to_json` describes; ValueError if `value` is
-        something else.
+        """Return the schema that a JSON value in the form of `to_json` describes.
+
+        ValueError if `value` is something else.
         """
         found = convert(value, list[_Row])
         named = convert([row[:2] for row in found], list[tuple[Any, DtypeLabel]])

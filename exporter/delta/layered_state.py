@@ -48,10 +48,10 @@ class CheckedFiles(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path, variables: Iterable[RowReader]) -> CheckedFiles:
-        """Return the cache at `path` for the shards of these variables; it is not read yet, the shards'
-        identities are.
+        """Return the cache at `path` for the shards of these variables.
 
-        A shard that cannot be reached has no identity, so that nothing in it counts as verified.
+        It is not read yet, the shards' identities are. A shard that cannot be reached has no identity, so
+        that nothing in it counts as verified.
         """
         shards = {run.path for variable in variables for run in variable.runs}
         found = {shard.name: _identity(shard) for shard in shards}
@@ -107,11 +107,10 @@ class LayeredState(Struct, frozen=True, eq=False):
     _trusted: set[StoredRun] = field(default_factory=set)
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify the stored checksums of these variables and record them in `checked`; runs that were
-        verified before are skipped.
+        """Verify the stored checksums of these variables and record them in `checked`.
 
-        Raises CorruptFile if one differs, CheckpointChanged or CheckpointError if a shard is gone or cannot
-        be read.
+        Runs that were verified before are skipped. Raises CorruptFile if one differs, CheckpointChanged or
+        CheckpointError if a shard is gone or cannot be read.
         """
         known = self._checked | self._trusted
         with self._naming_damage():
@@ -123,8 +122,9 @@ class LayeredState(Struct, frozen=True, eq=False):
         return frozenset(self._checked)
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
-        """Let `check` skip these stored runs, which are known to be right; they are not added to
-        `checked`.
+        """Let `check` skip these stored runs, which are known to be right.
+
+        They are not added to `checked`.
         """
         self._trusted.update(runs)  # verified by hashes of blocks: no checksum was compared
 
@@ -139,8 +139,8 @@ class LayeredState(Struct, frozen=True, eq=False):
         return self.stored[name].is_remote
 
     def touched(self, name: str) -> Array:
-        """Return the numbers, int64 ascending, of the rows of the variable `name` that changes on top
-        contain; often empty.
+        """Return the numbers, int64 ascending, of those rows of the variable `name` that changes on top
+        contain.
         """
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
@@ -163,11 +163,11 @@ class LayeredState(Struct, frozen=True, eq=False):
         return any(name in layer and not isinstance(layer[name], Rows) for layer in self.layers)
 
     def rows(self, name: str, start: int, stop: int) -> Array:
-        """Return rows `start` to `stop` of a table, checksums not verified: a view of stored bytes or of a
-        change, or a copy.
+        """Return rows `start` to `stop` of a table: a view of stored bytes or of a change, or a copy.
 
-        Raises MappingError or NotFinite if a value does not fit the served dtype, CorruptFile if rows are not
-        stored, CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        Checksums are not verified. Raises MappingError or NotFinite if a value does not fit the served dtype,
+        CorruptFile if rows are not stored, CheckpointChanged or CheckpointError if a shard is gone or cannot
+        be read.
         """
         values = self.stored[name].rows(start, stop)
         own = False
@@ -186,10 +186,9 @@ class LayeredState(Struct, frozen=True, eq=False):
         return values
 
     def rows_at(self, name: str, ids: Array) -> Array:
-        """Return rows `ids` (int64 [n], in any order) of a table, as a copy in their order; checksums are not
-        verified.
+        """Return rows `ids` (int64 [n], in any order) of a table, as a copy in their order.
 
-        Raises the errors of `rows`.
+        Checksums are not verified. Raises the errors of `rows`.
         """
         values = self.stored[name].rows_at(ids)
         for layer in self.layers:
@@ -235,8 +234,9 @@ _SPARSE = (
 
 
 def _overwrite(values: Array, ids: Array, change: Rows) -> None:
-    """Overwrite in place the rows of `values` that a change contains; `values` are the rows `ids`, in any
-    order.
+    """Overwrite in place the rows of `values` that a change contains.
+
+    `values` are the rows `ids`, in any order.
     """
     if not len(ids) or not len(change.ids):
         return

@@ -100,8 +100,9 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
 
 
 def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
-    """Yield ids (ascending) and newest values of all rows of `tables`, a bounded number at a time; later
-    tables win.
+    """Yield ids (ascending) and newest values of all rows of `tables`, a bounded number at a time.
+
+    Later tables win.
     """
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)

@@ -72,11 +72,10 @@ class BaseMerger:
         state: Callable[[], LayeredState],
         progress: Progress | None = None,
     ) -> None:
-        """Write the bundle in `variables/`, which must not exist; wait for all tasks. A job that is kept ends
-        with `stack`.
+        """Write the bundle in `variables/`, which must not exist; wait for all tasks.
 
-        `state` returns the values that the base stores in boxes that are not ranges of rows: no task writes
-        these.
+        A job that is kept ends with `stack`. `state` returns the values that the base stores in boxes that
+        are not ranges of rows: no task writes these.
 
         Raises:
             CorruptFile: a checksum differs.
@@ -207,8 +206,9 @@ class BaseMerger:
                     yield source.key, self._variables[name].dtype, SliceRef(box, each.extents[0])
 
     def _shape(self, each: Placed[str], name: str) -> tuple[int, ...]:
-        """Return the shape of the variable `name`; for the contents of a lookup table, the shape of the value
-        that was copied.
+        """Return the shape of the variable `name`.
+
+        For the contents of a lookup table, the shape of the value that was copied.
         """
         variable, copied = self._variables[name], each.place.copied
         if variable.contents is None or copied is None:

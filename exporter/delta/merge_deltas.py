@@ -116,8 +116,9 @@ class DeltaMerger:
     def _boxes(
         self, variable: ServedVariable, parts: Sequence[Placed[str]]
     ) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Yield key, dtype and slice of each tensor of a table in the merged delta; a table in several
-        `parts` is not packed.
+        """Yield key, dtype and slice of each tensor of a table in the merged delta.
+
+        A table in several `parts` is not packed.
         """
         rows, exact = (sum(numbers) for numbers in zip(*(part.counts for part in parts), strict=True))
         shapes, start = self._shapes(variable, rows, exact), 0
@@ -166,15 +167,17 @@ class DeltaMerger:
 
 
 def copied_value(what: str, copied: Stored, files: Sources) -> Place[str]:
-    """Return the section that copies a stored run unchanged, under the name `what`; registers the run in
-    `files`.
+    """Return the section that copies a stored run unchanged, under the name `what`.
+
+    Registers the run in `files`.
     """
     return Place(MovedRows.copied(what, files.range_of(copied)), what, copied)
 
 
 def newest_value(name: str, deltas: Sequence[DeltaTensors]) -> Stored | None:
-    """Return the stored tensor of the newest value of a dense variable; None if none of the deltas, oldest
-    first, has one.
+    """Return the stored tensor of the newest value of a dense variable.
+
+    None if none of the deltas, oldest first, has one.
     """
     for delta in reversed(deltas):
         if refs := delta.tensors.get(name):

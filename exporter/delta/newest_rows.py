@@ -92,11 +92,11 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return (values, *codes, *([8 * exact] if codes else []), 8 * rows)
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """Write the rows to the shard, and add their number to `shard.rows`; return the numbers of rows and
-        of unpacked rows.
+        """Write the rows to the shard, and add their number to `shard.rows`.
 
-        `sources` has a reader for each of `ranges`. Raises CorruptFile if row numbers are wrong,
-        CheckpointChanged if a file became shorter, OSError if the shard cannot be written.
+        Return the numbers of rows and of unpacked rows. `sources` has a reader for each of `ranges`. Raises
+        CorruptFile if row numbers are wrong, CheckpointChanged if a file became shorter, OSError if the shard
+        cannot be written.
         """
         base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
         layers = [_layer_rows(self, list(islice(left, len(layer)))) for layer in self.layers]
@@ -130,11 +130,10 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
             yield block
 
     def _write_packed(self, found: Iterator[tuple[Array, Array]], shard: NewShard) -> tuple[int, int]:
-        """Write rows as codes if these give back every bit, else exactly; return the numbers of all rows and
-        of exact rows.
+        """Write rows as codes if these give back every bit, else exactly.
 
-        `found` yields ids and values in ascending order. Codes are kept in a temporary file in
-        `shard.scratch` meanwhile.
+        Return the numbers of all rows and of exact rows. `found` yields ids and values in ascending order.
+        Codes are kept in a temporary file in `shard.scratch` meanwhile.
         """
         packing = self.packing
         assert packing is not None
@@ -297,11 +296,10 @@ def table_sections(
 
 
 def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[Stored, ...]]:
-    """Yield the stored tensors of a table's rows in a delta; of a table in slices, the slices of each range
-    of ids.
+    """Yield the stored tensors of a table's rows in a delta.
 
-    Yields nothing if the delta does not change the table. Raises CorruptFile if slices of ids and values do
-    not match.
+    Of a table in slices, the slices of each range of ids. Yields nothing if the delta does not change the
+    table. Raises CorruptFile if slices of ids and values do not match.
     """
     refs = delta.tensors.get(variable.name, ())
     if not refs:

@@ -62,8 +62,9 @@ def encode(rows: Array, packing: DeltaDtype) -> Codes:
 
 
 def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
-    """Return the rows, in `dtype`, that codes [n, ...] represent; `scales` (float32 [n]) are for int8, None
-    for bfloat16.
+    """Return the rows, in `dtype`, that codes [n, ...] represent.
+
+    `scales` (float32 [n]) are for int8, None for bfloat16.
     """
     values = codes.astype(np.float32)
     if scales is not None:
@@ -72,8 +73,9 @@ def decode(codes: Array, scales: Array | None, dtype: np.dtype[Any]) -> Array:
 
 
 def round_rows(rows: Array, packing: DeltaDtype) -> Array:
-    """Return rows [n, ...] rounded to the values of their codes, as a copy; rows that codes do not fit are
-    unchanged.
+    """Return rows [n, ...] rounded to the values of their codes, as a copy.
+
+    Rows that codes do not fit are unchanged.
     """
     found = encode(rows, packing)
     rounded = decode(found.codes, found.scales, rows.dtype)
@@ -82,8 +84,9 @@ def round_rows(rows: Array, packing: DeltaDtype) -> Array:
 
 
 def pack_rows(rows: Array, packing: DeltaDtype) -> Codes:
-    """Return the codes of rows [n, ...]; `fits` is False also for rows that codes do not give back bit for
-    bit.
+    """Return the codes of rows [n, ...].
+
+    `fits` is False also for rows that codes do not give back bit for bit.
     """
     found = encode(rows, packing)
     word = f"u{rows.dtype.itemsize}"

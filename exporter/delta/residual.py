@@ -42,8 +42,9 @@ class Waiting(Struct, frozen=True):
 
     @property
     def oldest(self) -> float:
-        """The time when the first of the rows began to wait, in seconds since 1970; infinite if no row
-        waits.
+        """The time when the first of the rows began to wait, in seconds since 1970.
+
+        Infinite if no row waits.
         """
         return min((float(each.min()) for each in self.since.values() if len(each)), default=math.inf)
 
@@ -66,12 +67,11 @@ def save_residual(
     held_back: Changes,
     since: Mapping[str, Array],
 ) -> None:
-    """Write the trainer's values of rows that the delta `header` left out, as a delta; remove all other such
-    files.
+    """Write the trainer's values of rows that the delta `header` left out, as a delta.
 
-    `state` distinguishes the delta from another one at its position. The times `since`, when rows of each
-    table began to wait, are written beside it, as a bundle; nothing if it is empty. The files are a cache: if
-    they are lost or damaged, states are compared.
+    Remove all other such files. `state` distinguishes the delta from another one at its position. The times
+    `since`, when rows of each table began to wait, are written beside it, as a bundle; nothing if it is
+    empty. The files are a cache: if they are lost or damaged, states are compared.
 
     Raises:
         OSError: they cannot be written.
@@ -98,11 +98,10 @@ def load_residual(
     now: float = 0.0,
     unknown: float = 0.0,
 ) -> Waiting | None:
-    """Read the rows that `save_residual` wrote for a state of a log; None if they are lost, damaged or
-    another log's.
+    """Read the rows that `save_residual` wrote for a state of a log.
 
-    They wait since `unknown` if no times are kept, or these are lost. A time after `now`, from another clock,
-    counts as `now`. All times are in seconds since 1970.
+    None if they are lost, damaged or another log's. They wait since `unknown` if no times are kept, or these
+    are lost. A time after `now`, from another clock, counts as `now`. All times are in seconds since 1970.
     """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:

@@ -55,8 +55,9 @@ class BlockHasher(Struct, frozen=True):
         return cls(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def hash_rows(self, rows: Array) -> Array:
-        """Return the hash of each block, uint64 [blocks], of rows [n, ...], n > 0; the last block may have
-        fewer rows.
+        """Return the hash of each block, uint64 [blocks], of rows [n, ...], n > 0.
+
+        The last block may have fewer rows.
         """
         # 9 GB/s on one core; the hash used before reached 3.3 GB/s.
         from xxhash import xxh3_64_intdigest as hash_of
@@ -83,10 +84,10 @@ class HashIndex(Struct, frozen=True):
     state: str
 
     def find(self, name: str, rows: int, row_bytes: int) -> Array | None:
-        """Return the hash of each block, uint64, of the table `name`; None if it is absent or has another
-        number of blocks.
+        """Return the hash of each block, uint64, of the table `name`.
 
-        `rows` and `row_bytes` are the table's number of rows and the bytes of a row.
+        None if it is absent or has another number of blocks. `rows` and `row_bytes` are the table's number of
+        rows and the bytes of a row.
         """
         found = self.tables.get(name)
         return found if found is not None and len(found) == -(-rows // block_rows(row_bytes)) else None
@@ -105,10 +106,9 @@ def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
 
 
 def write_index(path: Path, index: HashIndex) -> None:
-    """Write the index to `path` by a rename: a reader sees the old or the new one. Raises OSError if it
-    cannot be written.
+    """Write the index to `path` by a rename: a reader sees the old or the new one.
 
-    The directory is made if its parent exists.
+    Raises OSError if it cannot be written. The directory is made if its parent exists.
     """
     buffer = io.BytesIO()
     names = sorted(index.tables)
@@ -134,8 +134,9 @@ def most_bytes(tables: Mapping[str, int]) -> int:
 def read_index(
     path: Path, *, lineage: str, position: int, state: str, limit: int = 1 << 34
 ) -> HashIndex | None:
-    """Read the index at `path`; None if it is of another state, damaged, absent, or larger than `limit`
-    bytes.
+    """Read the index at `path`.
+
+    None if it is of another state, damaged, absent, or larger than `limit` bytes.
     """
     import zipfile
 

@@ -68,8 +68,9 @@ class RowMap:
             self._object.fetch(np.array([0]), np.array([self._object.extent.size]))
 
     def at(self, rows: Array) -> Array:
-        """Return the rows with these numbers (int64 [n], any order), in their order, as a copy; raises the
-        errors of `fetch`.
+        """Return the rows with these numbers (int64 [n], any order), in their order, as a copy.
+
+        Raises the errors of `fetch`.
         """
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
@@ -124,20 +125,18 @@ class _ObjectRange(Struct, frozen=True):
     extent: Extent
 
     def fetch(self, starts: Array, stops: Array) -> None:
-        """Fetch ranges of bytes of the extent into the local file, as whole blocks; offsets count from the
-        extent's begin.
+        """Fetch ranges of bytes of the extent into the local file, as whole blocks.
 
-        Raises the errors of `RowMap.fetch`.
+        Offsets count from the extent's begin. Raises the errors of `RowMap.fetch`.
         """
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
         self._require_same()
 
     def read(self, starts: Array, stops: Array) -> Array | None:
-        """Return ranges of bytes of the extent, joined (uint8), read from the store without keeping them;
-        None if the file has them.
+        """Return ranges of bytes of the extent, joined (uint8), read from the store without keeping them.
 
-        Raises CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be
-        read.
+        None if the file has them. Raises CheckpointChanged if the object was replaced or is gone,
+        CheckpointError if the store cannot be read.
         """
         first, ends = self.extent.offset, np.cumsum(stops - starts)
         columns = starts + first, stops + first, ends - (stops - starts)
@@ -164,8 +163,9 @@ def _runs_of(rows: Array, gap: int) -> tuple[Array, Array, Array]:
 
 
 def _blocks_of(starts: Array, stops: Array) -> list[tuple[int, int]]:
-    """Coalesce ranges of bytes (start, stop), in any order, into few ascending ranges of whole blocks; at
-    least one is needed.
+    """Coalesce ranges of bytes (start, stop), in any order, into few ascending ranges of whole blocks.
+
+    At least one is needed.
     """
     first, last = starts // GAP_BYTES, np.maximum(stops - 1, starts) // GAP_BYTES
     order = np.argsort(first, kind="stable")
@@ -213,11 +213,11 @@ class RowReader(Struct, frozen=True, dict=True):
         return (*lengths[:-1], lengths[-1] + SCALE_BYTES) if is_quantised else lengths
 
     def rows(self, start: int, stop: int) -> Array:
-        """Return served rows `start` to `stop`, checksums not verified: a view of the file if they are
-        contiguous, else a copy.
+        """Return served rows `start` to `stop`: a view of the file if they are contiguous, else a copy.
 
-        Raises CorruptFile if some are not stored, MappingError or NotFinite if a value does not fit the
-        served dtype, CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        Checksums are not verified. Raises CorruptFile if some rows are not stored, MappingError or NotFinite
+        if a value does not fit the served dtype, CheckpointChanged or CheckpointError if a shard is gone or
+        cannot be read.
         """
         if self.order != SliceOrder():
             return self.rows_at(np.arange(start, stop))
@@ -225,10 +225,9 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(self._contiguous(first, first + stop - start))
 
     def rows_at(self, ids: Array) -> Array:
-        """Return served rows `ids` (int64 [n], any order), in their order, as a copy; checksums are not
-        verified.
+        """Return served rows `ids` (int64 [n], any order), in their order, as a copy.
 
-        Raises the errors of `rows`, but rows that are not stored are undefined.
+        Checksums are not verified. Raises the errors of `rows`, but rows that are not stored are undefined.
         """
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
         columns, is_wide = self.box.slices[1:], self.box.lengths[1:] == self.box.full_shape[1:]
@@ -246,11 +245,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return self._cast(values)
 
     def fetch(self) -> None:
-        """Fetch all values from a store, for a caller that will read them in any order; no effect on local
-        files.
+        """Fetch all values from a store, for a caller that will read them in any order.
 
-        Raises CheckpointError and subclasses if they cannot be read, DiskFull or PublishError if they cannot
-        be kept.
+        No effect on local files. Raises CheckpointError and subclasses if they cannot be read, DiskFull or
+        PublishError if they cannot be kept.
         """
         for piece in self._pieces:
             piece.values.fetch()
@@ -281,8 +279,9 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @property
     def extent(self) -> Extent | None:
-        """The extent that holds exactly the served rows, in order and in the served dtype; None if there is
-        none.
+        """The extent that holds exactly the served rows, in order and in the served dtype.
+
+        None if there is none.
         """
         if self.order != SliceOrder() or self.dtype is not self.tensor.dtype:
             return None
@@ -305,8 +304,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """Return the slices, often few of thousands, that may hold rows `first` to `last` (excluded) of the
-        tensor, by their first rows.
+        """Return the slices that may hold rows `first` to `last` (excluded) of the tensor, ordered by their
+        first rows.
+
+        They are often few of thousands.
         """
         slices, starts, longest = self._by_rows
         return slices[bisect_right(starts, first - longest) : bisect_left(starts, last)]
@@ -327,10 +328,9 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @cached_property
     def _pieces(self) -> list[_Piece]:
-        """The stored slices that the box needs, in the order of their rows, or the whole tensor as one;
-        mapped on first use.
+        """The stored slices that the box needs, in the order of their rows, or the whole tensor as one.
 
-        Raises CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
+        Mapped on first use. Raises CheckpointChanged or CheckpointError if a shard is gone or cannot be read.
         """
         if self.tensor.extent is not None:
             whole = SliceSpec.whole(self.tensor.shape)
@@ -382,10 +382,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return values
 
     def _copy_columns(self, values: Array, into: Array, piece: _Piece, offsets: Array) -> None:
-        """Copy rows of a piece into `values`, in the box's columns that the piece holds; no effect if it
-        holds none.
+        """Copy rows of a piece into `values`, in the box's columns that the piece holds.
 
-        `offsets` are row numbers in the piece, `into` the rows of `values` to write.
+        No effect if it holds none. `offsets` are row numbers in the piece, `into` the rows of `values` to
+        write.
         """
         spec = piece.spec
         wide = SliceSpec(
@@ -410,8 +410,9 @@ class StoredRun(Struct, frozen=True):
 
 
 def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = ()) -> frozenset[StoredRun]:
-    """Verify the checksums of the variables' stored runs that are not in `known`, several at a time; return
-    the runs read.
+    """Verify the checksums of the variables' stored runs that are not in `known`, several at a time.
+
+    Return the runs read.
 
     Raises:
         CorruptFile: a checksum is wrong.
@@ -509,10 +510,10 @@ def _slice_if_consecutive(places: Array) -> Array | slice:
 def _parts_of_whole(
     source: TensorSource, values: Array, schema: Mapping[str, ServedVariable]
 ) -> Iterator[tuple[str, Change]]:
-    """Yield name and change of each variable that is served from a tensor with the new whole value `values`,
-    in stored order.
+    """Yield name and change of each variable that is served from a tensor with a new whole value.
 
-    Raises MappingError or NotFinite if a value does not fit the served dtype.
+    `values` are in the order in which the tensor is stored. Raises MappingError or NotFinite if a value does
+    not fit the served dtype.
     """
     values = cast_values(values, source.dtype, source.key)
     if source.gather_parts:

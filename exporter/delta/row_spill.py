@@ -38,11 +38,10 @@ class RowSpill:
             self._file.close()
 
     def add(self, ids: Array, values: Array) -> None:
-        """Add rows, whose ids (ascending) follow all ids added before; `values` [n, ...] must not be changed
-        afterwards.
+        """Add rows, whose ids (ascending) follow all ids added before.
 
-        If the values in memory exceed `limit` bytes, they are written to the file. Raises OSError if that
-        fails.
+        `values` [n, ...] must not be changed afterwards. If the values in memory exceed `limit` bytes, they
+        are written to the file. Raises OSError if that fails.
         """
         if not len(ids):
             return
@@ -53,10 +52,9 @@ class RowSpill:
             self._spill()
 
     def rows(self) -> Rows | None:
-        """Return all rows that were added, as arrays or a map of the file, which outlives the context; None
-        without any.
+        """Return all rows that were added, as arrays or a map of the file, which outlives the context.
 
-        Raises OSError if the file cannot be written.
+        None without any. Raises OSError if the file cannot be written.
         """
         if not self._ids:
             return None
@@ -81,10 +79,10 @@ class RowSpill:
 
 
 def spilled(variable: ServedVariable, scratch: Path, found: Iterable[tuple[Array, Array]]) -> Rows | None:
-    """Return the ids and values that `found` yields in ascending order, as rows of a table; None if there are
-    none.
+    """Return the ids and values that `found` yields in ascending order, as rows of a table.
 
-    They are a map of an unnamed file in `scratch` if they are many. Raises OSError if it cannot be written.
+    None if there are none. They are a map of an unnamed file in `scratch` if they are many. Raises OSError if
+    it cannot be written.
     """
     with RowSpill(variable, scratch) as spill:
         for ids, values in found:

@@ -223,10 +223,10 @@ def expendable(
 
 
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
-    """Return the Python `id` of each delta on the chains from `starts` towards the position `goal`, which a
-    chain may miss.
+    """Return the Python `id` of each delta on the chains from the positions `starts` towards the position
+    `goal`.
 
-    `furthest_first` are all deltas, greatest end and then greatest start first.
+    A chain may miss the goal. `furthest_first` are all deltas, greatest end and then greatest start first.
     """
     within = [span for span in furthest_first if span.end <= goal]
     by_start = sorted(range(len(within)), key=lambda number: within[number].start)
@@ -266,8 +266,9 @@ def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int)
 
 
 def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
-    """Return the chain of deltas that ends at the newest position, oldest first; at each end the longest
-    delta is chosen.
+    """Return the chain of deltas that ends at the newest position, oldest first.
+
+    At each end the longest delta is chosen.
     """
     by_end: dict[int, SpanT] = {}
     for span in spans:

@@ -74,8 +74,9 @@ class KeyedChange(Struct, frozen=True, eq=False):
     removed: Array
 
     def then(self, later: KeyedChange) -> KeyedChange:
-        """Return one change with the effect of this one followed by a `later` one of the same table; `freqs`
-        are dropped.
+        """Return one change with the effect of this one followed by a `later` one of the same table.
+
+        `freqs` are dropped.
         """
         ours = self.rows
         stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
@@ -89,8 +90,9 @@ class KeyedChange(Struct, frozen=True, eq=False):
 
 
 def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
-    """Merge consecutive changes of several tables, oldest first, into one of each table; return them by the
-    table's name.
+    """Merge consecutive changes of several tables, oldest first, into one of each table.
+
+    Return them by the table's name.
     """
     found: dict[str, KeyedChange] = {}
     for change in changes:
@@ -141,10 +143,10 @@ class ServedTable(Struct, frozen=True):
         return cls(state, (seeds, rows, keys, values), geometry)
 
     def check(self) -> None:
-        """Verify the checksums of all variables of the table; they are fetched whole first if they are in a
-        store.
+        """Verify the checksums of all variables of the table.
 
-        Raises CorruptFile if one differs, CheckpointError (and subclasses) if values cannot be read.
+        They are fetched whole first if they are in a store. Raises CorruptFile if one differs,
+        CheckpointError (and subclasses) if values cannot be read.
         """
         names = [variable.name for variable in self.variables]
         for name in names:  # rows will be read in any order
@@ -187,11 +189,10 @@ class ServedTable(Struct, frozen=True):
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """Return the changes of the index that add keys and drop others (int64, no key twice); nothing is
-        written.
+        """Return the changes of the index that add keys and drop others (int64, no key twice).
 
-        Raises TableFull if there is no room, CorruptFile if the index does not fit its number of default
-        rows, ValueError if a key is named twice.
+        Nothing is written. Raises TableFull if there is no room, CorruptFile if the index does not fit its
+        number of default rows, ValueError if a key is named twice.
         """
         cursor, *others = self.keys(np.arange(self.geometry.cursor_row, self.geometry.capacity)).tolist()
         is_last, unused = others[-1] == EMPTY_KEY, set(others[:-1]) <= _NO_KEYS
@@ -239,11 +240,11 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 
 
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
-    """Return the changes after which a table holds exactly the trainer's keys and rows, by variable;
-    checksums are not verified.
+    """Return the changes after which a table holds exactly the trainer's keys and rows, by variable.
 
-    Large results are a map of an unnamed file in `scratch`. Raises TableFull if there is no room for new
-    keys, CorruptFile if the index does not fit the manifest, OSError if the file cannot be written.
+    Checksums are not verified. Large results are a map of an unnamed file in `scratch`. Raises TableFull if
+    there is no room for new keys, CorruptFile if the index does not fit the manifest, OSError if the file
+    cannot be written.
     """
     rows = table.find(trained.keys)
     live, live_keys = table.live()

@@ -149,8 +149,9 @@ def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
 
 
 def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`, at least float32; they may be NaN
-    or infinite.
+    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`, at least float32.
+
+    They may be NaN or infinite.
     """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(_at_least_single(dtype), copy=False)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -172,10 +173,10 @@ class _Cut:
 
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
-        """Return the lowest cut above which all rows that compete fit into `room` bytes; without limit if all
-        of them fit.
+        """Return the lowest cut above which all rows that compete fit into `room` bytes.
 
-        The cut also has the bytes that are left for rows with exactly its score. A negative room counts as 0.
+        The cut also has the bytes that are left for rows with exactly its score; it has no limit if all rows
+        fit. A negative room counts as 0.
         """
         room = max(0, room)
         pools = [(sieve.competing.view(np.uint32), sieve.row_bytes) for sieve in sieves]
@@ -194,10 +195,10 @@ class _Cut:
         return cls(float(np.uint32(score).view(np.float32)), room)
 
     def passes(self, scores: Array, row_bytes: int) -> Array:
-        """Return a mask of a table's rows that are sent, given their scores; `row_bytes` is the size of a row
-        in the delta.
+        """Return a mask of a table's rows that are sent, given their scores.
 
-        Rows with exactly the cut's score are sent, first ones first, while they fit; they use up its room.
+        `row_bytes` is the size of a row in the delta. Rows with exactly the cut's score are sent, first ones
+        first, while they fit; they use up its room.
         """
         sent = scores > self._score
         level = np.flatnonzero(scores == self._score)[: self._room // row_bytes]
@@ -252,8 +253,9 @@ class _Sieve:
 
     @property
     def wild(self) -> WildRows | None:
-        """A report on the rows beyond the table's bound; None if there are none. Only complete after
-        `measure`.
+        """A report on the rows beyond the table's bound; None if there are none.
+
+        Only complete after `measure`.
         """
         if not self._wild_rows:
             return None
@@ -288,10 +290,10 @@ class _Sieve:
             self._scores[start : start + step][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
-        """Return the Euclidean distance of each row of `a` from that of `b`; rows in 8 bits are decoded
-        first.
+        """Return the Euclidean distance of each row of `a` from that of `b`.
 
-        Rows of float32 are computed in float32, which is faster, if no exact number matters.
+        Rows in 8 bits are decoded first. Rows of float32 are computed in float32, which is faster, if no
+        exact number matters.
         """
         if self._is_coded:
             a, b = values_of(a), values_of(b)
@@ -379,7 +381,7 @@ class _Sieve:
             yield ids, image
 
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
-        """Record as rounded, and as stale, the rows whose served form `image` differs from the trainer's
+        """Record as rounded, and as stale, the rows whose served form `image` differs from their trained
         `values`.
 
         `ids` are the numbers of all these rows. The largest error is updated.

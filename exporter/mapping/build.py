@@ -54,8 +54,7 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """Return the tensor of each variable's moving average, by the variable's own tensor; names of tensors on
-    both sides.
+    """Return the tensor of each variable's moving average, by the variable's own tensor; both are names.
 
     `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons. Empty if there
     are none. Raises UsageError if the user's object path does not exist.
@@ -84,8 +83,8 @@ def kinds_of_averages(trained: TrainedObjects) -> list[str]:
 
 
 def _of_slots(trained: TrainedObjects, wanted: str) -> Iterator[tuple[str, str]]:
-    """Yield (a variable's tensor, its slot's tensor) for the optimizers' slots called `wanted`; names of
-    tensors.
+    """Yield (a variable's tensor, its slot's tensor), both by name, for the optimizers' slots called
+    `wanted`.
     """
     objects = trained.objects.objects
     for item in objects:
@@ -112,8 +111,9 @@ def _of_keras(trained: TrainedObjects) -> Iterator[tuple[str, str]]:
 
 
 def _listed(trained: TrainedObjects, optimizer: int, edge: str) -> list[str]:
-    """Return the tensors of the list that an optimizer keeps under `edge`, in the list's order; empty without
-    such a list.
+    """Return the tensors of the list that an optimizer keeps under `edge`, in the list's order.
+
+    Empty without such a list.
     """
     number = trained.objects.at(edge, optimizer)
     children = {} if number is None else trained.objects.objects[number].children
@@ -237,16 +237,16 @@ class VariableMapping(Struct, frozen=True, dict=True):
         return sum(source.bytes_ for source in self.sources)
 
     def over(self, catalog: Catalog) -> VariableMapping:
-        """Return the same mapping with the tensors of the same names in another catalog; KeyError if it lacks
-        one.
+        """Return the same mapping with the tensors of the same names in another catalog.
+
+        KeyError if it lacks one.
         """
         sources = (replace(source, tensor=catalog.tensors[source.tensor.name]) for source in self.sources)
         return replace(self, catalog=catalog, sources=tuple(sources))
 
 
 def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> VariableMapping:
-    """Map each variable of a graph to a tensor of a checkpoint, and require that its shape, dtype and row
-    order are right.
+    """Map each variable of a graph to a tensor of a checkpoint whose shape, dtype and order of rows fit.
 
     Raises:
         MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.

@@ -162,14 +162,13 @@ def match_unnamed(
 def _by_owner(
     wanted: Mapping[str, GraphVariable], catalog: Catalog, places: Mapping[str, tuple[TensorRef, ...]]
 ) -> dict[str, str] | None:
-    """Match a legacy file's tensors by the layers that own them; return {variable: tensor}, None if that is
-    not certain.
+    """Match a legacy file's tensors by the layers that own them.
 
-    Keras named variables in its own ways over time: `conv2d_1_1/kernel` in the layer `conv2d_1`,
-    `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`, in Keras 3.0 `kernel` alone. The owner of the
-    variables in an inner model is that model, as `places` say. None if graph and file have different layers,
-    or if a layer has several tensors with the same last part of the name and the same shape (those of a
-    Bidirectional layer differ in their direction).
+    Return {variable: tensor}, None if that is not certain. Keras named variables in its own ways over time:
+    `conv2d_1_1/kernel` in the layer `conv2d_1`, `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`,
+    in Keras 3.0 `kernel` alone. The owner of the variables in an inner model is that model, as `places` say.
+    None if graph and file have different layers, or if a layer has several tensors with the same last part of
+    the name and the same shape (those of a Bidirectional layer differ in their direction).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -205,11 +204,10 @@ def _last(name: str) -> str:
 
 
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """Match the tensors of layers named by class and number, in the order of the numbers; return {variable:
-    tensor}.
+    """Match the tensors of layers named by class and number, in the order of the numbers.
 
-    Empty for files without owners of tensors. Raises NoCertainMatch if the file has several tensors of a
-    kind, but not as many as the graph.
+    Return {variable: tensor}. Empty for files without owners of tensors. Raises NoCertainMatch if the file
+    has several tensors of a kind, but not as many as the graph.
     """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
@@ -257,8 +255,9 @@ def _by_path(
 
 
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
-    """Raise NoCertainMatch unless model (`expected`) and archive (`stored`) have values of the same names:
-    else numbers shift.
+    """Raise NoCertainMatch unless model (`expected`) and archive (`stored`) have values of the same names.
+
+    With others, the numbers of layers may stand for other layers.
     """
     more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
     if not more and not fewer:
@@ -304,11 +303,10 @@ def _refuse_other_names(pairs: Iterable[tuple[TensorRef, TensorRef]]) -> None:
 
 
 def _by_layer(open_: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
-    """Match tensors by layers' names: `hidden/kernel` is a value of the only layer called `hidden`; return
-    {variable: tensor}.
+    """Match tensors by layers' names: `hidden/kernel` is a value of the only layer called `hidden`.
 
-    Scopes without a layer are left out. Raises NoCertainMatch if two scopes look like one layer, a scope like
-    several, or a layer's values differ.
+    Return {variable: tensor}. Scopes without a layer are left out. Raises NoCertainMatch if two scopes look
+    like one layer, a scope like several, or a layer's values differ.
     """
     groups: dict[str, list[TensorRef]] = defaultdict(list)
     for ref in catalog.tensors.values():
@@ -370,10 +368,10 @@ def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | No
 
 
 def _within(scope: str, variables: list[GraphVariable], refs: list[TensorRef]) -> dict[str, str]:
-    """Match the tensors of one layer: by shape if no two are alike, else in the order of Keras' layers;
-    {variable: tensor}.
+    """Match the tensors of one layer with its variables; return {variable: tensor}.
 
-    Raises NoCertainMatch if the values differ, or two of one shape cannot be told apart.
+    They are matched by shape if no two are alike, else in the order of Keras' layers. `scope` is the layer's
+    name in the graph. Raises NoCertainMatch if the values differ, or two of one shape cannot be told apart.
     """
     if Counter(map(_kind, variables)) != Counter(map(_kind, refs)):
         raise NoCertainMatch(

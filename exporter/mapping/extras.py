@@ -48,8 +48,9 @@ def classify_extras(catalog: Catalog, used: Collection[str] = ()) -> Iterator[Ex
 
 
 def _embedding_kinds(catalog: Catalog) -> dict[str, ExtraKind]:
-    """Return the purposes of embedding variables' tensors, by the tensor's name; empty if one of them is
-    damaged.
+    """Return the purposes of embedding variables' tensors, by the tensor's name.
+
+    Empty if one of them is damaged.
     """
     try:
         variables = embedding_variables(catalog)
@@ -149,12 +150,12 @@ def whole_objects(
     graph: InferenceGraph,
     rules: MappingRules,
 ) -> tuple[ServedWhole, list[str]]:
-    """Require that a checkpoint's objects are served whole; return the tensors that may be left out, and at
-    most one note.
+    """Require that a checkpoint's objects are served whole.
 
-    `used` are the names of the tensors that are served. A note names left-out variables where names decided
-    which tensor is which, and where the object corresponds to a module around models. Raises ObjectMismatch
-    if another variable of a served object is not served, for no known reason.
+    Return the tensors that may be left out, and at most one note. `used` are the names of the tensors that
+    are served. A note names left-out variables where names decided which tensor is which, and where the
+    object corresponds to a module around models. Raises ObjectMismatch if another variable of a served object
+    is not served, for no known reason.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
@@ -261,8 +262,9 @@ def _reached(trained: TrainedObjects) -> list[int]:
 
 
 def _in_lists_of(objects: ObjectGraph, number: int) -> Iterator[tuple[int, str]]:
-    """Yield number and path of each variable in lists that an object holds; nothing for an object that is a
-    list itself.
+    """Yield number and path of each variable in lists that an object holds.
+
+    Nothing for an object that is a list itself.
     """
     if not _is_list(objects, number):
         for edge, child in objects.objects[number].children.items():
@@ -303,10 +305,9 @@ def _is_list(objects: ObjectGraph, number: int) -> bool:
 
 
 def _listed_in(objects: ObjectGraph, number: int, path: str) -> Iterator[tuple[str, int]]:
-    """Yield path and number of each variable in the list with this number, and in lists inside it; nothing
-    for another object.
+    """Yield path and number of each variable in the list with this number, and in lists inside it.
 
-    `path` is the list's own path, with which the paths begin.
+    Nothing for another object. `path` is the list's own path, with which the paths begin.
     """
     pending, seen = [(path, number)], {number}
     while pending:

@@ -270,10 +270,9 @@ class CastRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> CastRule:
-        """Parse a rule `pattern=bfloat16` (or float16, int8); without a pattern it is for every float
-        variable.
+        """Parse a rule `pattern=bfloat16` (or float16, int8).
 
-        Raises UsageError for another text.
+        Without a pattern it is for every float variable. Raises UsageError for another text.
         """
         pattern, _, label = text.rpartition("=")
         if label not in CASTS:
@@ -338,10 +337,10 @@ class MappingRules(Struct, frozen=True):
         return any(name in known or any(p.fullmatch(name) for p in self.ignored) for name in names)
 
     def renamed(self, key: str) -> str | None:
-        """Return the tensor name that the rename rules, or an earlier export, give a variable; None if
-        neither does.
+        """Return the tensor name that the rename rules give a variable.
 
-        Raises AmbiguousRename if rules disagree.
+        Without a matching rule, the name that an earlier export gave; None if there is none. Raises
+        AmbiguousRename if rules disagree.
         """
         names = {new for rule in self.renames if (new := rule.apply(key)) is not None}
         if len(names) > 1:
@@ -351,8 +350,9 @@ class MappingRules(Struct, frozen=True):
         return names.pop() if names else self.names.get(key)
 
     def cast(self, key: str) -> DType | None:
-        """Return the dtype that the first matching cast rule, or an earlier export, stores a float variable
-        in; None if neither does.
+        """Return the dtype that the first matching cast rule stores a float variable in.
+
+        Without a matching rule, the dtype of an earlier export; None if there is none.
         """
         ruled = next((rule.label for rule in self.casts if rule.pattern.fullmatch(key)), self.dtypes.get(key))
         return DType.of(ruled) if ruled else None

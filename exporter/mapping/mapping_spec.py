@@ -237,8 +237,9 @@ class MappingSpec(
 
     @cached_property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """The graph's variables, in the dtypes that the graph computes with; DocumentError if one is
-        inconsistent.
+        """The graph's variables, in the dtypes that the graph computes with.
+
+        DocumentError if one is inconsistent.
         """
         return tuple(variable.read() for variable in self.stored)
 
@@ -298,10 +299,9 @@ class MappingSpec(
         return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
-        """Return the served variables as stored in a bundle of this recipe, by their served names; their
-        tensors have no extents.
+        """Return the served variables as stored in a bundle of this recipe, by their served names.
 
-        The contents of lookup tables come last.
+        Their tensors have no extents. The contents of lookup tables come last.
         """
         variables = (self._published(*item) for item in group_parts(self.variables).items())
         return (*variables, *(source for table in self.tables for source in self._contents(table)))

@@ -46,8 +46,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The number of the object at the user's path; None without a path. Raises UsageError if no object
-        has this path.
+        """The number of the object at the user's path; None without a path.
+
+        Raises UsageError if no object has this path.
         """
         if self.object_path is None:
             return None
@@ -268,11 +269,11 @@ class _Search(Struct, frozen=True, dict=True):
                 self.numbers[key] = by_node[variable.node]
 
     def best(self) -> tuple[_Walk, dict[str, str]] | None:
-        """Return the only walk that fits, and its tensors by the variable's key; None if no objects of the
-        graphs correspond.
+        """Return the only walk that fits, and its tensors by the variable's key.
 
-        Raises AmbiguousRename if several fit, ObjectMismatch if names contradict it, MissingTensors if it is
-        not complete. A shape or dtype that differs does not raise here.
+        None if no objects of the graphs correspond. Raises AmbiguousRename if several fit, ObjectMismatch if
+        names contradict it, MissingTensors if it is not complete. A shape or dtype that differs does not
+        raise here.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_roots():

@@ -49,10 +49,10 @@ class PartialMapping(Struct, frozen=True):
 def fit_partly(
     graph: InferenceGraph, catalog: Catalog, rules: MappingRules, counted: Collection[str]
 ) -> PartialMapping:
-    """Match the variables that the checkpoint certainly has; return these, and the reasons why others do not
-    fit.
+    """Match the variables that the checkpoint certainly has.
 
-    `counted` are names, without numbers, that a framework numbers.
+    Return these, and the reasons why others do not fit. `counted` are names, without numbers, that a
+    framework numbers.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.

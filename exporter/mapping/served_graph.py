@@ -12,11 +12,11 @@ from exporter.mapping.build import VariableMapping
 
 
 def as_served(graph: InferenceGraph, mapping: VariableMapping) -> tuple[InferenceGraph, VariableMapping]:
-    """Return graph and mapping with variables in the dtypes and shapes that they are stored in; neither
-    argument is changed.
+    """Return graph and mapping with variables in the dtypes and shapes that they are stored in.
 
-    The returned graph casts the values that it reads. Its lookup tables get the names and shapes that they
-    are stored with. Raises MappingError if a variable that is to be cast is used in a way that forbids it.
+    Neither argument is changed. The returned graph casts the values that it reads. Its lookup tables get the
+    names and shapes that they are stored with. Raises MappingError if a variable that is to be cast is used
+    in a way that forbids it.
     """
     graph = replace(graph, tables=mapping.tables)
     stored = {

@@ -103,8 +103,9 @@ def cast_for(key: str, tensor: TensorRef, rules: MappingRules) -> DType | None:
 
 
 def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
-    """Group variables by key, in the order of first occurrence; the parts of a partitioned one are in the
-    order of their begin.
+    """Group variables by key, in the order of first occurrence.
+
+    The parts of a partitioned one are in the order of their begin.
     """
     groups: dict[str, list[GraphVariable]] = {}
     for variable in variables:

@@ -36,8 +36,10 @@ class Unmatched(Struct, frozen=True):
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Lines for a rename file: pairs of which only one tensor fits; variables with several or no
-        candidates as comments.
+        """Lines for a rename file, one for each left-over variable: with its tensor if only one fits, else a
+        comment.
+
+        The comment lists all candidates.
         """
         lines = []
         for left in self.variables:
@@ -50,11 +52,10 @@ class Unmatched(Struct, frozen=True):
 
 
 def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """Return the left-overs of a graph and a checkpoint, by rules and names; a MappingError becomes their
-    `reason`.
+    """Return the left-overs of a graph and a checkpoint, by rules and names.
 
-    Raises UsageError if the rules name an object that does not exist, CorruptFile if the checkpoint's graph
-    of objects is damaged.
+    A MappingError becomes their `reason`. Raises UsageError if the rules name an object that does not exist,
+    CorruptFile if the checkpoint's graph of objects is damaged.
     """
     try:
         mapping = build_mapping(graph, catalog, rules)
@@ -65,8 +66,9 @@ def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reason: str) -> Unmatched:
-    """Return the left-overs by names of variables and of layers, with shapes and dtypes; `reason` is passed
-    on.
+    """Return the left-overs by names of variables and of layers, with shapes and dtypes.
+
+    `reason` is passed on.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     names = {key: key for key in wanted} | _by_layer(graph, catalog)

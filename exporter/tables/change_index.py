@@ -183,11 +183,11 @@ class _Placed(Struct, frozen=True):
 def _insert(
     geometry: TableGeometry, state: TableState, new: _Placed, is_free: Array, gone_slots: Array
 ) -> tuple[Elements, Elements]:
-    """Place new keys and clear the slots of dropped ones; return the elements of `index_seeds` and of
-    `index_rows` to write.
+    """Place new keys and clear the slots of dropped ones.
 
-    `is_free` is a mask of the keys in `new` whose slot is empty or becomes so; `gone_slots` are the slots of
-    dropped keys, in any order. Raises Crowded if a group of keys finds no seed.
+    Return the elements of `index_seeds` and of `index_rows` to write. `is_free` is a mask of the keys in
+    `new` whose slot is empty or becomes so; `gone_slots` are the slots of dropped keys, in any order. Raises
+    Crowded if a group of keys finds no seed.
     """
     # If the slots of all of a group's new keys are free, nothing around them has to be read.
     groups = geometry.groups_of(new.keys)

@@ -32,12 +32,12 @@ from exporter.wire.dtypes import Array, DType
 def dynamic_embedding(
     name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
 ) -> Any:
-    """Return a Keras layer that looks up ids in the table `name`; see `DynamicTable` for the first four
-    arguments.
+    """Return a Keras layer that looks up ids in the table `name`.
 
-    With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
-    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts. Raises UsageError if `default` does
-    not have the shape of a number, a row or several rows.
+    See `DynamicTable` for the first four arguments. With a `combiner` ("sum", "mean" or "sqrtn") the rows
+    along the last dimension of the ids are combined, as in `tf.nn.embedding_lookup_sparse`; in a dense tensor
+    every id counts. Raises UsageError if `default` does not have the shape of a number, a row or several
+    rows.
     """
     return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
 
@@ -126,10 +126,9 @@ class DynamicTable(TableLookups):
         return found
 
     def _import(self, ids: Tensor) -> Tensor:
-        """Add the nodes of a lookup of `ids` (int64, any shape) to the graph that is being built; return the
-        tensor of row numbers.
+        """Add the nodes of a lookup of `ids` (int64, any shape) to the graph that is being built.
 
-        Raises UsageError outside of a graph.
+        Return the tensor of row numbers. Raises UsageError outside of a graph.
         """
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()

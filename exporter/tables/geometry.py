@@ -182,8 +182,10 @@ def places_of(keys: Array, seeds: Array) -> Array:
 
 
 def seeds(first: int, count: int) -> Array:
-    """Return `count` seeds, int64, beginning with number `first` of the fixed sequence in which they are
-    tried; each is odd.
+    """Return the seeds with the numbers `first` to `first + count` (excluded), int64, in the order in which
+    they are tried.
+
+    They are a fixed pseudorandom sequence of odd numbers.
     """
     # Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (splitmix64).
     state = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(MULTIPLIER)
@@ -243,8 +245,9 @@ class TablePlan(Struct, frozen=True, eq=False):
     def _joined(
         self, part: str, dtype: DType, shape: tuple[int, ...], stored: Iterable[TensorRef], place: _Allocation
     ) -> TensorRef:
-        """Return a tensor whose first rows are the `stored` tensors, in order; its other rows get an extent
-        of `place`.
+        """Return a tensor whose first rows are the `stored` tensors, in order.
+
+        Its other rows get an extent of `place`.
         """
         slices, row = [], 0
         for ref in stored:
@@ -268,8 +271,9 @@ class _Allocation(Struct):
     offset: int
 
     def take(self, size: int) -> Extent:
-        """Reserve the next `size` bytes of the shard and return their extent; the next one begins at a
-        multiple of 64.
+        """Reserve the next `size` bytes of the shard and return their extent.
+
+        The next one begins at a multiple of 64.
         """
         extent = Extent(self.shard, self.offset, size, 0)
         self.offset += -(-size // _ALIGNED) * _ALIGNED

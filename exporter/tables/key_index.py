@@ -92,8 +92,9 @@ class KeyIndex:
         return result
 
     def find(self, keys: Tensor) -> Tensor:
-        """Return the row of each key (int64 [n]): int64 [n], `ABSENT` for keys without a row. Takes no
-        lock.
+        """Return the row of each key (int64 [n]): int64 [n], `ABSENT` for keys without a row.
+
+        Takes no lock.
         """
         with self._at_home():
             rows = self._lookup(keys)
@@ -113,11 +114,11 @@ class KeyIndex:
             )
 
     def remove(self, keys: Tensor, also: Callable[[Tensor], list[Any]]) -> Tensor:
-        """Remove keys (int64 [n], no key twice) and free their rows, under the lock; return the number that
-        had a row (int64 scalar).
+        """Remove keys (int64 [n], no key twice) and free their rows, under the lock.
 
-        `also` gets the freed rows and returns the operations on them, which run before other keys may get
-        these rows. Removed keys are recorded if `is_recorded` is true.
+        Return the number that had a row (int64 scalar). `also` gets the freed rows and returns the operations
+        on them, which run before other keys may get these rows. Removed keys are recorded if `is_recorded` is
+        true.
         """
 
         def take_away() -> Tensor:
@@ -155,11 +156,11 @@ class KeyIndex:
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """Add the operation that assigns `rows` to `keys` (int64 [n]) and removes all other keys, under the
-        lock; return it.
+        """Add the operation that assigns `rows` to `keys` (int64 [n]) and removes all other keys; return it.
 
-        `also` adds operations that run before the index has the new rows. The record of removed keys is
-        cleared. InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the capacity.
+        It runs under the lock. `also` adds operations that run before the index has the new rows. The record
+        of removed keys is cleared. InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the
+        capacity.
         """
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
@@ -181,11 +182,11 @@ class KeyIndex:
             return self.locked(replace)
 
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
-        """Add the operation that drops `removed` keys, then assigns `rows` to `keys`, new or existing ones;
-        return it.
+        """Add the operation that drops `removed` keys, then assigns `rows` to `keys`, new or existing ones.
 
-        All are int64 vectors; it runs under the lock. Other keys that have these rows lose them and are
-        recorded as removed: other workers may have met new keys. Rows that become unused are free again.
+        Return it. All are int64 vectors; it runs under the lock. Other keys that have these rows lose them
+        and are recorded as removed: other workers may have met new keys. Rows that become unused are free
+        again.
         """
 
         def change() -> Tensor:
@@ -224,8 +225,9 @@ class KeyIndex:
                 return tf.identity(rows)
 
     def take_removed(self) -> Tensor:
-        """Return the keys (int64, any order) that were removed since the last call, and clear this record;
-        some may exist again.
+        """Return the keys (int64, any order) that were removed since the last call, and clear this record.
+
+        Some may exist again.
         """
         with self._at_home():
             keys, _ = self.removed.export()
@@ -316,8 +318,9 @@ class KeyIndex:
         return self._set_free(1 - is_used)
 
     def _set_free(self, is_free: Tensor) -> list[Any]:
-        """Add and return the assignments after which the rows with a 1 in `is_free` (int64) are free; later
-        rows were never assigned.
+        """Add and return the assignments after which the rows with a 1 in `is_free` (int64) are free.
+
+        Later rows were never assigned.
         """
         free = tf.where(tf.equal(is_free, 1))[:, 0]
         count, given = tf.size(free, tf.int64), tf.size(is_free, tf.int64)
@@ -336,8 +339,9 @@ class KeyIndex:
 
 
 def _after(*operations: Any) -> AbstractContextManager[Any]:
-    """A context whose nodes run after these operations; eagerly they have run already, and it does
-    nothing.
+    """Return a context whose nodes run after these operations.
+
+    Eagerly, operations are None and have run already: then it has no effect.
     """
     there = [each for each in operations if each is not None]
     return tf.control_dependencies(there)  # type: ignore[no-any-return]  # TensorFlow is untyped

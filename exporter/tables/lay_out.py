@@ -202,8 +202,9 @@ class _Wanted(Struct, frozen=True):
 
     @classmethod
     def of_table(cls, table: TablePlan, task_bytes: int) -> Iterator[_Wanted]:
-        """Yield the ranges of a table in order, in runs of about `task_bytes` of sorted keys; each but the
-        last has an even number of ranges.
+        """Yield the ranges of a table in order, in runs of about `task_bytes` of sorted keys.
+
+        Each but the last has an even number of ranges.
         """
         ranges, stored = _ranges(table), tuple((part.keys.name, part.rows) for part in table.variable.parts)
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)
@@ -265,11 +266,10 @@ def join_pieces(
     directory: Directory,
     home: Directory,
 ) -> Catalog:
-    """Write the catalog's last shard into `home`, from the tasks' results in `directory`; return the
-    completed catalog.
+    """Write the catalog's last shard into `home`, from the tasks' results in `directory`.
 
-    Each piece is compared with its checksum. The shard is named after its contents, so a command that resumes
-    the job finds it.
+    Return the completed catalog. Each piece is compared with its checksum. The shard is named after its
+    contents, so a command that resumes the job finds it.
 
     Raises:
         CheckpointChanged, CorruptFile: a task's result is gone, shorter or damaged.
@@ -361,8 +361,8 @@ class _Rest:
         self._zeros = 0
 
     def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
-        """Yield the slices of a tensor after its first `held` rows: zeros up to row `row`, then `elements`,
-        its last rows.
+        """Yield the slices of a tensor after its first `held` rows: zeros up to row `row`, then its last
+        rows, `elements`.
 
         The elements are kept in memory, to be written by `put`.
         """
@@ -378,9 +378,10 @@ class _Rest:
 
     def put(self, directory: Directory, scratch: Path) -> str:
         """Write both shards: the elements as a new object of the directory, the zeros as `ZEROS` in
-        `scratch`; return the first one's name.
+        `scratch`.
 
-        Raises DiskFull or PublishError if one cannot be written, as `ZEROS` if it is there already.
+        Return the name of the first. Raises DiskFull or PublishError if one cannot be written, as `ZEROS` if
+        it is there already.
         """
         # Named by its contents and never rewritten: so its tag stays the same, and so do plans that read it.
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
@@ -432,12 +433,11 @@ def _written(
     tail: tuple[int, Array] | None,
     opened: Callable[[str], tuple[Path, int]],
 ) -> TensorRef:
-    """Write the elements of a tensor that are in the new shard, with holes for zeros; return its completed
-    index entry.
+    """Write the elements of a tensor that are in the new shard, with holes for zeros.
 
-    `number` is the new shard's number, `tail` the first row and the elements of the tensor's end (None: no
-    such rows); `opened` opens an object by its name. Raises CheckpointChanged or CorruptFile if a piece is
-    shorter or damaged.
+    Return its completed index entry. `number` is the new shard's number, `tail` the first row and the
+    elements of the tensor's end (None: no such rows); `opened` opens an object by its name. Raises
+    CheckpointChanged or CorruptFile if a piece is shorter or damaged.
     """
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
@@ -507,11 +507,10 @@ class TableLayout(Struct, frozen=True, eq=False):
     def write(
         self, scratch: Path, admission: Admission, runner: Runner = LOCAL, progress: Progress | None = None
     ) -> tuple[Catalog, Job]:
-        """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept; wait
-        for the tasks.
+        """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept.
 
-        Return the catalog with all tensors, and the job: a context manager, to be left once the tensors have
-        been read.
+        Wait for the tasks. Return the catalog with all tensors, and the job: a context manager, to be left
+        once the tensors have been read.
 
         Raises:
             CheckpointError and subclasses: the checkpoint changed, is damaged, or cannot be read.

@@ -95,12 +95,11 @@ class RowNodes(Struct, frozen=True):
 def add_rows(
     graph_def: Proto, name: str, table: str, handles: Sequence[str], ids: str, *, defaults: int = 1
 ) -> RowNodes:
-    """Add nodes under `name/` that look up `ids` (a tensor's name; int64, any shape) in a table; return the
-    names of the results.
+    """Add nodes under `name/` that look up `ids` (a tensor's name; int64, any shape) in a table.
 
-    `handles` are the names of the tensors with the handles of the table's four variables, in the order of
-    `parts.PARTS`; `defaults` is the number of its default rows. `table` is its name, by which `set_sizes`
-    fills in the sizes.
+    Return the names of the results. `handles` are the names of the tensors with the handles of the table's
+    four variables, in the order of `parts.PARTS`; `defaults` is the number of its default rows. `table` is
+    its name, by which `set_sizes` fills in the sizes.
     """
     nodes = _Nodes(graph_def, name, table)
     seeds, index_rows, keys, _ = handles
@@ -139,12 +138,12 @@ class JoinedLookup(Struct, frozen=True):
 def add_joined_rows(
     graph_def: Proto, name: str, handles: Sequence[str], lookups: Sequence[JoinedLookup], *, found: bool
 ) -> list[RowNodes]:
-    """Add nodes under `name/` that look up several tensors of ids, each in its table, at once; return the
-    names of the results.
+    """Add nodes under `name/` that look up several tensors of ids, each in its table, at once.
 
-    The result has an item for each of `lookups`, in their order; its tensors are vectors, also for ids of
-    other shapes. `handles` are the handles of the joined seeds, rows and keys, in the order of `parts.PARTS`
-    without the values. Without `found`, the names of the `found` tensors are "".
+    Return the names of the results. The result has an item for each of `lookups`, in their order; its tensors
+    are vectors, also for ids of other shapes. `handles` are the handles of the joined seeds, rows and keys,
+    in the order of `parts.PARTS` without the values. Without `found`, the names of the `found` tensors are
+    "".
     """
     # All ids are concatenated, each with the number of its lookup, by which the sizes of tables are gathered.
     # So the number of operations hardly depends on the number of tables.
@@ -335,8 +334,9 @@ class _Nodes(Struct, frozen=True):
         return self.typed(name, "Bitcast", value, T=source, type=target)
 
     def place(self, key: str, seed: str) -> str:
-        """Add nodes that compute each key's place in its group's window; `key` (offset added) and `seed` are
-        int64 tensors.
+        """Add nodes that compute each key's place in its group's window.
+
+        `key` (offset added) and `seed` are int64 tensors.
         """
         spread = self.add("spread", "Mul", key, seed)
         shift = self.constant("place_shift", 64 - WINDOW_BITS)
@@ -344,8 +344,9 @@ class _Nodes(Struct, frozen=True):
         return self.add("place", "BitwiseAnd", shifted, self.constant("place_mask", WINDOW - 1))
 
     def size(self, which: str, dtype: DType = DType.INT64) -> str:
-        """Add a scalar constant for one of the table's sizes, a key of `_sizes`; `set_sizes` fills in the
-        value later.
+        """Add a scalar constant for one of the table's sizes, a key of `_sizes`.
+
+        `set_sizes` fills in the value later.
         """
         name = self.constant(which, _UNSET, dtype)
         node = self.graph_def.node[-1]

@@ -281,8 +281,9 @@ class _Sorting:
         self.read = (crc,)
 
     def _left_out(self) -> Array | None:
-        """Return a mask of the run's keys that are not admitted; None if all are. Adds the checksums read to
-        `read`.
+        """Return a mask of the run's keys that are not admitted; None if all are.
+
+        Adds the checksums read to `read`.
         """
         run, task = self.run, self._task
         found = np.zeros(run.stop - run.start, bool)
@@ -417,10 +418,10 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
 
     @contextmanager
     def _fetched(self, directory: Directory) -> Iterator[list[list[Located]]]:
-        """Yield, for each run, the file and offset of each of its sections; sections in a store are fetched
-        into a temporary file.
+        """Yield, for each run, the file and offset of each of its sections.
 
-        The file is removed at the end. Raises CheckpointChanged if an object is not as planned.
+        Sections in a store are fetched into a temporary file. The file is removed at the end. Raises
+        CheckpointChanged if an object is not as planned.
         """
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
@@ -436,11 +437,10 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
             yield [list(islice(places, len(run.sections))) for run in self.runs]
 
     def _place(self, run: RangeRun, places: Sequence[Located], target: int, offset: int) -> tuple[int, int]:
-        """Write seeds and slots of a run to the open file `target` from `offset` on; return their two
-        checksums, plain crc32c.
+        """Write seeds and slots of a run to the open file `target` from `offset` on.
 
-        `places` has the file and offset of each section. Raises CorruptFile if a key occurs twice, TableFull,
-        which names the table, if keys find no place.
+        Return their two checksums, plain crc32c. `places` has the file and offset of each section. Raises
+        CorruptFile if a key occurs twice, TableFull, which names the table, if keys find no place.
         """
         keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]

@@ -32,13 +32,12 @@ class Crowded(Exception):
 
 
 def spread(keys: Array, counts: Array, windows: Array, occupied: Array) -> tuple[Array, Array]:
-    """Choose a seed for each group so that no two keys share a slot; return the seeds by group, and the slots
-    by key.
+    """Choose a seed for each group so that no two keys share a slot.
 
-    Both are int64. `keys` (int64) are those of the first group, then of the second and so on; `counts` is
-    their number by group, `windows` the first slot of each group's window. Slots are numbered within
-    `occupied`, a mask of the table's slots or of a part of them, which is updated in place. Raises Crowded if
-    a group finds no seed.
+    Return the seeds by group, and the slots by key. Both are int64. `keys` (int64) are those of the first
+    group, then of the second and so on; `counts` is their number by group, `windows` the first slot of each
+    group's window. Slots are numbered within `occupied`, a mask of the table's slots or of a part of them,
+    which is updated in place. Raises Crowded if a group finds no seed.
     """
     chosen = np.full(len(counts), seeds(0, 1)[0], np.int64)
     slots = np.empty(len(keys), np.int64)
@@ -99,11 +98,10 @@ class _Groups(Struct):
 
 
 def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, slots: Array) -> None:
-    """Choose seeds and slots for groups of one size: writes `occupied`, `chosen` (seeds by group) and `slots`
-    (by key) in place.
+    """Choose seeds and slots for groups of one size, and write them in place.
 
-    `owner` is scratch memory, int32, with an element for each slot. Raises Crowded if a group has a key twice
-    or finds no seed.
+    `chosen` gets seeds by group, `slots` slots by key; `occupied` marks them. `owner` is scratch memory,
+    int32, with an element for each slot. Raises Crowded if a group has a key twice or finds no seed.
     """
     tried = 0
     while len(left.groups):
@@ -126,10 +124,10 @@ def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, sl
 
 
 def _first_that_fits(left: _Groups, trial: Array, occupied: Array) -> tuple[Array, Array, Array]:
-    """Return the places in `left` of groups that a seed of `trial` fits, their slots [size, found] under the
-    first such seed, and that seed of each.
+    """Return the places in `left` of groups that some seed of `trial` fits, their slots, and the seeds.
 
-    A seed fits if the group's slots are free and differ from one another. `occupied` is read only.
+    The slots, [size, found], and the seed are those of the first seed that fits: the group's slots are free
+    and differ from one another. `occupied` is read only.
     """
     found = left.under(trial.view(np.uint64))
     fits = np.logical_not(occupied.take(found).any(axis=0))
@@ -171,8 +169,9 @@ def _refuse(left: _Groups, tried: int) -> None:
 
 
 def _any(masks: Any) -> Array:
-    """Return a mask of the places where any of the masks is true; needs at least one. The first mask is
-    changed in place.
+    """Return a mask of the places where any of the masks is true; needs at least one.
+
+    The first mask is changed in place.
     """
     masks = iter(masks)
     found: Array = next(masks)  # much quicker than `any` along a short axis

@@ -111,11 +111,11 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
-        """Remove the keys that were not looked up in the last `max_age_steps` global steps; return their
-        number, an int64 scalar.
+        """Remove the keys that were not looked up in the last `max_age_steps` global steps.
 
-        Like `remove`, but it looks at all rows: run it now and then. Ages are not saved: after a restore they
-        count from the first run of this operation. Raises UsageError unless the table records steps.
+        Return their number, an int64 scalar. Like `remove`, but it looks at all rows: run it now and then.
+        Ages are not saved: after a restore they count from the first run of this operation. Raises UsageError
+        unless the table records steps.
         """
         if self._seen is None:
             raise UsageError(
@@ -144,10 +144,10 @@ class TrainableTable(TableLookups):
                 return self.index.lay_over(keys, rows, removed)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
-        """Return the row number of each id, in the shape of `ids`; new keys get rows, and the step of the
-        lookup is recorded.
+        """Return the row number of each id, in the shape of `ids`.
 
-        Raises InvalidArgumentError of TensorFlow, when it runs, if the table is full.
+        New keys get rows, and the step of the lookup is recorded. Raises InvalidArgumentError of TensorFlow,
+        when it runs, if the table is full.
         """
         keys, places = tf.unique(tf.reshape(ids, [-1]))
         with self._upkeep():
@@ -170,8 +170,9 @@ class TrainableTable(TableLookups):
             return self.values.scatter_update(tf.IndexedSlices(values, rows))
 
     def _forget_steps(self, rows: Tensor) -> list[Any]:
-        """Add and return the operations that set the step of these rows' last lookup to unknown; none if
-        steps are not recorded.
+        """Add and return the operations that set the step of these rows' last lookup to unknown.
+
+        None if steps are not recorded.
         """
         if self._seen is None:
             return []
@@ -215,8 +216,9 @@ class TrainableTable(TableLookups):
         )
 
     def _make(self) -> Tensor:
-        """Add the operation that initialises those of the table's variables that were not restored; return
-        its result.
+        """Add the operation that initialises those of the table's variables that were not restored.
+
+        Return its result.
         """
 
         def settled(variable: Variable) -> Tensor:
@@ -252,8 +254,9 @@ def _first_row(slot: Variable) -> Tensor:
 
 
 def _saveable(table: TrainableTable) -> Any:
-    """Return a new saveable object by which a Saver stores and restores a table; its `trainable_table` is the
-    table.
+    """Return a new saveable object by which a Saver stores and restores a table.
+
+    Its `trainable_table` is the table.
     """
     from tensorflow.python.training.saving import saveable_object
 
@@ -473,8 +476,9 @@ def _slots(optimizer: Any, rows: Any) -> list[Variable]:
 
 
 def _refuse_clusters(name: str) -> None:
-    """Raise UsageError if the current strategy has several replicas or parameter servers; `name` is the
-    layer's.
+    """Raise UsageError if the current strategy has several replicas or parameter servers.
+
+    `name` is the layer's.
     """
     strategy = tf.distribute.get_strategy()
     servers = isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
