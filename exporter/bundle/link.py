@@ -282,7 +282,8 @@ def link_shard(source: Path, target: Path, *, size: int, new_file: NewFile) -> s
 def link_or_copy(source: Path, target: Path) -> None:
     """Link the published file `source` to `target`, or copy it where a link is impossible.
 
-    An object is fetched first. Raises CheckpointError if it cannot be fetched, OSError if the copy fails.
+    An object in a store is fetched first. Raises CheckpointError if it cannot be fetched, DiskFull or
+    PublishError if the fetched bytes cannot be kept, OSError if the copy fails.
     """
     mirror.fetch(source)  # a file that stands for an object is empty until then
     try:

@@ -206,7 +206,7 @@ class MappedTables(Struct, frozen=True):
     def path(self, node: str) -> bytes:
         """Return the path of the file of a variable, given by its node, as servers see it.
 
-        KeyError if it is not mapped.
+        Raises KeyError if it is not mapped.
         """
         return os.fsencode(self.directory / VARIABLES_DIRECTORY / self.files[node])
 

@@ -292,8 +292,8 @@ class Compare(Task, frozen=True, kw_only=True):
         """Compare the rows, and write the task's object in `directory`; return the receipt.
 
         Its `rows` is the number of rows that differ. Raises CheckpointChanged or another CheckpointError if
-        an input changed or cannot be read, MappingError if a value does not fit, DiskFull or PublishError if
-        the object cannot be written.
+        an input changed or cannot be read, MappingError or NotFinite if a value does not fit; OSError,
+        DiskFull or PublishError if the object cannot be written.
         """
         name, found = self.variable.name, list[Found]()
         ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
@@ -444,7 +444,7 @@ class TaskComparison:
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
     """Return the hashes and the rows that differ, read from the object that a task wrote.
 
-    CheckpointError if it cannot be read.
+    Raises CheckpointError if it cannot be read.
     """
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]

@@ -102,7 +102,7 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
         CheckpointError: a file cannot be read, see errors.py.
         MappingError, NotFinite: a value does not fit the dtype it is served in.
         EngineFailed: the engine of `how.runner` failed.
-        OSError: the scratch file cannot be written; for files of tasks, DiskFull or PublishError.
+        OSError, DiskFull, PublishError: a scratch file, or a task's result, cannot be written.
     """
     hasher = how.known.hasher if how.known else how.hasher
     changes: dict[str, Change] = {}

@@ -296,7 +296,7 @@ class Schema(Struct, frozen=True, dict=True):
     def from_json(cls, value: Any) -> Schema:
         """Return the schema that a JSON value in the form of `to_json` describes.
 
-        ValueError if `value` is something else.
+        Raises ValueError if `value` is something else.
         """
         found = convert(value, list[_Row])
         named = convert([row[:2] for row in found], list[tuple[Any, DtypeLabel]])

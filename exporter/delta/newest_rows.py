@@ -268,10 +268,11 @@ def table_sections(
 ) -> Iterator[NewestRows]:
     """Yield sections that write a table's newest rows of `deltas`, oldest first, on top of a base if given.
 
-    A very large table is divided into ranges of ids, about `task_bytes` at a time. `base` has the number of
-    rows and the range of each run, in order; with it, all rows of the table are written. Stored runs of the
-    deltas are registered in `files`. Yields nothing if no delta changes the table and there is no base.
-    Raises CorruptFile if slices of ids and values in a delta do not match.
+    A table that is very large compared with `task_bytes` is divided into ranges of ids. `base` has the number
+    of rows and the range of each run, in order; with it, all rows of the table are written. Stored runs of
+    the deltas are registered in `files`. Yields nothing if no delta changes the table and there is no base.
+    Raises CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged if a shard
+    vanished or shrank.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:

@@ -381,10 +381,9 @@ class _Sieve:
             yield ids, image
 
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
-        """Record as rounded, and as stale, the rows whose served form `image` differs from their trained
-        `values`.
+        """Record as rounded the rows whose served form, `image`, differs from the trainer's `values`.
 
-        `ids` are the numbers of all these rows. The largest error is updated.
+        They count as stale, too. `ids` are the numbers of all these rows. The largest error is updated.
         """
         rounded = differing_rows(image, values)
         if len(rounded):

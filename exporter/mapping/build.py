@@ -239,7 +239,7 @@ class VariableMapping(Struct, frozen=True, dict=True):
     def over(self, catalog: Catalog) -> VariableMapping:
         """Return the same mapping with the tensors of the same names in another catalog.
 
-        KeyError if it lacks one.
+        Raises KeyError if it lacks one.
         """
         sources = (replace(source, tensor=catalog.tensors[source.tensor.name]) for source in self.sources)
         return replace(self, catalog=catalog, sources=tuple(sources))

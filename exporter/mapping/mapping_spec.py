@@ -239,7 +239,7 @@ class MappingSpec(
     def variables(self) -> tuple[GraphVariable, ...]:
         """The graph's variables, in the dtypes that the graph computes with.
 
-        DocumentError if one is inconsistent.
+        Raises DocumentError if one is inconsistent.
         """
         return tuple(variable.read() for variable in self.stored)
 

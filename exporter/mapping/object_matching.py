@@ -272,8 +272,8 @@ class _Search(Struct, frozen=True, dict=True):
         """Return the only walk that fits, and its tensors by the variable's key.
 
         None if no objects of the graphs correspond. Raises AmbiguousRename if several fit, ObjectMismatch if
-        names contradict it, MissingTensors if it is not complete. A shape or dtype that differs does not
-        raise here.
+        names contradict it, MissingTensors if it is not complete, UsageError if no object has the user's
+        path. A shape or dtype that differs does not raise here.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_roots():

@@ -89,7 +89,7 @@ class TensorSource(Struct, frozen=True):
 def stored_names(table: GraphTable, renamed: Callable[[str], str | None]) -> tuple[str, str]:
     """Return the names of a table's keys and values in a checkpoint.
 
-    `renamed` returns the trainer's name of a tensor, None if no rule gives one.
+    `renamed` returns the trainer's name of a tensor, None if no rule gives one; its errors are passed on.
     """
     return renamed(table.keys) or table.keys, renamed(table.values) or table.values
 

@@ -260,8 +260,7 @@ class _Area(Struct):
         return Elements(self.slots[differ], self.rows[differ])
 
     def move(self, new: _Placed) -> Elements:
-        """Choose a new seed for each group of the area, and place its present keys and its keys in `new` by
-        it.
+        """Choose a new seed for each group of the area, and place its present and its `new` keys by it.
 
         Return the seeds to write, by group. Changes `rows` and `keys` of the area. Raises Crowded if a group
         finds no seed.

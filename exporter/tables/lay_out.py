@@ -202,9 +202,9 @@ class _Wanted(Struct, frozen=True):
 
     @classmethod
     def of_table(cls, table: TablePlan, task_bytes: int) -> Iterator[_Wanted]:
-        """Yield the ranges of a table in order, in runs of about `task_bytes` of sorted keys.
+        """Yield the ranges of a table in order, in runs; each run but the last has an even number of ranges.
 
-        Each but the last has an even number of ranges.
+        A run has at most about `task_bytes` of sorted keys or 16 ranges, whichever is more.
         """
         ranges, stored = _ranges(table), tuple((part.keys.name, part.rows) for part in table.variable.parts)
         bytes_of_range = max(1, KEY_BYTES * table.variable.rows // ranges.count)

@@ -172,7 +172,7 @@ class TrainableTable(TableLookups):
     def _forget_steps(self, rows: Tensor) -> list[Any]:
         """Add and return the operations that set the step of these rows' last lookup to unknown.
 
-        None if steps are not recorded.
+        Empty if steps are not recorded.
         """
         if self._seen is None:
             return []
