@@ -189,8 +189,8 @@ class _Held(Struct, frozen=True):
 def _held(served: Iterable[RestoredVariable], joined: Mapping[str, JoinedPart]) -> list[_Held]:
     """Group the variables by the VarHandleOps that hold them, in the order of the variables.
 
-    Joined ones in the order of their rows. `joined` has, by node, the place of each variable that is part of
-    another.
+    Variables that one node holds are in the order of their rows. `joined` has, by node, the place of each
+    variable that is part of another.
     """
     # The rows of joined variables follow the graph's order, which may differ from that of the sources.
     found: dict[str, list[RestoredVariable]] = {}

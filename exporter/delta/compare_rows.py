@@ -463,7 +463,7 @@ def _with_layers(
     """Return the result of a task, corrected for the rows that changes on top of the bundles contain.
 
     `touched` has the numbers of these rows, ascending, in the old and the new state; they are compared here.
-    The hashes of blocks with new ones are invalidated.
+    The hashes of blocks that the new state's changes touch are invalidated.
     """
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))

@@ -302,7 +302,7 @@ def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorR
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
     """Return a tensor as a map; as a copy in memory if it holds strings or is stored in slices.
 
-    Only of strings the checksum is verified.
+    Of strings the checksum is verified, of other types it is not.
     """
     if ref.extent is None:
         return np.concatenate(_slices(catalog, ref))

@@ -35,10 +35,10 @@ class Rounded(Struct, frozen=True):
     largest: Annotated[Measure, doc("the largest absolute error of an element")]
 
     def since(self, before: Rounded | None) -> Rounded:
-        """Return this record plus that of rows rounded `before` (None: no rows): an upper bound, as a row may
-        count twice.
+        """Return this record with the rows that were rounded `before` added (None: no rows).
 
-        Rows that were rounded to another type before are ignored.
+        It is an upper bound, as a row may count twice. Rows that were rounded to another type before are
+        ignored.
         """
         if before is None or before.dtype is not self.dtype:
             return self

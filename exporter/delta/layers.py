@@ -20,10 +20,9 @@ from exporter.wire.dtypes import Array
 def restoring(
     since: Sequence[Changes], then: LayeredState, schema: Schema, scratch: Path
 ) -> dict[str, Change]:
-    """Return the changes, verified, that bring all rows and variables in the changes `since` back to the
-    state `then`.
+    """Return the changes that bring all rows and variables in the changes `since` back to the state `then`.
 
-    By variable; large results are maps of unnamed files in `scratch`.
+    They are by variable, and their values are verified; large results are maps of unnamed files in `scratch`.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.

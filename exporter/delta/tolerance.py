@@ -264,10 +264,11 @@ class _Sieve:
         return WildRows(name, self._wild_rows, row, norm, self._allowed.norms[name], is_held)
 
     def measure(self, waiting: Waiting) -> None:
-        """Compute the score of each row, and record the rows that are served rounded already and the rows
-        beyond their norm.
+        """Compute each row's score; record the rows that are served rounded already, and the rows beyond
+        their norm.
 
-        Raises CheckpointError and subclasses if published rows cannot be read.
+        `waiting` has the rows held back so far. Raises CheckpointError and subclasses if published rows
+        cannot be read.
         """
         step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
         for start in range(0, len(self._change.ids), step):

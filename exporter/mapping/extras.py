@@ -385,11 +385,10 @@ def _way_out(left: list[tuple[str, str]]) -> str:
 def left_out_by_names(
     catalog: Catalog, used: Collection[str], graph: InferenceGraph, rules: MappingRules
 ) -> Iterator[str]:
-    """Yield at most one note: on variables, in a checkpoint by names, that are in a served variable's scope
-    but not served.
+    """Yield at most one note, on variables that are not served but are in the scope of a served one.
 
-    `used` are the names of the tensors that are served. Raises ObjectMismatch if the file says that they are
-    of one layer, as Keras 2's files do.
+    Only of a checkpoint by names. `used` are the names of the tensors that are served. Raises ObjectMismatch
+    if the file says that they are of one layer, as Keras 2's files do.
     """
     if catalog.naming is not Naming.NAMES:  # of layers and lists all values have to fit anyway
         return

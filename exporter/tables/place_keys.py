@@ -583,10 +583,11 @@ class _Placing(Struct, frozen=True):
 
 
 def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int) -> tuple[Array, Array]:
-    """Read the hashes and rows of the keys of range `number`, at most `most` keys: see `KeysOfRange`.
+    """Return hashes (uint64) and rows (int32) of the keys of range `number`, at most `most` keys: see
+    `KeysOfRange`.
 
-    `places` has the file and offset of each of the run's sections. Raises CheckpointChanged if a file became
-    shorter or is gone.
+    They are read from files: `places` has the file and offset of each of the run's sections. Raises
+    CheckpointChanged if a file became shorter or is gone.
     """
     at = number - run.start
     count = min(sum(section.counts[at] for section in run.sections), most)
