@@ -69,7 +69,11 @@ class SharedNodes(Struct, frozen=True):
 def order_handles(
     editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
 ) -> SharedNodes:
-    """Reroute every use of `handles` (VarHandleOps) through nodes that run after a read of the sequence."""
+    """Reroute all present uses of `handles` (VarHandleOps), and of the position's, through nodes that run
+    after a read of the sequence.
+
+    Changes the graph's nodes in place; returns the nodes that signatures share.
+    """
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
     ordered = {}
@@ -97,9 +101,10 @@ def isolate(
 ) -> tuple[dict[str, str], str | None]:
     """Make a signature compute again if an update wrote in between.
 
-    Returns the new outputs by the tensors that they replace (none if the signature reads nothing that updates
-    write), and the name of its position tensor (None unless `with_position`). With `warmed` the first call
-    goes through the function that retries.
+    Returns the node names of the new outputs, by the names of the tensors that they replace (empty if the
+    signature reads nothing that updates write), and the name of its position tensor, int64 [3] (None unless
+    `with_position`). With `warmed` the first call goes through the function that retries. The signature
+    itself is not changed.
 
     Raises:
         NotServable: a node outputs a reference.
@@ -129,7 +134,10 @@ def _first_try_or(
     fetches: Sequence[tuple[str, DType]],
     retry: _Retry,
 ) -> list[str]:
-    """Add the branch between the outputs of a clean first try and those of the function that retries."""
+    """Add the branch between a clean first try and the function that retries; return the outputs' node names.
+
+    `fetches` are the tensors that the first try computes, with dtypes; the outputs have their order.
+    """
     state, before = retry.isolation.state, retry.isolation.before
     after = [name.partition(":")[0] for name, _ in fetches]
     after_read = editor.node(
@@ -174,9 +182,10 @@ def _first_try_or(
 def _clean(
     editor: GraphEditor, signature: str, even: str, after: str, *, warmed: bool
 ) -> tuple[str, tuple[str, ...]]:
-    """Add the node that is true if the first try counts; with `warmed`, only after the function has run once.
+    """Add the node that is true if the first try counts: `even` and `after` are equal. Return its name.
 
-    The second value is the handle of the variable that records this run, if there is one.
+    With `warmed` it is true only after the retrying function has run once; the second value is then the
+    handle of the variable that records this run, else it is empty.
     """
     if not warmed:
         return editor.node(f"{signature}/clean", "Equal", [even, after], device=CPU, T=DType.INT64), ()
@@ -197,18 +206,22 @@ class _Retry(Struct, frozen=True, dict=True):
 
     @cached_property
     def handles(self) -> list[str]:
-        """The resources among the captures, which the function takes as vectors."""
+        """Return the names of the captured resources, sorted; the function takes them as vectors."""
         return [name for name, dtype in self.forward.captures if dtype is DType.RESOURCE]
 
     @property
     def others(self) -> dict[str, DType]:
-        """The other captures."""
+        """Return the dtypes of the captures that are not resources, by name, sorted."""
         return {name: dtype for name, dtype in self.forward.captures if dtype is not DType.RESOURCE}
 
     def inputs(
         self, feeds: Sequence[SignatureTensor], vectors: Sequence[Sequence[int]]
     ) -> dict[str, tuple[DType, StaticShape]]:
-        """The arguments: `_STATE`, `warm` (if `warmed`), handles, other captures, feeds, first outputs."""
+        """Return the dtype and shape of each argument, by name, in order.
+
+        The order is: `_STATE`, `warm` (if `warmed`), a vector of handles for each of `vectors`, other
+        captures, feeds, and the outputs of the first try. A shape of None is unknown.
+        """
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles: dict[str, tuple[DType, StaticShape]] = dict.fromkeys(names, (DType.RESOURCE, ()))
         handles |= {f"handles_{n}": (DType.RESOURCE, (len(each),)) for n, each in enumerate(vectors)}
@@ -229,7 +242,8 @@ class _Retry(Struct, frozen=True, dict=True):
     ) -> list[Tensor]:
         """Add the function's nodes, over the arguments of `inputs`; return the signature's outputs.
 
-        `vectors` are the numbers of the handles in each vector of them.
+        `vectors` has, for each vector of handles, the indices in `handles` of its elements. `others` are the
+        arguments after the state.
         """
         warm, rest = others[: self.warmed], others[self.warmed :]
         packed, rest = dict(zip(map(tuple, vectors), rest, strict=False)), rest[len(vectors) :]
@@ -277,7 +291,11 @@ class _Retry(Struct, frozen=True, dict=True):
     def _compute(
         self, outer: dict[str, Tensor], packed: Mapping[tuple[int, ...], Tensor], before: Tensor
     ) -> list[Tensor]:
-        """Add the forward pass, over handles that depend on the read of the sequence; return its outputs."""
+        """Add the forward pass, over handles that depend on the read of the sequence; return its outputs.
+
+        `outer` are captures and feeds by name; `packed` are the vectors of handles, by the indices in
+        `handles` of their elements; `before` is the sequence that was read.
+        """
         # The handles wait, not the values: each read through one comes after the sequence was read. Those of
         # what no update writes wait, too, at no cost.
         with tf.control_dependencies([before]):
@@ -293,10 +311,10 @@ class _Retry(Struct, frozen=True, dict=True):
         return self.forward.compute(inputs)
 
     def _wait_until_even(self, sequence: Tensor, since: Tensor) -> Tensor:
-        """Add a loop that reads the sequence until it is even; return the value that was read last.
+        """Add a loop that reads the sequence until it is even; return the value that was read last, int64 [].
 
-        It is odd if patience ended first: after the readers' patience, or at once if an update has been
-        writing for longer than that. `sequence` and `since`, when that update began, are handles.
+        It is odd if patience ended first: after `patience_seconds`, or at once if an update has been writing
+        for longer than that. `sequence` and `since`, the time at which that update began, are handles.
         """
         deadline = tf.timestamp() + self.isolation.patience_seconds
 
@@ -314,7 +332,10 @@ class _Retry(Struct, frozen=True, dict=True):
         return even
 
     def _has_died(self, sequence: Tensor, since: Tensor, now: Tensor) -> Tensor:
-        """True if an update has been writing for longer than the readers' patience: it must have died."""
+        """Return true, bool [], if an update has been writing for longer than the readers' patience.
+
+        `sequence` is a value, `since` a handle, `now` the time in seconds since 1970.
+        """
         return _is_odd(sequence) & (now > read(since, DType.DOUBLE, ()) + self.isolation.patience_seconds)
 
 
@@ -323,7 +344,9 @@ def _is_odd(sequence: Tensor) -> Tensor:
 
 
 def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
-    """Add an assignment that raises the variable to `value`, if that is greater."""
+    """Add an assignment that raises the variable, float64 [], to `value` if that is greater; return the
+    operation.
+    """
     # This read and this write are two operations: of two calls at once one may be lost. A reader whose
     # request is lost, and whose next try is not clean, asks again.
     return assign(handle, tf.maximum(read(handle, DType.DOUBLE, ()), tf.cast(value, tf.float64)))
@@ -342,7 +365,10 @@ class Forward(Struct, frozen=True):
     captures: tuple[tuple[str, DType], ...]
 
     def compute(self, inputs: dict[str, Any]) -> list[Any]:
-        """Import the nodes into the default graph, over tensors by name; return the tensors of `fetches`."""
+        """Import the nodes into the default graph and return the tensors of `fetches`, in their order.
+
+        `inputs` has a tensor for each feed and capture, by name.
+        """
         graph_def = privately_named(self.library, self.nodes)
         native = tf.compat.v1.GraphDef.FromString(graph_def.SerializeToString())
         passed_on = {name: inputs[name] for name in self.fetches if name in inputs}
@@ -359,7 +385,9 @@ class Forward(Struct, frozen=True):
 
 
 def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
-    """Find the nodes that compute the tensors `fetches` from the tensors `feeds`, and their captures.
+    """Return the nodes that compute the tensors `fetches` from the tensors `feeds`, and their captures.
+
+    The graph is not changed. `fetches` must exist in it; a feed that nothing uses is left out.
 
     Raises:
         NotServable: a node outputs a reference.
@@ -393,9 +421,10 @@ def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> F
 
 
 def _kept_outside(node: Proto) -> DType | None:
-    """The dtype of the output of a node that stays outside; None for a node that goes into the function.
+    """Return the dtype of the output of a node that stays outside; None for a node that goes into the
+    function.
 
-    NotServable if the node outputs a reference.
+    Large constants and stateful sources of handles stay outside. NotServable if the node outputs a reference.
     """
     if node.op == "Const":
         large = node.ByteSize() > _LARGE_CONSTANT_BYTES and not node.input
@@ -416,7 +445,7 @@ def _kept_outside(node: Proto) -> DType | None:
 
 
 def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
-    """The node without control inputs from outside the function; a copy, if it has any."""
+    """Return the node if all its control inputs are in `inside`, else a copy without the others."""
     if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
         return node
     copy = deepcopy(node)

@@ -84,15 +84,16 @@ def make_updatable(
     scratch: Path,
     overlays: Mapping[str, int] = NO_OVERLAYS,
 ) -> InferenceGraph:
-    """Copy the graph and make the copy take deltas; its new asset is written into the directory `scratch`.
+    """Return a copy of the graph that takes deltas; its new asset is written into the directory `scratch`.
 
     `overlays` maps the node of a mapped table's handle to the number of changed rows that its overlay holds.
     Variables must have the dtype in which they are served, so casts come first. Lookup tables must have the
-    names and shapes that a mapping found.
+    names and shapes that a mapping gave them.
 
     Raises:
         NotServable: the graph has no variables; a signature has a reserved name or output, or cannot be
-            isolated; variables that share a tensor differ.
+            isolated; variables that share a tensor differ; a table in `overlays` is read other than by
+            gathers of rows.
     """
     meta_graph = deepcopy(graph.meta_graph)
     graph_def, signatures = meta_graph.graph_def, meta_graph.signature_def
@@ -129,8 +130,11 @@ def make_updatable(
 
 
 def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str, ...]:
-    """Warm-up requests, in REST's JSON, for the signatures that a base adds; the first catches up with the
-    log.
+    """Return warm-up requests, in REST's JSON, for the signatures that a base adds, in the order to send
+    them.
+
+    They are the update to the newest position, the status, and, if `signatures` has the digest and `schema` a
+    chunk, a digest of the cheapest chunk.
     """
     # The first call of a signature is prepared under a lock that all predictions take: 0.1 to 0.7 s. These
     # ask for all outputs, as agents and commands do; another choice of outputs would be prepared by itself. A
@@ -144,21 +148,29 @@ def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str
 
 
 def mapped_counter(graph: InferenceGraph) -> str:
-    """The name of the node of the variable that counts mapped tables; "" if the graph has no overlays."""
+    """Return the node name of the variable that counts mapped tables; "" if the graph has no overlays.
+
+    `graph` is a result of `make_updatable`.
+    """
     outputs = graph.meta_graph.signature_def[STATUS_SIGNATURE].outputs
     scope = outputs["position"].name.partition("/")[0]
     return f"{scope}/{COUNTER}" if set(OVERLAY_OUTPUTS) <= set(outputs) else ""
 
 
 def schema_of(graph: InferenceGraph) -> Schema:
-    """The schema of the deltas that `make_updatable(graph, ...)` will take; NotServable as there."""
+    """Return the schema of the deltas that `make_updatable(graph, ...)` will take; the graph is not changed.
+
+    NotServable if the graph has no variables or tables, or variables that share a tensor differ.
+    """
     graph_def = deepcopy(graph.meta_graph.graph_def)
     read_rows_only(graph_def, signature_nodes(graph.meta_graph))
     return Schema.of(_served(graph, uses(graph_def)).keys())
 
 
 def _lookups(graph: InferenceGraph) -> Served:
-    """The two halves of each lookup table, the keys' half with the nodes that make the table."""
+    """Return the two halves of each lookup table: keys with the names of the nodes that make the table,
+    values with none.
+    """
     served: dict[ServedVariable, tuple[str, ...]] = {}
     for table in graph.tables:
 
@@ -175,6 +187,9 @@ def _lookups(graph: InferenceGraph) -> Served:
 
 
 def _refuse_reserved_names(signatures: Mapping[str, Proto], options: IncrementalOptions) -> None:
+    """Raise NotServable if a signature's name begins with `incremental_` or, with stamps, an output has a
+    stamp's name.
+    """
     for name, signature in signatures.items():
         if name.startswith("incremental_"):
             raise NotServable(
@@ -190,7 +205,11 @@ def _refuse_reserved_names(signatures: Mapping[str, Proto], options: Incremental
 
 
 def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
-    """The variables and tables that deltas write, each with its handles; NotServable if there are none."""
+    """Return the variables and tables that deltas write, each with the nodes of its handles.
+
+    `found` maps the node of each handle to its use. NotServable if there are none, or variables that share a
+    tensor differ in shape or dtype.
+    """
     found = {**found, **{node: found[part.node] for node, part in graph.joined.items()}}
     served = {**_variables(graph.variables, found), **_lookups(graph)}
     if not served:
@@ -203,9 +222,11 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
 
 
 def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
-    """The variables that deltas write, each with its handles: several if restored from one tensor.
+    """Return the variables that deltas write, each with the nodes of its handles: several if restored from
+    one tensor.
 
-    NotServable if these have different shapes or dtypes.
+    `found` maps the node of each handle to its use. NotServable if variables that share a tensor have
+    different shapes or dtypes.
     """
     # A variable is a table if every use in the graph reads it by rows; any other is dense.
     by_name: dict[str, list[GraphVariable]] = {}
@@ -231,7 +252,11 @@ def _isolate_signatures(
     handles: list[str],
     options: IncrementalOptions,
 ) -> None:
-    """Isolate each signature if the options ask for it, and add the outputs that give its position."""
+    """Isolate each signature if the options ask for snapshots, and add the stamps if they ask for these.
+
+    Changes `signatures` in place. `handles` are the nodes of the handles of all variables that updates write.
+    NotServable if a node outputs a reference.
+    """
     snapshot = options.isolation is Isolation.SNAPSHOT
     isolation = order_handles(editor, state, handles, options.patience_seconds) if snapshot else None
     for name in sorted(signatures):
@@ -251,7 +276,9 @@ def _isolate_signatures(
 
 
 def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
-    """Write the file that describes the deltas of this base, and add it to the graph as an asset."""
+    """Write the JSON file that describes the deltas of this base to `path`, and add it to the graph as an
+    asset.
+    """
     document = {
         "format_version": 1,
         "lineage": options.lineage,

@@ -54,7 +54,11 @@ class OverlayNodes(Struct, frozen=True):
     def add(
         cls, editor: GraphEditor, name: str, dtype: DType, table: tuple[int, ...], capacity: int
     ) -> OverlayNodes:
-        """Add the variables of an overlay for a table of this shape to a graph."""
+        """Add the variables of an overlay to a graph, without values, and return their nodes.
+
+        `name` distinguishes it from other overlays; `table` is the shape of the mapped table, with rows of
+        `dtype`; `capacity` is the number of changed rows that fit.
+        """
         name, shape = f"overlay/{name}", (2 * capacity + 1, *table[1:])
         pages, slots = _sizes(table[0], capacity)
         return cls(
@@ -70,12 +74,14 @@ class OverlayNodes(Struct, frozen=True):
 
     @property
     def capacity(self) -> int:
-        """The number of changed rows that fit."""
+        """Return the number of changed rows that fit."""
         return self.shape[0] // 2
 
     @property
     def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """The dtypes and shapes of the variables that an update uses, by node, in the order of `Overlay`."""
+        """Return the dtype and shape of each variable that an update uses, by node, in the order of
+        `Overlay`.
+        """
         pages, slots = _sizes(self.table_rows, self.capacity)
         kinds: dict[str, tuple[DType, tuple[int, ...]]] = {
             self.changed: (DType.BOOL, ()),
@@ -86,8 +92,10 @@ class OverlayNodes(Struct, frozen=True):
         return kinds | ({self.pages: (DType.INT64, pages)} if self.pages else {})
 
     def add_first_values(self, editor: GraphEditor) -> dict[str, tuple[str, DType]]:
-        """Add the initial values of the variables, for a model that is being loaded; return value and dtype
-        by handle.
+        """Add the initial values of the variables, for a model that is being loaded.
+
+        Returns the value's node and its dtype, by node of the handle. Slots and rows are left uninitialized,
+        except for the first page of slots.
         """
         pages, sizes = _sizes(self.table_rows, self.capacity)
         slots = _empty(editor, self.slots, sizes, DType.INT32, is_zero=False)
@@ -130,14 +138,15 @@ class OverlaidTable(Struct, frozen=True):
     first: int = 0
 
     def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
-        """Describe how the graph, whose signatures name the nodes `named`, is to read the table."""
+        """Return how the graph is to read the table `variable`; `named` are the nodes that signatures name.
+        """
         each = self.overlay
         beside = each.changed, each.slots, each.rows, each.pages
         return OverlaidReads(variable.node, each.dtype, each.shape[1:], *beside, self.first, named)
 
 
 def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int, ...], tuple[int]]:
-    """The shapes of `pages` (() if there is a slot for each row) and of `slots`."""
+    """Return the shapes of `pages`, () if there is a slot for each row, and of `slots`."""
     if table_rows <= MOST_ROWS_OF_A_PAGE:
         return (), (table_rows,)
     pages = -(-table_rows // PAGE_ROWS)
@@ -149,7 +158,10 @@ def _name(handle: str) -> str:
 
 
 def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
-    """Add memory for a variable's first value; its content is zero only with `is_zero`."""
+    """Add memory for a variable's first value and return its node; its content is zero only with `is_zero`.
+
+    `handle` is the node of the variable, `shape` and `dtype` are those of the value.
+    """
     sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
     # Stateful: constant folding would compute a `Fill`, and keep it a second time.
     return editor.node(f"{_name(handle)}/first", "Empty", [sizes], dtype=dtype, init=is_zero)
@@ -160,8 +172,10 @@ COUNTER = "overlay/mapped"
 
 
 def add_fill(editor: GraphEditor, tables: Collection[OverlaidTable]) -> tuple[str, str, str]:
-    """Add three counts, int64 []: mapped tables, tables with an overlay, and percent used of the fullest
-    overlay.
+    """Add three counts, int64 [], and return their names.
+
+    They are the number of mapped tables, of tables with an overlay, and the percentage of places used in the
+    fullest overlay that can become full (0 if none can). The first one's variable, `COUNTER`, is added, too.
     """
     counter = editor.variable(COUNTER, DType.INT64)
     # An overlay that has room for every row of its tables never becomes full, and does not count.
@@ -193,9 +207,10 @@ class Overlay(Struct, frozen=True):
     pages: Tensor | None = None
 
     def gather(self, table: Tensor, first: int, ids: Tensor) -> Tensor:
-        """Add a gather of the present values of a table's rows, for row numbers int64 [n].
+        """Add a gather of the present values of a table's rows, by row numbers `ids`, int64 [n]; return the
+        values.
 
-        `first` is the number of its first row here.
+        `table` is the handle of the mapped table; `first` is the number of its first row in this overlay.
         """
         dtype = tf.as_dtype(int(self.nodes.dtype))
         places = tf.raw_ops.ListDiff(x=self._slots(ids + first).slots, y=tf.constant([0]))
@@ -204,7 +219,11 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.InplaceUpdate(x=gathered, i=places.idx, v=changed)
 
     def place(self, ids: Tensor) -> Places:
-        """Add the choice of places for changed rows, whose numbers `ids` increase."""
+        """Add the choice of places for changed rows and return it; no variable is written.
+
+        `ids`, int64 [n], are numbers of rows in this overlay, each greater than the one before. `Places.used`
+        may exceed the capacity: the caller has to check.
+        """
         found = self._slots(ids)
         pages, held, slots = found.pages, found.held, tf.cast(found.slots, tf.int64)
         is_new, is_second, is_bare = tf.equal(slots, 0), slots > self.nodes.capacity, tf.equal(held, 0)
@@ -232,7 +251,10 @@ class Overlay(Struct, frozen=True):
         )
 
     def clear(self, pages: Tensor, begins: Tensor) -> Tensor:
-        """Add the operation that zeroes all slots of `pages`, whose contents are `begins`."""
+        """Add the operation that zeroes all slots of `pages`, int64 [k], and return it.
+
+        `begins`, int64 [k], are the contents that the variable `pages` has or will have for them.
+        """
         first = tf.bitwise.left_shift(pages, PAGE_BITS) + begins
         size = self.nodes.table_rows if self.pages is None else PAGE_ROWS
         # Constant folding would keep the range of all rows; and mostly there is nothing to clear.
@@ -241,7 +263,7 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.ResourceScatterUpdate(resource=self.slots, indices=every, updates=tf.constant(0))
 
     def _slots(self, ids: Tensor) -> _Slots:
-        """Add gathers of the rows' slots."""
+        """Add gathers of the slots of the rows `ids`, int64 [n], and of their pages."""
         if self.pages is None:
             pages = begins = tf.zeros_like(ids)
             # Either: an update may have died between the two assignments, and slots were written before both.
@@ -289,7 +311,7 @@ class Places(Struct, frozen=True):
 
     @classmethod
     def nowhere(cls) -> Places:
-        """Places for no rows."""
+        """Return places for no rows: all fields are empty, and `used` is zeros."""
         rows, slots = tf.zeros([0], tf.int64), tf.zeros([0], tf.int32)
         return cls(rows, rows, slots, rows, rows, tf.zeros([2], tf.int64))
 
@@ -297,9 +319,10 @@ class Places(Struct, frozen=True):
 def add_overlays(
     editor: GraphEditor, variables: Iterable[GraphVariable], capacities: Mapping[str, int]
 ) -> dict[str, OverlaidTable]:
-    """Add overlays for the variables in `capacities`; both are keyed by the nodes of the handles.
+    """Add overlays for the variables in `capacities`, and return each one's overlay.
 
-    Many tables with rows of one shape and dtype share one.
+    Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit. At
+    least `MANY` tables with rows of one shape and dtype share an overlay.
     """
     overlaid = [variable for variable in variables if variable.node in capacities]
     names = Counter(variable.served_name for variable in overlaid)
@@ -320,7 +343,10 @@ def add_overlays(
 def _alike(
     variables: Iterable[GraphVariable], capacities: Mapping[str, int]
 ) -> Iterator[list[GraphVariable]]:
-    """Yield tables with rows of one shape and dtype, as many as share an overlay, at least `MANY`."""
+    """Yield lists of at least `MANY` tables with rows of one shape and dtype, which are to share an overlay.
+
+    A list has at most as many as fit into `MOST_PLACES`. `capacities` are by node of the handle.
+    """
     kinds: dict[object, list[list[GraphVariable]]] = {}
     for each in variables:
         sets = kinds.setdefault((each.dtype, each.shape[1:]), [[]])

@@ -55,16 +55,20 @@ class DeltaForm(Struct, frozen=True):
 
     @property
     def variables(self) -> tuple[ServedVariable, ...]:
-        """All variables: `own`, then those of the groups."""
+        """Return all variables: `own`, then those of each group.
+
+        A table that two variables of the graph hold can occur twice.
+        """
         return *self.own, *(variable for parts in self.groups for variable, _ in parts)
 
     @property
     def tables(self) -> tuple[ServedVariable, ...]:
-        """The variables that are tables."""
+        """Return the variables that are tables, in the order of `variables`."""
         return tuple(variable for variable in self.variables if variable.is_table)
 
     def gather(self, read: Mapping[str, Tensor]) -> Tensor:
-        """Pack the tensors `read`, by key, into one; `RestoredRows.of` unpacks it."""
+        """Pack the tensors `read`, by their key in the delta, into one scalar; `RestoredRows.of` unpacks it.
+        """
         gathered = []
         if self.tables:
             gathered += [*_end_to_end([read[variable.keys[0]] for variable in self.tables], rank=1)]
@@ -74,8 +78,12 @@ class DeltaForm(Struct, frozen=True):
         return _as_one(gathered)
 
     def take(self, arranged: Tensor) -> tuple[dict[ServedVariable, list[Tensor]], list[list[Tensor]]]:
-        """Unpack `RestoredRows.arranged`: the tensors of each `own` variable; ids, rows and the number for
-        each table of each group.
+        """Unpack `RestoredRows.arranged` into tensors of own variables, by variable, and lists of tensors of
+        groups.
+
+        An own table has ids and rows, another variable its value [0 or 1, ...]. A group, in the order of
+        `groups`, has ids, to which each table's number is added, rows, and the number of rows of each table,
+        int64.
         """
         kinds = [kind for variable in self.own for kind in _kinds(variable)]
         for parts in self.groups:
@@ -86,7 +94,7 @@ class DeltaForm(Struct, frozen=True):
 
 
 def _end_to_end(tensors: Sequence[Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """Concatenate tensors of `rank`; return the result and the length of each, int64."""
+    """Concatenate tensors of this rank along axis 0; return the result and the length of each, int64 [n]."""
     # With a wrong rank, `concat` fails, or the result has a wrong shape, which is checked later.
     shapes = tf.raw_ops.ShapeN(input=list(tensors), out_type=tf.int64)
     return tf.concat(tensors, 0), tf.concat(shapes, 0)[::rank]
@@ -108,7 +116,7 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, form: DeltaForm, gathered: Tensor) -> RestoredRows:
-        """Unpack the tensor of `DeltaForm.gather`; the graph fails if a shape does not fit."""
+        """Unpack the tensor of `DeltaForm.gather`; the nodes fail when run if a shape does not fit."""
         tables, own = form.tables, form.own
         kinds: list[tuple[DType, list[int | None]]] = []
         if tables:
@@ -125,7 +133,10 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The length of each of the schema's variables (dense: 0 or 1), int64, by a few nodes."""
+        """Return the length of each of the schema's variables, in its order, int64 [n], by a few nodes.
+
+        It is the number of a table's rows, or of a dense variable's values: 0 or 1 in a valid delta.
+        """
         shapes: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(value.dtype for value in self.values):
             own = [n for n, value in enumerate(self.values) if value.dtype == dtype]
@@ -142,11 +153,11 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @property
     def by_variable(self) -> dict[ServedVariable, Tensor]:
-        """The rows or the value of each `own` variable."""
+        """Return the rows or the value of each `own` variable."""
         return dict(zip(self.form.own, self.values, strict=True))
 
     def arranged(self) -> Tensor:
-        """Pack the tensors into one for `DeltaForm.take`."""
+        """Pack the tensors into one scalar, which `DeltaForm.take` unpacks."""
         form, counts = self.form, self.counts
         sizes = [1] * sum(variable.is_table for variable in form.own) + [len(parts) for parts in form.groups]
         if not sizes:
@@ -168,7 +179,7 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
 
 def _repeated(values: Sequence[int], counts: Tensor) -> Tensor:
-    """Repeat each of `values` as often as `counts` says, int64."""
+    """Repeat each of `values` as often as the same element of `counts` says; return them in order, int64."""
     # `tf.repeat` would take memory for the number of values times the greatest count.
     ends = tf.cumsum(counts)
     numbers = tf.range(ends[-1])[tf.newaxis]
@@ -188,7 +199,7 @@ class Expected(Struct, frozen=True):
 
     @property
     def schema(self) -> Schema:
-        """The schema that a delta must have."""
+        """Return the schema that a delta must have."""
         return self.form.schema
 
 
@@ -217,9 +228,10 @@ class DeltaRefusal(Struct, frozen=True):
 
 
 def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expected) -> ReadDelta:
-    """Add nodes that read the delta `<directory>/<name>` and check it for a state at `position`.
+    """Add nodes that read the delta `<directory>/<name>` and check it for a state at `position`, int64 [].
 
-    Without a name nothing is read, and the refusal says that it is damaged.
+    An unreadable or unfit delta does not fail: the result then has a `refusal`. If `name` is empty, nothing
+    is read, and the refusal says that the delta is damaged.
     """
     prefix = tf.strings.join([directory, name, DELTA_NAME], separator="/")
     prefix = tf.where(tf.equal(name, ""), "", prefix)  # which cannot be read, and asks no store
@@ -234,7 +246,11 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
 
 
 def _read_header(prefix: Tensor) -> Sequence[Tensor]:
-    """Read the fields int64 [6], the lineage and the schema digest; zeros and empty strings if that fails."""
+    """Add nodes that read the header at `prefix`; return its fields int64 [6], lineage and schema digest,
+    string [].
+
+    They are zeros and empty strings if that fails, or if `prefix` is empty.
+    """
 
     def read(path: Tensor) -> tuple[Tensor, ...]:
         fields, lineage, digest = restore(
@@ -249,7 +265,12 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
 def _read_body(
     prefix: Tensor, name: Tensor, flags: Tensor, rows: Tensor, expected: Expected
 ) -> Sequence[Tensor]:
-    """Read and check the rest: return the refusal, `changed`, the number of entries, and packed tensors."""
+    """Add nodes that read and check the rest of a delta, whose header is accepted.
+
+    Returns the refusal, empty if there is none; `changed`, bool [n], per variable of the schema; the number
+    of entries of lookup tables, int64 []; and the packed tensors (`DeltaForm.take`). `prefix` may be empty:
+    then nothing is read. `flags` and `rows` are the header's.
+    """
     schema = expected.schema
 
     # The checks run in the function that reads, apart from the writes: grappler's shape inference carries the
@@ -274,12 +295,14 @@ def _read_body(
 
 
 def _is_named(prefix: Tensor, *_: Tensor) -> Tensor:
-    """True unless a path is empty: an empty one is not tried, because a server logs each failed read."""
+    """Return true, bool [], unless the path is empty: it is not tried then, because a server logs each failed
+    read.
+    """
     return tf.not_equal(prefix, "")
 
 
 def _first_of(name: Tensor, checks: Sequence[DeltaRefusal]) -> Tensor:
-    """`<word>: <name> <text>` of the first check that fails, or an empty string."""
+    """Return `<word>: <name> <text>` of the first check that fails, string []; empty if none does."""
     fails = tf.stack([check.fails for check in checks])
     first = tf.argmax(tf.cast(fails, tf.int32))
     word = tf.gather(tf.constant([check.word.value for check in checks]), first)
@@ -294,9 +317,11 @@ def attempt(
     *,
     condition: Callable[..., Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """Add nodes that give the result of `action` on `argument`, or `fallback` if anything in it fails.
+    """Add nodes that give the result of `action` on `argument`, or `fallback` if any operation in it fails.
 
-    If `condition` is given and false for the argument, the action is not tried.
+    A tuple is passed as several arguments. If `condition` is given and false for the argument, the action is
+    not tried. `fallback` has the dtypes of the result. A cancelled operation is not caught: it fails the
+    call.
     """
     arguments = tf.data.Dataset.from_tensors(argument)
     chosen = arguments if condition is None else arguments.filter(condition)
@@ -338,7 +363,11 @@ def _checks_of_header(
 
 
 def _checks_of_rows(rows: Tensor, restored: RestoredRows) -> list[DeltaRefusal]:
-    """Refuse row numbers outside their table or out of order, more than one dense value, and wrong counts."""
+    """Return checks for row numbers, the number of dense values, lookup tables, and the number of rows.
+
+    Row numbers have to increase inside their table, a dense variable has at most one value, and all tables
+    together have `rows`, int64 [], the number in the header.
+    """
     # All tables are checked together: a server prepares every node before the first call, and nodes for each
     # of hundreds of tables would make that slow.
     variables, tables = restored.form.schema.variables, restored.form.tables
@@ -369,7 +398,11 @@ def _numbers(numbers: Iterable[int]) -> Array:
 
 
 def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
-    """True for each table whose part of `ids`, by `counts`, does not increase within [0, limit)."""
+    """Return true, bool [n], for each table whose row numbers do not increase within 0 to its limit,
+    exclusive.
+
+    `ids` has the row numbers of all tables, one after the other; `counts`, int64 [n], the number for each.
+    """
     every = tf.concat([ids, [0]], 0)  # one more, so that an empty last table has an element at its start
     ends = tf.cumsum(counts)
     starts = ends - counts
@@ -384,8 +417,10 @@ def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
 
 
 def _checks_of_lookups(schema: Schema, values_of: Mapping[ServedVariable, Tensor]) -> list[DeltaRefusal]:
-    """A check for each lookup table: equal numbers of keys and values, and a power of two as number of
-    buckets.
+    """Return a check for each lookup table: it has as many keys as values and, if all its buckets are stored,
+    a power of two of them.
+
+    `values_of` has the tensor of each half.
     """
     checks = []
     for keys, values in schema.lookups:
@@ -421,7 +456,10 @@ def _checks_of_values(restored: RestoredRows) -> list[DeltaRefusal]:
 
 
 def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[Tensor]:
-    """Add the operation that reads tensors of the bundle at `path`, each verified against its checksum."""
+    """Add the operation that reads the tensors `keys` of the bundle at `path`; return them in this order.
+
+    When run it fails if a tensor is missing, has another dtype, or does not match its checksum.
+    """
     restored: list[Tensor] = tf.raw_ops.RestoreV2(
         prefix=path,
         tensor_names=list(keys),
@@ -434,8 +472,9 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
 def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, Tensor]:
     """Add nodes that read a delta's rows; return the fault and the rows, gathered.
 
-    `flags` are those of its header. The fault is a string [], empty if there is none; the rows are the tensor
-    of `DeltaForm.gather`. Running them fails if the delta cannot be read.
+    `path` is the prefix of the delta's bundle; `flags`, int64 [], are those of its header. The fault is a
+    string [], empty if there is none; the rows are the tensor of `DeltaForm.gather`. Running them fails if
+    the delta cannot be read.
     """
     schema = form.schema
     packings = [packing for packing in PACKINGS if any(v.packed(packing) for v in schema.variables)]
@@ -455,8 +494,8 @@ def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, 
 def _restore_as(packing: DeltaDtype | None, path: Tensor, form: DeltaForm) -> list[Tensor]:
     """Add nodes that read a delta of this packing (None: exact); return the fault and the rows, gathered.
 
-    The fault is a text for the first variable with wrong packed rows, empty if there is none; the rows are
-    the tensor of `DeltaForm.gather`. Running them fails if the delta cannot be read.
+    The fault, string [], names the first variable with wrong packed rows and is empty if there is none; the
+    rows are the tensor of `DeltaForm.gather`. Running them fails if the delta cannot be read.
     """
     schema = form.schema
     packed = [variable for variable in schema.variables if variable.packed(packing)]
@@ -486,7 +525,10 @@ def _restore_as(packing: DeltaDtype | None, path: Tensor, form: DeltaForm) -> li
 
 
 def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[Tensor]:
-    """Call `read` as a function that is not inlined: a server prepares it only for the first such delta."""
+    """Call `read` on `path` as a function that is not inlined, and return its tensors.
+
+    So a server prepares it only for the first such delta.
+    """
     # With both forms inlined, the first update of a model of a hundred tables takes seconds longer. Graph
     # optimizers leave functions with `_tf_data_function` alone (see `GraphEditor.function`).
     attributes = {"_noinline": True, "_tf_data_function": True}
@@ -497,7 +539,12 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 def _unpack(
     rank: int, ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return all rows in the order of `ids`, and a bool []: each id has a row, places and scales are fine."""
+    """Return all rows in the order of `ids`, and true, bool [], if each id has a row and places and scales
+    are valid.
+
+    `exact` are rows of this rank that are stored as they are, at the indices `places`; the others are the
+    products of `codes` and `scales`, in order.
+    """
     # Valid places increase; a valid scale is 0, or in the range in which no code overflows.
     ids, places, *of_rows = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))
     exact, codes = (tf.ensure_shape(rows, [None] * rank) for rows in (exact, codes))
@@ -516,7 +563,7 @@ def _unpack(
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar that holds the tensors, without copying them."""
+    """Return a scalar that holds the tensors, without copying them."""
     # Loops and branches then carry one tensor, not hundreds.
     return tf.raw_ops.OptionalFromValue(components=list(tensors))
 
@@ -531,11 +578,14 @@ def _taken_apart(whole: Tensor, kinds: Sequence[tuple[DType, list[int | None]]])
 
 
 def _kinds(variable: ServedVariable) -> list[tuple[DType, list[int | None]]]:
-    """The dtypes and static shapes of a variable's tensors."""
+    """Return dtype and static shape of each of a variable's tensors: row numbers, of a table only, and
+    values.
+    """
     shapes: list[list[int | None]] = [[None]] if variable.is_table else []
     return list(zip(variable.dtypes, [*shapes, _shape(variable)], strict=True))
 
 
 def _shape(variable: ServedVariable) -> list[int | None]:
-    """The static shape of a variable's rows or value; the number of rows is None."""
+    """Return the static shape of a variable's rows or value; its first element, the number of rows, is None.
+    """
     return [None, *variable.element_shape]

@@ -56,11 +56,14 @@ class State(Struct, Generic[T], frozen=True):
 
     @property
     def all(self) -> list[T]:
-        """All variables, in order."""
+        """Return the nine variables as a new list, in the order of the fields."""
         return [*astuple(self)]
 
     def read(self, name: str) -> Tensor:
-        """Read a variable, named by its field, inside a function."""
+        """Add a read of the variable in the field `name`, inside a function, and return its value.
+
+        The value has the variable's dtype and static shape (see the module). KeyError for an unknown field.
+        """
         return read(getattr(self, name), *_KINDS[name])
 
 
@@ -83,26 +86,32 @@ STATE_INPUTS: dict[str, tuple[DType, tuple[int, ...]]] = dict.fromkeys(_KINDS, (
 
 
 def add_state(editor: GraphEditor) -> StateNodes:
-    """Add the state's variables to a graph."""
+    """Add the nine variables of the state to a graph, without values, and return their handles' node names.
+
+    `add_init` adds the values.
+    """
     # While a model loads, `add_init` sets all variables whose names end in `/warm` to false.
     names = {name: "update/warm" if name == "warm" else name for name in _KINDS}
     return State(**{name: editor.variable(names[name], *kind) for name, kind in _KINDS.items()})
 
 
 def read(handle: Tensor, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-    """Read a variable; the value has a static shape."""
+    """Add a read of the variable with this handle and return the value, with `shape` as its static shape."""
     value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.as_dtype(int(dtype)))
     value.set_shape(shape)
     return value
 
 
 def assign(handle: Tensor, value: Tensor) -> Tensor:
-    """Add the operation that assigns a value to a variable, given by its handle, and return it."""
+    """Add the operation that assigns a value to the variable with this handle, and return the operation."""
     return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
-    """Add an operation that waits without blocking a thread of the server's compute pool."""
+    """Add a sleep of so many microseconds and return its tensor, int32 [], a zero for others to depend on.
+
+    The sleep does not block a thread of the server's compute pool.
+    """
     kind: dict[str, Any] = {"output_types": [tf.int32], "output_shapes": [tf.TensorShape([])]}
     element = tf.raw_ops.TensorDataset(components=[tf.constant(0)], output_shapes=kind["output_shapes"])
     slow = tf.raw_ops.SleepDataset(

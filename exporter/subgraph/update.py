@@ -87,7 +87,7 @@ class UpdateProgress(Struct, frozen=True):
 
     @property
     def numbers(self) -> Tensor:
-        """Position, step, unfinished target, rows, deltas, int64 [5]."""
+        """Return position, step, unfinished target (-1 if none), rows and deltas as one tensor, int64 [5]."""
         return tf.ensure_shape(tf.concat([self.position, [self.rows, self.deltas]], 0), [5])
 
 
@@ -107,7 +107,12 @@ class Outlook(Struct, frozen=True):
 
     @classmethod
     def of(cls, wanted: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor) -> Outlook:
-        """Add nodes that read the position and list the log: all of it, or only the requested step."""
+        """Add nodes that read the position and list the log, and return the outlook of an update to `wanted`.
+
+        `wanted`, int64 [], is the last position allowed, or `NO_LIMIT` for the newest one. If `may_step`,
+        bool [], is true and the delta from the position to an explicit `wanted` is published, only that one
+        is listed; otherwise all are.
+        """
         position = state.read("position")
         explicit = tf.not_equal(wanted, NO_LIMIT)
         published, is_step = _list(wanted, position, state, rules, may_step & explicit)
@@ -120,7 +125,9 @@ class Outlook(Struct, frozen=True):
         return cls(start, published, explicit, limit, is_step)
 
     def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
-        """Position, step, unfinished target, rows, deltas as int64 [5], and the status, string []."""
+        """Return position, step, unfinished target, rows and deltas at `end` as int64 [5], and the status,
+        string [].
+        """
         return end.numbers, _status(end, self)
 
 
@@ -128,8 +135,10 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
     """Add the nodes of an update; return position, step, rows, deltas int64 [n], status string [n], and a
     refusal.
 
-    n is the length of `up_to`. The refusal, string [], is empty, or the message with which the call fails: an
-    explicit target was not reached, and every row of the batch asked for that target.
+    `up_to`, int64 [n], has the wanted positions, -1 for the newest; the batch is updated to the smallest of
+    them, and the status of the others is `merged`. The refusal, string [], is empty, or the message with
+    which the caller has to let the call fail: a number below -1 was given, or an explicit target was not
+    reached and every row of the batch asked for that target.
     """
     # A batching server may merge calls: the batch goes to the smallest target, and the status asks the other
     # rows' callers to call again. No caller ever gets beyond the position that it asked for.
@@ -153,9 +162,11 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
 def _update_in_turn(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """Add the update to `wanted` under the turn; return the numbers and the status of `Outlook.result`.
+    """Add an update to `wanted`, int64 [] (`NO_LIMIT`: the newest), run by one call at a time.
 
-    A call without work does not use the turn, except the first call.
+    Returns the numbers, int64 [5], and the status of `Outlook.result`; if another call is updating, nothing
+    is written and the status is `_OCCUPIED`. A call without work does not use the turn, except the first
+    call, which sets `warm`.
     """
     outlook = Outlook.of(wanted, state, rules, tf.constant(True))
 
@@ -183,7 +194,11 @@ def _update_in_turn(
 def _look_and_follow(
     wanted: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules
 ) -> tuple[Tensor, Tensor]:
-    """Add the nodes that list deltas and apply them up to `wanted`; returns as `Outlook.result`."""
+    """Add the nodes that list deltas and apply them up to `wanted`, int64 [] (`NO_LIMIT`: the newest).
+
+    Returns the numbers, int64 [5], and the status of `Outlook.result`. If the single delta listed for an
+    explicit target is refused, the whole log is listed and tried.
+    """
 
     def look(may_step: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         # Read the position and list again, now in the turn: before it, another call may have updated.
@@ -205,7 +220,11 @@ def _look_and_follow(
 def _list(
     wanted: Tensor, position: Tensor, state: UpdateState, rules: UpdateRules, may_step: Tensor
 ) -> tuple[ListedDeltas, Tensor]:
-    """List the published deltas; also return true if only the one from the position to `wanted` is listed."""
+    """Add nodes that list the published deltas; return the listing and true, bool [], if it is a single step.
+
+    A single step, the delta from `position`, int64 [3], to `wanted`, is listed if `may_step` is true and it
+    is published; otherwise the whole log is listed.
+    """
     base = state.read("base")
     step = list_step(base, rules.log, position[0], wanted)
     # With a thousand deltas a look takes 30 us, a listing 4 to 5 ms. It is looked for only where it can be
@@ -222,7 +241,13 @@ def _list(
 
 
 def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
-    """The index of the delta with the greatest end up to `limit` that applies now; -1 if there is none."""
+    """Return the index in `published` of the applicable delta with the greatest end, int64 []; -1 if there is
+    none.
+
+    Applicable are deltas that are not `refused`, bool [n], begin at or before the position, and end beyond
+    it, at most at `limit`, and not before the target of an unfinished update. Of equal ends the delta that
+    begins last is chosen.
+    """
     fits = (published.starts <= position[0]) & (published.ends > position[0]) & tf.logical_not(refused)
     # After an update that died half-way (position[2]) only a delta that ends at least there overwrites all
     # that it may have written.
@@ -232,7 +257,11 @@ def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: T
 
 
 def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> UpdateProgress:
-    """Add the loop that applies deltas until none is left, each time the one with the greatest end."""
+    """Add the loop that applies deltas, each time the one with the greatest end, until none applies.
+
+    Returns the progress at the end; a refused delta is not tried again. If there is no delta and the base is
+    not `warm`, a missing one is read, which changes nothing.
+    """
     published, start = outlook.published, outlook.start
     # A server prepares how a delta is read when it reads the first one: for 90 ms, beside the 15 that a delta
     # of 100,000 rows takes. So the first call, a warm-up record as a rule, reads one even if there is none.
@@ -296,14 +325,18 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
 
 
 def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
-    """The refusal of a delta; or that the overlay of the table `full` (unless "") lacks room for it."""
+    """Return the refusal of delta `name`: that an overlay lacks room, or `refusal` if `full` is empty; string
+    [].
+
+    `full` is the text of `UpdateTarget.full_overlay`.
+    """
     text = " changes more rows of ", full, " overlay has room for"
     said = tf.strings.join([f"{UpdateStatus.OVERLAY}: ", name, *text])
     return tf.where(tf.equal(full, ""), refusal, said)
 
 
 def _and_then(operation: Tensor, value: Tensor) -> Tensor:
-    """The value, made to wait for the operation."""
+    """Return a copy of the value that is computed only after the operation has run."""
     with tf.control_dependencies([operation]):
         return tf.identity(value)
 
@@ -361,7 +394,10 @@ class ListedDeltas(Struct, frozen=True):
 
 
 def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
-    """List a log's directory; entries other than deltas and the hold file are ignored."""
+    """Add nodes that list the log `log`, string [], in the model's directory `base`; return its deltas.
+
+    Entries other than deltas and the hold file are ignored. A log that cannot be read counts as empty.
+    """
     directory = _log_directory(base, log)
     paths, hold = _list_and_hold(directory)
     ends = tf.strings.substr(tf.strings.join(["/" + _NO_DELTA, paths]), -_NAME_LENGTH - 1, _NAME_LENGTH + 1)
@@ -382,7 +418,10 @@ def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
 
 
 def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDeltas:
-    """A listing with only the delta `start-end`, whether it is published or not."""
+    """Return a listing with only the delta from `start` to `end`, int64 [], whether it is published or not.
+
+    Nothing is read: the hold is `NO_LIMIT`, and `unlisted` is false.
+    """
     # For a call from `start` to the explicit target `end` the whole log's listing would choose this delta,
     # too; this costs the same however many deltas there are. An explicit target is not subject to the hold.
     digits = (tf.strings.as_string(p, width=_POSITION_DIGITS, fill="0") for p in (start, end))
@@ -397,7 +436,10 @@ def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDe
 
 
 def is_published(step: ListedDeltas) -> Tensor:
-    """True, bool [], if the delta of a `list_step` is published."""
+    """Add nodes that look for the delta of a `list_step`; return true, bool [], if it is published.
+
+    In a store it is published once its manifest exists, in a file system once its directory does.
+    """
     whole = tf.strings.join([_within(step.directory, ""), step.names[0], "/" + MANIFEST_FILE])
     in_store = tf.strings.regex_full_match(step.directory, _STORE)
     path = tf.where(in_store, whole, tf.strings.regex_replace(whole, "/[^/]*$", ""))
@@ -409,7 +451,10 @@ def _log_directory(base: Tensor, log: Tensor) -> Tensor:
 
 
 def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
-    """The paths of deltas and the hold file in a log's directory, and the hold's position, or `NO_LIMIT`."""
+    """Return the paths of deltas and the hold file in a log's directory, string [n], and the hold, int64 [].
+
+    The hold is `NO_LIMIT` without a hold file, -1 if the file cannot be read.
+    """
     path = tf.strings.join([directory, HOLD_FILE], separator="/")
 
     def held() -> tuple[Tensor, Tensor]:
@@ -427,7 +472,7 @@ def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read_hold(path: Tensor) -> Tensor:
-    """The position in a hold's file; -1 if it cannot be read or is not a number."""
+    """Return the position in the hold's file at `path`, int64 []; -1 if it is unreadable or not a number."""
     (position,) = attempt(
         path,
         lambda file: (tf.strings.to_number(tf.strings.strip(tf.io.read_file(file)), tf.int64),),
@@ -437,7 +482,10 @@ def _read_hold(path: Tensor) -> Tensor:
 
 
 def _list_log(directory: Tensor) -> Tensor:
-    """The paths of deltas and the hold file in a log's directory; none if it cannot be read."""
+    """Return the paths in a log's directory, string [n], sorted; none if it cannot be read.
+
+    In a file system these are all entries; in a store the hold file and each directory with a manifest.
+    """
     # In a file system a delta appears by a rename, whole. A store has no renames: behind `gs://` a delta's
     # directory exists as soon as one of its files does, so its manifest counts, which is written last.
     # Only there: listing `*/<file>` looks into each directory, 144 ms for 1,000 deltas against 3 ms for `*`.
@@ -449,19 +497,24 @@ def _list_log(directory: Tensor) -> Tensor:
 
 
 def _within(directory: Tensor, pattern: str) -> Tensor:
-    """A pattern for `MatchingFiles` below a directory, whose own name is matched literally."""
+    """Return a pattern for `MatchingFiles`: `directory`, escaped, so that it matches literally, "/" and
+    `pattern`.
+    """
     literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
     return tf.strings.join([literal, pattern], separator="/")
 
 
 def _match(patterns: Tensor) -> Tensor:
-    """The paths that match, sorted; none if a directory is missing or cannot be read."""
+    """Return the paths that match any of `patterns`, string [n], sorted; none if that cannot be read."""
     (paths,) = attempt(patterns, lambda each: (tf.io.matching_files(each),), (tf.constant([], tf.string),))
     return tf.ensure_shape(paths, [None])
 
 
 def _count_overlaid(target: UpdateTarget, places: DeltaPlaces) -> Tensor:
-    """The number of a delta's rows that go into overlays, int64 []; 0 if it is refused."""
+    """Return the number of a delta's rows that go into overlays, int64 []; 0 if the delta is refused.
+
+    `places` are those of `target.places`; a table with two overlays counts once.
+    """
     # A table that two variables hold has two overlays.
     tables = target.layout.overlays
     sizes = {tables[overlay]: tf.size(found.rows, tf.int64) for overlay, found in places.items()}
@@ -471,9 +524,10 @@ def _count_overlaid(target: UpdateTarget, places: DeltaPlaces) -> Tensor:
 def one_at_a_time(
     state: UpdateState, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Return the results of `part`; or `occupied`, of the same dtypes, while another call runs it.
+    """Add nodes that run `part` unless another call is running it; return its results, else `occupied`.
 
-    All reads of `part` come after its call has the turn.
+    `occupied` has a value of the same dtype for each result. All reads of `part` come after its call has the
+    turn.
 
     No call waits, since each waiting call would block a thread of the server: a call either gets the turn or
     returns `occupied` at once. While nothing is updated, a turn costs nothing.
@@ -485,7 +539,7 @@ def one_at_a_time(
     that the call started has ended, also if the call failed or was cancelled. Names are not used twice, so an
     iterator that was deleted stays deleted.
 
-    Four other ways fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
+    Four alternatives fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
     (mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call
     that waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it
     starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use a
@@ -531,14 +585,22 @@ def one_at_a_time(
 
 
 def _exists(name: Tensor, kind: Mapping[str, Any]) -> Tensor:
-    """True, bool [], if an iterator of that name exists; otherwise the graph fails."""
+    """Add a lookup of the iterator `name`, string []; return true, bool [], or fail when run if none has that
+    name.
+
+    `kind` has the iterator's `output_types` and `output_shapes`.
+    """
     found = tf.raw_ops.IteratorFromStringHandleV2(string_handle=name, **kind)
     with tf.control_dependencies([found]):
         return tf.constant(True)
 
 
 def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> Tensor:
-    """Make `name` the holder, if that is still `before` and has no turn; true, bool [], if it is now."""
+    """Add a test-and-set that makes `name` the holder; return true, bool [], if this call now has the turn.
+
+    `holder` is set only if it is still `before`, that holder's iterator no longer exists (`is_held` is
+    false), and no other call is between these operations.
+    """
     # A call between the first operation and the last keeps all others out. These operations cannot be
     # cancelled: they are a straight line of kernels that only compute.
     # The first is a test-and-set: a stock operation of every TensorFlow from 1.15 on that changes a variable
@@ -557,7 +619,9 @@ def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> 
 
 
 def _write_if(condition: Tensor, variable: Tensor, value: Tensor) -> Tensor:
-    """Add the operation that sets the first element of a variable to `value`, if `condition`."""
+    """Add the operation that sets element 0 of a variable, given by its handle, to the scalar `value` if
+    `condition`.
+    """
     # A scatter without indices writes nothing. No `tf.cond`, see `one_at_a_time`.
     first = tf.range(tf.cast(condition, tf.int32))
     values = tf.fill(tf.shape(first), value)

@@ -46,7 +46,11 @@ def add_update(
     how: HowToUpdate,
     texts: Mapping[str, str],
 ) -> Proto:
-    """Add the nodes of `incremental_update`, and return its signature; `texts` are log and lineage."""
+    """Add the nodes of `incremental_update` to the graph and return its signature.
+
+    `overlaid` and `joined` are keyed by node name of a handle. `texts` has the names of the log's directory
+    and the lineage, keyed `log` and `lineage`, in this order.
+    """
     up_to, outputs = _add_part(editor, state, served, overlaid, joined, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
     position, step, rows, deltas, status = _unless_refused(editor, "update", outputs, dtypes)
@@ -63,7 +67,11 @@ class HowToUpdate(Struct, frozen=True):
     def __call__(
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
-        """Trace `update`; log and lineage, string [], are inputs, so that bases share the function."""
+        """Add the nodes of `update` and return its tensors; log and lineage, string [], are inputs, not
+        constants.
+
+        So bases share the traced function.
+        """
         expected = Expected(lineage, target.layout.form, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
 
@@ -75,7 +83,10 @@ def add_digest(
     overlaid: Mapping[str, OverlaidTable],
     joined: Mapping[str, JoinedPart],
 ) -> Proto:
-    """Add the nodes of `incremental_digest` and return its signature."""
+    """Add the nodes of `incremental_digest` to the graph and return its signature.
+
+    `overlaid` and `joined` are keyed by node name of a handle.
+    """
     rows, outputs = _add_part(editor, state, served, overlaid, joined, "digest", "rows", digest)
     dtypes = (DType.STRING, DType.INT64, DType.INT64)
     checksum, before, after = _unless_refused(editor, "digest", outputs, dtypes)
@@ -91,7 +102,10 @@ OVERLAY_OUTPUTS = ("mapped_tables", "tables_to_map", "overlay_percent")
 def add_status(
     editor: GraphEditor, state: StateNodes, lineage: str, overlaid: Collection[OverlaidTable] = ()
 ) -> Proto:
-    """Add the nodes of `incremental_status` and return its signature."""
+    """Add the nodes of `incremental_status` to the graph and return its signature.
+
+    With any table in `overlaid` the signature has the outputs `OVERLAY_OUTPUTS`, too.
+    """
 
     def build(probe: Tensor, position: Tensor, unsettled: Tensor) -> list[Tensor]:
         vector = read(position, DType.INT64, (3,))  # once: position and step are of one moment
@@ -118,10 +132,10 @@ def add_status(
 def add_stamps(
     editor: GraphEditor, state: StateNodes, name: str, signature: Proto, position: str | None
 ) -> None:
-    """Give a signature the outputs `model_position` and `model_step`, with a value for each row of a batch.
+    """Add the outputs `model_position` and `model_step` to `signature`, int64 [n], n being the batch size.
 
-    `position` is the tensor of the position at which the answer was computed; with None the position is read
-    independently of the answer.
+    `name` is the signature's. `position` is the tensor, int64 [3], of the position at which the answer was
+    computed; with None the position is read independently of the answer.
     """
     if position is None:
         position = editor.node(
@@ -142,7 +156,11 @@ def add_stamps(
 
 
 def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
-    """The tensor whose length is the batch size: the first of unknown length, else one of any length."""
+    """Return the tensor whose length is the batch size: the first of unknown length, else the first not
+    scalar.
+
+    If all are scalars, it is the first of them. `tensors` must not be empty.
+    """
     open_ = [t for t in tensors if t.shape and t.shape[0] is None]
     vectors = [t for t in tensors if t.shape != ()]
     return next(iter([*open_, *vectors, *tensors]))
@@ -159,8 +177,10 @@ def _add_part(
     build: Callable[..., tuple[Tensor, ...]],
     texts: Mapping[str, str] = NO_TEXTS,
 ) -> tuple[str, list[str]]:
-    """Add a call of `build` on int64 [n], state, variables, overlays, texts; return its placeholder and
-    outputs.
+    """Add a call of the function `build`; return its placeholder's name and the names of its outputs.
+
+    `build` gets `argument`, int64 [n], which the placeholder feeds, the state, an `UpdateTarget`, and `texts`
+    as string [], in their order. It is traced once for all bases of one layout. `name` prefixes the nodes.
     """
     schema = Schema.of(served)
     owners = tuple(variable for variable in schema.variables for _ in served[variable])
@@ -185,7 +205,10 @@ def _add_part(
 def _traced(
     build: Callable[..., tuple[Tensor, ...]], argument: str, layout: HandleLayout, texts: tuple[str, ...]
 ) -> TracedFunction:
-    """Trace `build` as a function, once for all bases of one schema: it takes a second."""
+    """Return `build` traced as a function, memoised for the last 8 layouts: tracing takes a second.
+
+    `argument` names the first input, int64 [n], `texts` the last ones, string [].
+    """
 
     def part(given: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         state, own = inputs[: len(STATE_INPUTS)], inputs[len(STATE_INPUTS) :]
@@ -201,7 +224,11 @@ def _traced(
 def _unless_refused(
     editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
 ) -> list[str]:
-    """All outputs except the last; the call fails with the last as its message unless that is empty."""
+    """Add a check of the refusal, the last of `outputs`; return the names of the other outputs behind it.
+
+    When run, a refusal that is not empty lets the call fail with it as the message. `dtypes` are those of the
+    other outputs.
+    """
     # The check is outside the function: inside, TensorFlow would put the function's name before the message.
     *results, refusal = outputs
     none = editor.constant(f"{name}/none", "", DType.STRING)
@@ -239,13 +266,16 @@ def add_init(
     before: str | None,
     start: tuple[int, int],
 ) -> str:
-    """Add the operation that initializes the state and runs the node `before`; return its name.
+    """Add the operation that initializes the state and overlays, and runs the node `before`; return its name.
 
-    `asset` is the node of the asset at `<base>/<version>/assets/<file>`; `start` is position and step.
+    It also sets all variables named `.../warm` to false. `asset` is the node of the asset at
+    `<base>/<version>/assets/<file>`; `before` is None if there is no such node; `start` is position and step.
     """
 
     def model_base(path: Tensor) -> Tensor:
-        """The `<base>` in the asset's path: `.` if the path begins with the version, `..` if that is `.`."""
+        """Return the `<base>` in the asset's path: `.` if the path begins with the version, `..` if that is
+        `.`.
+        """
         version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
         base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
         relative = tf.logical_not(tf.strings.regex_full_match(version, "(?s)/.*"))
@@ -280,7 +310,12 @@ def add_init(
 
 
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-    """Add the nodes of digests: checksums string [n], positions before and after int64 [n], a refusal."""
+    """Add the nodes of digests; return checksums string [n], positions before and after int64 [n], a refusal.
+
+    `numbers`, int64 [n], are those of the chunks, counted over all digested variables. A position is -1 while
+    an update is unfinished. The refusal, string [], is empty, or the message with which the caller has to let
+    the call fail: a chunk does not exist.
+    """
     # A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message with
     # which the call fails: there is no chunk of that number.
     variables = digested(target.schema)
@@ -308,7 +343,11 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
 
 
 def _branch(variable: ServedVariable, target: UpdateTarget) -> Callable[[Tensor], Tensor]:
-    """A function that adds nodes for the digest of a chunk of `variable`, given the chunk's first row."""
+    """Return a function that adds nodes for the digest, int64 [], of a chunk of `variable`, given its first
+    row.
+
+    The first row is an int64 []. The digest of strings is 0.
+    """
     dtype = tf.as_dtype(int(variable.dtype))
 
     def of_rows(start: Tensor) -> Tensor:
@@ -334,7 +373,9 @@ def _branch(variable: ServedVariable, target: UpdateTarget) -> Callable[[Tensor]
 
 
 def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
-    """Add the nodes of `exporter.delta.chunk_digest.chunk_digest`, int64 []."""
+    """Add the nodes of `exporter.delta.chunk_digest.chunk_digest` of `rows`, of this dtype; return it, int64
+    [].
+    """
     flat = tf.reshape(rows, [-1])
     if dtype is not DType.BOOL:
         flat = tf.reshape(tf.bitcast(flat, f"uint{8 * word_size(dtype.numpy)}"), [-1])
@@ -347,7 +388,7 @@ def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
 
 
 def _signed(number: int) -> Tensor:
-    """The int64 with the same 64 bits as an unsigned number, int64 []."""
+    """Return a constant, int64 [], with the same 64 bits as an unsigned number below 2**64."""
     return tf.constant(np.uint64(number).astype(np.int64))
 
 
@@ -358,6 +399,6 @@ def _shifted_xor(words: Tensor, shift: int) -> Tensor:
 
 
 def _settled_position(state: UpdateState) -> Tensor:
-    """The position; -1 while an update is unfinished."""
+    """Add a read of the position and return it, int64 []; -1 while an update is unfinished."""
     vector = state.read("position")
     return tf.where(tf.equal(vector[2], SETTLED), vector[0], SETTLED)

@@ -89,13 +89,13 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """The vector of each handle, and the handle's number there."""
+        """Return the index of each handle's vector and the handle's index in it, by the handle's place."""
         vectors = enumerate(self.vectors)
         return {place: (vector, n) for vector, each in vectors for n, place in enumerate(each)}
 
     @cached_property
     def overlays(self) -> dict[OverlayNodes, tuple[ServedVariable, ...]]:
-        """The overlays, each with its tables."""
+        """Return the overlays, each with the variables whose rows it holds, in the order of `owners`."""
         found: dict[OverlayNodes, tuple[ServedVariable, ...]] = {}
         for owner, table in zip(self.owners, self.overlaid, strict=True):
             if table is not None:
@@ -104,7 +104,12 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
     @cached_property
     def groups(self) -> list[TableGroup]:
-        """The tables that are written together: parts of one variable, of one overlay, and many alike."""
+        """Return the tables that are written together: parts of one variable, tables of one overlay, and many
+        alike.
+
+        Tables are alike if they have rows of one shape and dtype and are on one device; at least `MANY` are a
+        group.
+        """
         parts: dict[Any, list[tuple[ServedVariable, int]]] = {}
         alike: dict[Any, dict[ServedVariable, int]] = {}
         handles = Counter(self.owners)
@@ -126,14 +131,17 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
     @cached_property
     def form(self) -> DeltaForm:
-        """The arrangement of a delta that is written here."""
+        """Return the arrangement of a delta that fits this layout."""
         groups = tuple(group.parts for group in self.groups)
         grouped, handles = Counter(table for parts in groups for table, _ in parts), Counter(self.owners)
         own = (v for v in self.schema.variables if not grouped[v] or handles[v] > grouped[v])
         return DeltaForm(self.schema, tuple(own), groups)
 
     def handle(self, handles: Sequence[Tensor], index: int) -> Handle:
-        """One owner's handle, of those in their order."""
+        """Return the handle of the owner number `index`, given all handles in the order of their places.
+
+        It gets the dtype and shape of its variable, unless that is a lookup table.
+        """
         owner, first, table = self.owners[index], self.joined[index], self.overlaid[index]
         handle = handles[self.numbers[index]]
         # Shape inference needs dtype and shape to read a variable; a lookup table is not read so.
@@ -146,7 +154,10 @@ class HandleLayout(Struct, frozen=True, dict=True):
         )
 
     def overlay(self, handles: Sequence[Tensor], overlay: OverlayNodes) -> Overlay:
-        """The handles of an overlay, of those in their order."""
+        """Return the handles of an overlay, given all handles in the order of their places.
+
+        Each gets the dtype and shape of its variable.
+        """
         number = max(self.numbers) + 1
         for other in self.overlays:
             if other == overlay:
@@ -157,7 +168,7 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
 
 def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> Tensor:
-    """Give a handle the dtype and shape of its variable, and return it."""
+    """Record the dtype and shape of its variable in a handle, and return the same handle."""
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
     known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))
@@ -191,17 +202,18 @@ class UpdateTarget(Struct, frozen=True):
 
     @property
     def schema(self) -> Schema:
-        """The schema that deltas have."""
+        """Return the schema that deltas have."""
         return self.layout.schema
 
     def handle(self, variable: ServedVariable) -> Handle:
-        """Add nodes that take the first handle of a variable."""
+        """Add nodes that take a variable's first handle out of its vector, and return it."""
         return self.layout.handle(_Picked(self), self.layout.owners.index(variable))
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
-        """Add nodes that choose places for a delta's rows in overlays.
+        """Add nodes that choose places for a delta's rows, and return them by overlay; nothing is written.
 
-        They are places for no rows if the delta is refused, as its ids may be invalid.
+        The result is empty if there are no overlays. If the delta is refused, they are places for no rows, as
+        its ids may be invalid.
         """
         # Slots are read once, before anything is written: the check for room uses the same places.
         overlays = self.layout.overlays
@@ -222,7 +234,12 @@ class UpdateTarget(Struct, frozen=True):
         return {each: Places(*islice(parts, len(Places.__struct_fields__))) for each in overlays}
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
-        """The first table whose overlay has no room for a delta's rows, as `<name> than its`, or empty."""
+        """Return the first table whose overlay lacks room for a delta's rows, as `<name> than its`; string
+        [].
+
+        If several tables share the overlay, it is `<name> and <n> others than their`; if all have room, it is
+        empty.
+        """
         full = tf.constant("")
         for overlay, (table, *others) in reversed(self.layout.overlays.items()):
             name = f"{table.name} and {len(others)} others than their" if others else f"{table.name} than its"
@@ -230,7 +247,7 @@ class UpdateTarget(Struct, frozen=True):
         return full
 
     def _handles(self) -> list[Tensor]:
-        """Add nodes that take all handles; returns them in their order."""
+        """Add nodes that take all handles out of their vectors; return them in the order of their places."""
         vectors = zip(self.packed, self.layout.vectors, strict=True)
         opened = [tf.raw_ops.Unpack(value=vector, num=len(places)) for vector, places in vectors]
         return [opened[vector][n] for _, (vector, n) in sorted(self.layout.places.items())]
@@ -238,7 +255,10 @@ class UpdateTarget(Struct, frozen=True):
     def _overlaid(
         self, own: Mapping[ServedVariable, Sequence[Tensor]], groups: Sequence[Sequence[Tensor]]
     ) -> dict[OverlayNodes, Sequence[Tensor]]:
-        """The numbers and rows that each overlay gets, of what `DeltaForm.take` returns."""
+        """Return row numbers and rows that each overlay gets, of what `DeltaForm.take` returns.
+
+        Overlays that several tables share also have the number of rows for each table.
+        """
         together = {
             group.home: taken
             for group, taken in zip(self.layout.groups, groups, strict=True)
@@ -250,7 +270,10 @@ class UpdateTarget(Struct, frozen=True):
         }
 
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
-        """List the writes that a delta needs, given its `places`; variables without elements need none."""
+        """Add nodes that unpack a delta, and return the writes that it needs; nothing is written yet.
+
+        `places` are those of `self.places`. Variables without elements need no writes.
+        """
         layout, handles = self.layout, self._handles()
         found, groups = layout.form.take(delta.tensors)
         tensors = [tensor for its_tensors in (*found.values(), *groups) for tensor in its_tensors]
@@ -328,6 +351,9 @@ def write_snapshot(
 ) -> Tensor:
     """Add the writes of all tensors while the sequence is odd; return the last operation, for others to wait
     for.
+
+    `start` and `end`, int64 [3], are the values of `position` during the writes and after them. The writes
+    wait first for the quiet that readers ask for, at most 30 seconds.
     """
     # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)
@@ -378,7 +404,11 @@ def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _grant_quiet(state: UpdateState) -> Tensor:
-    """Add a loop that waits for the quiet that readers ask for; return the time at its end."""
+    """Add a loop that waits for the quiet that readers ask for, at most 30 seconds; return the time at its
+    end.
+
+    The time is in seconds since 1970.
+    """
 
     # Later requests are granted by the next update: readers delay an update once, but never block it. This is
     # the only loop of a snapshot, and it comes before all writes: a call that is cancelled in it has written
@@ -394,7 +424,7 @@ def _grant_quiet(state: UpdateState) -> Tensor:
 
 
 def _apart(writes: Writes) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The tables of all groups, separately: handle, ids, rows."""
+    """Return the tables of all groups of `alike` ones separately: handle, ids, rows."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for places, handles, ids, rows, counts in writes.alike:
         each = (tf.split(tensor, counts, num=len(places)) for tensor in (ids, rows))
@@ -403,7 +433,11 @@ def _apart(writes: Writes) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Cut the rows of a few tables into parts, to be written at the same time; many tables stay whole."""
+    """Cut the rows of a few tables into parts, to be written at the same time; return handle, ids, rows of
+    each.
+
+    Of more than two tables each stays whole.
+    """
     # The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
     count = _AT_ONCE // len(tables) if tables else 1
     if count < 2:
@@ -425,7 +459,10 @@ def write_rows(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Add the writes of all tensors outside the sequence, tables in chunks; return the last operation."""
+    """Add the writes of all tensors outside the sequence, tables in chunks; return the last operation.
+
+    `start` and `end`, int64 [3], are the values of `position` during the writes and after them.
+    """
     writes = target.writes(delta, places)
     placed = [at for _, at, *_ in (*writes.overlaid, *writes.slots, *writes.pages)]
     with tf.control_dependencies([*writes.tensors, start, end, *placed, *(used for _, used in writes.used)]):
@@ -449,7 +486,11 @@ def write_rows(
 
 
 def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
-    """Add the assignments of the position, after all writes, and then of the sequence; return the latter."""
+    """Add the assignments of the position, after all writes, and then of the sequence; return the last
+    operation.
+
+    `end`, int64 [3], and `sequence`, int64 [], are the new values.
+    """
     # The position follows the writes: a call that fails in one leaves the target recorded. It precedes the
     # sequence: a reader that finds the sequence even and unchanged has read this position, too.
     with tf.control_dependencies(written):
@@ -459,7 +500,9 @@ def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence
 
 
 def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
-    """The value to assign: the only one in `value` [1, ...] or, if not `changed`, the variable's own."""
+    """Return the value to assign: `value` [1, ...] without its first axis if `changed`, else the variable's
+    own.
+    """
     # The variable's own value is not copied: reading and assigning it share one buffer. The branch chooses
     # the value and the assignment is unconditional: servers with `enable_mlir_graph_optimization` lose the
     # order of an assignment inside a branch. It is made of raw ops, because `tf.cond` makes two
@@ -471,7 +514,11 @@ def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
 
 
 def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Add the replacement of a lookup table's entries by `keys` and `values` [1, n, ...], if `changed`."""
+    """Add the replacement of a lookup table's entries by `keys` and `values` [1, n, ...], if `changed`, bool
+    [].
+
+    Returns a tensor, equal to `changed`, that depends on the replacement.
+    """
 
     # The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones
     # (source: tensorflow/core/kernels/lookup_table_op.cc, `ImportValues`).
@@ -490,7 +537,10 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
 
 
 def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces) -> Tensor:
-    """Add a loop that writes one chunk of every table per round, then one for slots of overlays."""
+    """Add a loop that writes one chunk of every table per round, then one for slots and pages of overlays.
+
+    Returns a number that depends on all writes. Groups of `alike` tables are left out.
+    """
 
     # The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of
     # them before its first update, which with a hundred tables takes noticeable time for each node.
@@ -536,9 +586,10 @@ def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces)
 def _scatter_one_by_one(
     target: UpdateTarget, places: Sequence[int], ids: Tensor, rows: Tensor, counts: Tensor
 ) -> Tensor:
-    """Add a loop that writes one chunk of one table per round.
+    """Add a loop that writes one chunk of one table per round; return a number that depends on all writes.
 
-    `places` are those of the tables' handles, `counts` the number of rows for each.
+    `places` are those of the tables' handles; `ids` and `rows` have all tables, one after the other, and
+    `counts` the number of rows for each.
     """
     # The same few nodes for any number of tables.
     ends = tf.cumsum(counts)
@@ -568,5 +619,7 @@ def _scatter_one_by_one(
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
-    """A value for the position variable, int64 [3]."""
+    """Return a value for the position variable, int64 [3]: position, step, and the target of an unfinished
+    update.
+    """
     return tf.stack([position, step, tf.cast(target, tf.int64)])

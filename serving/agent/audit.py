@@ -45,7 +45,9 @@ def audit(
 ) -> Audited:
     """Compare `count` random chunks of a version at a position, and the `suspects`, which differed before.
 
-    CallFailed if the server does not respond. Files that cannot be read give a result that is `skipped`.
+    `model` is the model's directory, `action` the version and position. Files that cannot be read, a server
+    without digests, and a replica that moved give a result with `skipped`. CallFailed if the server does not
+    respond.
     """
     if SIGNATURE not in client.metadata(action.version).signatures:
         return Audited(

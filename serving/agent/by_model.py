@@ -8,9 +8,9 @@ from exporter.errors import UsageError
 
 
 def by_model(option: str, texts: Iterable[str], models: Collection[str]) -> dict[str, str]:
-    """The values of an option by model; if there is one model, its name may be left out.
+    """Return the values of `option`, given as `[NAME=]VALUE`, by model; with one model NAME may be left out.
 
-    The text before the first = is a name, unless it has a slash.
+    The text before the first = is a name, unless it has a slash. A model without a value is left out.
 
     Raises:
         UsageError: a value names none of these models, or two name the same one.

@@ -117,11 +117,12 @@ def decide(
     knows: bool,
     hangs: bool = False,
 ) -> tuple[Action, Trial | None]:
-    """Return the next action, and the trial from now on; see the module's table.
+    """Return the next action, and the trial from now on, None if there is none; see the module's table.
 
-    `patience_s` is the time that a replica may take to pass the hold; `knows` is True if the responses at the
-    approved position are known, or cannot be learnt; `hangs` is True if the replica on trial accepts calls
-    and does not answer them.
+    `replicas` are by address; `trial` is the one returned last; `now` is in monotonic seconds. `patience_s`
+    is the time that a replica may take to pass the hold; `knows` is True if the responses at the approved
+    position are known, or cannot be learnt; `hangs` is True if the replica on trial accepts calls and does
+    not answer them.
     """
     replicas = dict(sorted(replicas.items()))
     if log.limit is None:
@@ -156,7 +157,8 @@ def decide(
 
 
 def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
-    """The address and version of a replica that serves a position of a log; None if none does."""
+    """Return the address and version of the first replica that serves a position of a log; None if none does.
+    """
     found = (
         (address, version.number) for address, version, at in _placed(replicas, lineage) if at == position
     )
@@ -164,7 +166,9 @@ def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -
 
 
 def _placed(replicas: Mapping[str, Observed], lineage: str) -> Iterator[tuple[str, Served, int]]:
-    """Yield each replica that tells where in a log it is: its address, version and position."""
+    """Yield address, version and position of each replica that reports its position in the log of this
+    lineage.
+    """
     for address, observed in replicas.items():
         version = observed.standing(lineage)
         if version is not None and version.position is not None:
@@ -176,9 +180,11 @@ def _were_asked(replicas: Mapping[str, Observed]) -> bool:
 
 
 def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
-    """Choose the position of the first hold such that no replica moves, neither back nor forward.
+    """Return an approval of the position for the first hold, chosen such that no replica moves, back or
+    forward.
 
-    If an operator lifted the hold during a trial, that does not approve the position of the replica on trial.
+    It is Idle while a replica was not asked yet, or none reports a position. If an operator lifted the hold
+    during a trial, that does not approve the position of the replica on trial.
     """
     if not replicas or not _were_asked(replicas):
         return Idle("some replicas have not been asked yet")
@@ -197,7 +203,10 @@ def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> A
 def _ahead(
     replicas: Mapping[str, Observed], lineage: str, approved: int, trial: Trial | None
 ) -> tuple[str, Served, int] | None:
-    """The replica furthest beyond the approved position, or None; of several, the one on trial."""
+    """Return address, version and position of the replica furthest beyond `approved`; None if none is beyond.
+
+    Of several at one position it is the one on trial.
+    """
     on_trial = None if trial is None else trial.address
     beyond = (one for one in _placed(replicas, lineage) if one[2] > approved)
     return max(beyond, key=lambda one: (one[2], one[0] == on_trial), default=None)
@@ -214,7 +223,13 @@ def _send(
     *,
     hangs: bool,
 ) -> tuple[Action, Trial | None]:
-    """Choose the replica that goes first, or keep the chosen one. `log` is without the canary's hold."""
+    """Choose the replica that goes first, or keep the chosen one; return the action and the trial from now
+    on.
+
+    `log` is without the canary's hold; `able` are the addresses of the replicas that can take a delta beyond
+    `approved`, in order. The action is Go, Idle while none can go, or RollBack if too many stopped
+    responding.
+    """
     if trial is None:
         trial = Trial(approved, "", now)
     if _never_took(trial.address, replicas, approved):  # not the delta's fault, so it is not `lost`
@@ -244,7 +259,10 @@ def _send(
 
 
 def _lose(trial: Trial, now: float, *, is_dead: bool) -> Trial:
-    """The trial after the first replica's time has ended; `_send` then chooses the next one."""
+    """Return the trial without its replica, whose time has ended; `_send` then chooses the next one.
+
+    The replica is added to `lost`, and to `dead` if `is_dead`; otherwise `dead` becomes empty.
+    """
     dead = tuple(dict.fromkeys((*trial.dead, trial.address))) if is_dead else ()
     return replace(trial, address="", began=now, lost=(*trial.lost, trial.address), dead=dead)
 
@@ -254,7 +272,8 @@ def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
 
 
 def _starting(replicas: Mapping[str, Observed]) -> list[str]:
-    """The replicas that are loading a version, or have served none since the agent began."""
+    """Return the addresses of replicas that are loading a version, or have served none since the agent began.
+    """
     loading = (VersionState.START, VersionState.LOADING)
     return [
         address
@@ -265,7 +284,7 @@ def _starting(replicas: Mapping[str, Observed]) -> list[str]:
 
 
 def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -> bool:
-    """True if a replica ended before it was sent anything beyond the approved position."""
+    """Return True if a replica is down, was away, and has taken nothing beyond the approved position."""
     observed = replicas.get(address)
     if observed is None or not observed.failures or not observed.was_away:
         return False
@@ -273,6 +292,7 @@ def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -
 
 
 def _can_pass(log: Log, position: int, approved: int, refused: Collection[Span]) -> bool:
-    """True if deltas that a replica has not recently refused bring it beyond the approved position."""
+    """Return True if deltas from `position`, without the `refused` ones, lead beyond the approved position.
+    """
     way = log.reach(position, without=refused)
     return bool(way) and way[-1].end > approved

@@ -75,7 +75,7 @@ _NEWS = frozenset(
 
 
 def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
-    """Send golden requests to a version; return its answer to each, which may be a refusal.
+    """Send golden requests to a version, one at a time; return its answers in order, which may be refusals.
 
     CallFailed if the server or the network fails.
     """
@@ -140,8 +140,10 @@ class Canary:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """For each golden output, a sentence with its mean at the last two positions with known answers; or
-        ().
+        """Return a sentence for each golden output of numbers: its mean at the last two positions with known
+        answers.
+
+        Empty if fewer than two positions have known answers.
         """
         known = list(self._answers.items())
         if len(known) < 2:
@@ -155,7 +157,11 @@ class Canary:
         )
 
     def allowed(self, address: str, published: Model) -> Model:
-        """The published logs, limited to what a replica may apply."""
+        """Return the published logs, the newest one limited to the position up to which a replica may apply
+        deltas.
+
+        An operator's hold, or a model without a log, is returned unchanged.
+        """
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
             return published
@@ -173,7 +179,10 @@ class Canary:
         return replace(log, limit=-1) if log.limit is None else log
 
     def follow(self, stop: threading.Event) -> None:
-        """Decide for the model whenever no other agent does, until `stop`."""
+        """Decide for the model whenever no other agent does, until `stop` is set; then close all connections.
+
+        Errors are reported as events, and it tries again after a second.
+        """
         self._stop = stop
         while not stop.is_set():
             try:
@@ -190,7 +199,7 @@ class Canary:
             client.close()
 
     def _lead(self) -> None:
-        """Decide until `stop`, until the directory is gone, or until no replica could go first for
+        """Decide until stopped, until the directory is gone, or until no replica could go first for
         `patience_s`.
         """
         stuck_since: float | None = None
@@ -206,8 +215,9 @@ class Canary:
                 self._seen = self.publications.wait(self._seen, pause)
 
     def _step(self) -> float:
-        """Decide and act; return the seconds to sleep afterwards unless something changes, 0 to go on at
-        once.
+        """Decide and act once, which may call servers, move the hold or roll back.
+
+        Returns the seconds to sleep afterwards unless something changes; 0 to go on at once.
         """
         log = self.publications.current.newest_log
         if log is None:
@@ -246,10 +256,12 @@ class Canary:
                 return self._roll_back(log, to, reason)
 
     def _hangs(self) -> bool:
-        """Ask the replica that goes first for its state, once a second; True if it does not answer.
+        """Ask the replica that goes first for its state, at most once a second; True if it does not answer in
+        5 s.
 
-        Its own thread waits meanwhile for the update, whose deadline grows with the deltas. A server says
-        its state beside any update.
+        That is also reported as an event. The replica's own thread waits meanwhile for the update, whose
+        deadline grows with the deltas; a server reports its state during any update. False if no replica goes
+        first, or if the server refuses or is down.
         """
         _, action = self.current or ("", None)
         if not isinstance(action, Go) or time.monotonic() < self._asked_at + _ASK_S:
@@ -282,7 +294,10 @@ class Canary:
                 self._report(EventKind.CANARY_STUCK, reason)
 
     def _learn(self, log: Log, address: str, version: int, position: int) -> bool:
-        """Record the answers at the approved position; True if they are known now."""
+        """Ask a replica for its answers at the approved position and keep them; True if they are known now.
+
+        Answers that fail the gates are reported as an event once, and set `failing`.
+        """
         answers = self._ask(log, address, version, position)
         if answers is None:
             return False
@@ -301,7 +316,9 @@ class Canary:
         return True
 
     def _of_log_before(self, log: Log) -> tuple[Answer, ...] | None:
-        """The last answers of another log; None once answers of this log are known, or without any."""
+        """Return the last known answers of another log; None if there are none, or answers of this log are
+        known.
+        """
         if any(lineage == log.lineage for lineage, _ in self._answers):
             return None
         return next(reversed(self._answers.values()), None)
@@ -331,10 +348,10 @@ class Canary:
         return self._approve(log, action.approved, action.position, why)
 
     def _ask(self, log: Log, address: str, version: int, position: int) -> tuple[Answer, ...] | None:
-        """A replica's answers at a position; None if it is gone or has moved, which its own thread will
-        notice.
+        """Return a replica's answers at a position; None if it is gone or has moved, which its own thread
+        will notice.
 
-        None, too, while a replica reports its position but does not answer: it is asked again until
+        None, too, while a replica reports its position but does not answer: the caller asks again until
         `patience_s` is over; then it counts as refusing all requests.
         """
         client = self._client(address)
@@ -393,20 +410,24 @@ class Canary:
         return self._pause()
 
     def _pause(self) -> float:
-        """Sleep after a failure, longer each time, whatever changes meanwhile; return 0."""
+        """Sleep after a failure, from 1 s up to 60 s, twice as long each time, unless stopped; return 0."""
         self._stop.wait(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**self._troubles))
         self._troubles = min(self._troubles + 1, 10)
         return 0.0
 
     def _has_waited(self, what: str, about: object) -> bool:
-        """True if the first call with these arguments was at least `patience_s` ago."""
+        """Return True if the first call with these arguments was at least `patience_s` ago; record a first
+        call.
+
+        Only the last 32 are remembered.
+        """
         key, now = f"{what} {about}", time.monotonic()
         if key not in self._waiting_since:
             self._waiting_since = {**dict(list(self._waiting_since.items())[-_KEPT:]), key: now}
         return now - self._waiting_since[key] >= self._rules.patience_s
 
     def _keep(self, log: Log, position: int, answers: tuple[Answer, ...]) -> None:
-        """Keep these answers, and the answers at the previous position."""
+        """Keep the answers at a position and those at the last other position; forget all earlier ones."""
         kept = list(self._answers.items())[-1:]
         self._answers = {**dict(kept), (log.lineage, position): answers}
 
@@ -447,8 +468,9 @@ class Canaries:
         self.of: dict[str, Canary] = {}
 
     def allowed(self, model: str, address: str, published: Model) -> Model:
-        """The published logs, limited to what a replica may apply: all without a canary, none before it has
-        started.
+        """Return the published logs, limited to what the replica at `address` may apply.
+
+        These are all for a model without a canary, and none before its canary has started.
         """
         if model not in self._rules:
             return published
@@ -459,7 +481,10 @@ class Canaries:
     def running(
         self, publications: Sequence[Publications], replicas: Callable[[str], Mapping[str, Observed]]
     ) -> Iterator[None]:
-        """Let the canaries decide inside the block; at its end a step in progress has a second to end."""
+        """Run a thread for each model's canary inside the block; at its end each has up to a second to end.
+
+        `replicas` returns a model's replicas by address, given its name.
+        """
         stop = threading.Event()
         for one in publications:
             name = one.model.name
@@ -481,13 +506,16 @@ class Canaries:
                 thread.join(1.0)
 
     def _hear(self, event: AgentEvent) -> None:
-        """Wake a canary that may be waiting for this event."""
+        """Wake the canary of the event's model if the event may change what it decides."""
         if event.what in _NEWS and event.model in self.of:
             self.of[event.model].publications.wake()
 
 
 def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProcess[str]:
-    """Run the rollback command of this installation, whatever the agent's working directory is."""
+    """Run this installation's rollback command and wait for its end; the result has its exit code and output.
+
+    `to` is the position whose values are published again. The working directory does not matter.
+    """
     import exporter
 
     packages = Path(exporter.__file__).parent.parent
@@ -514,7 +542,10 @@ def canary_rules(
     deadline_s: float,
     access: ServerAccess,
 ) -> dict[str, CanaryRules]:
-    """The rules by model; `options` are `[NAME=]FILE`, where NAME may be left out if there is one model.
+    """Return the rules of each model that has a canary; `options` are `[NAME=]FILE`, with the golden
+    requests.
+
+    NAME may be left out if there is one model. `models` has the directories. `drift` is passed to `Gates`.
 
     Raises:
         UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its

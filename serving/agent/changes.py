@@ -52,7 +52,10 @@ class Changes:
         journal.read_by(self._hear)
 
     def look(self, view: FleetView) -> None:
-        """Write an event of each finding that the last look also had, and that has not been reported."""
+        """Write an event for each finding that the last look had, too, and that is not yet reported.
+
+        A finding that has disappeared is reported again when it returns.
+        """
         models = {model.name: model for model in view.models}
         found = {
             _Key(each.model, kind, _about(kind, models[each.model], each)): each
@@ -79,7 +82,7 @@ class Changes:
         self._before = frozenset(found)
 
     def _hear(self, event: AgentEvent) -> None:
-        """Remember a canary's rollback, which the canary itself reports first."""
+        """Record the time of a rollback's event, so that `look` does not report the same rollback again."""
         if event.what is EventKind.ROLLED_BACK:
             self._heard[_Key(event.model, event.what, event.position)] = time.monotonic()
 

@@ -73,15 +73,11 @@ def chart(
     seconds: Callable[[float], str],
     size: Callable[[float], str],
 ) -> Chart | None:
-    """The chart of the hour before `now`, or of the known part of it; None if nothing is known.
+    """Return the chart of the hour before `now`, or of the known part of it; None if nothing is known.
 
-    Args:
-        now: the time at its right edge.
-        published: all publications, by time.
-        samples: the served positions, by time.
-        swaps: the times at which a replica began to serve another version, each with a text.
-        seconds: formats a duration.
-        size: formats a number of bytes.
+    Args: now: the time at its right edge. published: all publications, by time. samples: the served
+    positions, by time. swaps: the times at which a replica began to serve another version, each with a text.
+    seconds: formats a duration. size: formats a number of bytes.
     """
     began = now - timedelta(seconds=SPAN_S)
     recent = [one for one in published if one.created >= began]
@@ -113,7 +109,11 @@ def _panels(
     seconds: Callable[[float], str],
     size: Callable[[float], str],
 ) -> Iterator[Panel]:
-    """Yield the panels of publications and samples; `before` is the position at the left edge."""
+    """Yield the panels: positions, delay, and, if known, rows and bytes of deltas.
+
+    `x` gives the place of a time, in pixels from the left; `before` is the position published at the left
+    edge, None if there is none.
+    """
     steps = [
         *([] if before is None else [(0.0, before)]),
         *((x(one.created), one.position) for one in recent),
@@ -158,9 +158,11 @@ def line(
     height: int = HEIGHT,
     is_step: bool = False,
 ) -> str:
-    """The SVG path of a line through (x, value); None makes a gap.
+    """Return the SVG path of a line through (x, value), scaled from `least` and `most` to the height in
+    pixels.
 
-    Points inside level lines are left out: most points are, and a page has hundreds of lines.
+    None makes a gap. With `is_step` each value lasts until the next. Points inside level lines are left out:
+    most points are, and a page has hundreds of lines.
     """
 
     def y(value: float) -> float:
@@ -184,7 +186,11 @@ def line(
 
 
 def _bars(points: Sequence[tuple[float, float]], top: float) -> str:
-    """The SVG path of a bar for each value, from the lower edge; a bar of a small value is still visible."""
+    """Return the SVG path of a bar for each (x, value), from the lower edge; a bar of `top` has the full
+    height.
+
+    A bar of a small value is still visible.
+    """
     full = HEIGHT - _EDGE
     heights = (
         (at, max(_LEAST_BAR, (full - _EDGE) * value / top) if top else _LEAST_BAR) for at, value in points

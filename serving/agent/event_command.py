@@ -42,9 +42,9 @@ _LOOK_S, _GRACE_S = 0.05, 2.0
 
 
 def parse_command(text: str) -> tuple[str, ...]:
-    """The words of `--on-event`, the first of them an existing program.
+    """Split the text of `--on-event` into words, as a shell would; the first is an existing program.
 
-    UsageError if the text is not a command line, or names no such program.
+    UsageError if the text is not a command line, or if there is no such program.
     """
     try:
         words = shlex.split(text)
@@ -77,7 +77,8 @@ class EventCommand:
         self._stop = threading.Event()
 
     def __call__(self, event: AgentEvent) -> None:
-        """Queue an event; if the queue is full it is dropped, and counted."""
+        """Queue an event of `KINDS` without waiting; if the queue is full, the event is dropped and counted.
+        """
         if event.what in KINDS:
             try:
                 self._waiting.put_nowait(event)
@@ -86,7 +87,11 @@ class EventCommand:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run commands inside the block; at its end the running one is ended, and no other begins."""
+        """Run commands in a thread inside the block; at its end the running one is ended, and no other
+        begins.
+
+        It waits up to 4 seconds for that.
+        """
         thread = threading.Thread(target=self._follow, name="on-event", daemon=True)
         thread.start()
         try:
@@ -106,7 +111,11 @@ class EventCommand:
                 self._fail(f"--on-event was not run for {dropped} events: {_WAITING} waited already")
 
     def _run(self, event: AgentEvent) -> str:
-        """Run the command for an event; return why that failed, empty if it did not."""
+        """Run the command for an event and wait for it; return the reason if that failed, else "".
+
+        The event is passed as variables and as JSON on standard input. After `deadline_s`, or when stopped,
+        the command is ended.
+        """
         try:
             process = subprocess.Popen(
                 self._command,
@@ -129,28 +138,32 @@ class EventCommand:
 
 
 def environment(event: AgentEvent) -> dict[str, str]:
-    """The variables of a command: a few of the agent's own, and `EVENT_WHAT`, `EVENT_MODEL`, ..."""
+    """Return a command's environment: a few variables of the agent, and `EVENT_WHAT`, `EVENT_MODEL`, ...
+
+    Fields of the event that are None or empty are left out.
+    """
     values = {name: value for name, value in to_builtins(event).items() if value not in (None, "")}
     of_event = {f"EVENT_{name.upper()}": _variable(str(value)) for name, value in values.items()}
     return {name: os.environ[name] for name in _INHERITED if name in os.environ} | of_event
 
 
 def _variable(text: str) -> str:
-    """A text in the form that an environment variable can hold: without NUL, encodable, and shortened."""
+    """Return a text as an environment variable can hold it: without NUL, encodable, at most 4096 characters.
+    """
     return text.replace("\0", "").encode(errors="replace").decode()[:_LONGEST_VALUE]
 
 
 def _give(process: subprocess.Popen[bytes], document: bytes) -> None:
-    """Write a document to a command that may not read it."""
+    """Write a document to a command's standard input and close it; a command may end without reading it."""
     assert process.stdin is not None
     with suppress(OSError), process.stdin:
         process.stdin.write(document)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it has started, except processes in sessions of their own, and wait for it.
+    """End a command and all that it has started, except processes in other sessions, and wait for it.
 
-    First by SIGTERM; by SIGKILL what is left after the command's end, or after `_GRACE_S`.
+    It sends SIGTERM, and SIGKILL to what is left after the command's end, or after 2 seconds.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)

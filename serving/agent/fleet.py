@@ -50,7 +50,10 @@ class Targets:
         self._known: dict[str, tuple[str, ...]] = {}
 
     def resolve(self) -> Resolved:
-        """Resolve all names now; a failure is a problem in the result."""
+        """Resolve all names now and return the servers' addresses, in the order of the targets.
+
+        A name that does not resolve is a problem in the result, and its last known addresses are used.
+        """
         addresses: dict[str, None] = {}
         problems = []
         for target in self._targets:
@@ -66,7 +69,10 @@ class Targets:
 
 
 def _all_addresses(target: str) -> tuple[str, ...]:
-    """The IPv4 addresses of a name, or else the IPv6 ones: a replica with both must not count twice."""
+    """Return the addresses of a name with ports, sorted: all IPv4 ones, or else all IPv6 ones.
+
+    A replica with both must not count twice. OSError or UnicodeError if the name does not resolve.
+    """
     host, port = _host_and_port(target)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, form in ((socket.AF_INET, "{}:{}"), (socket.AF_INET6, "[{}]:{}")):
@@ -119,24 +125,24 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The current replicas, sorted by address."""
+        """Return the current replicas, sorted by address and model."""
         with self._lock:
             return [self._replicas[key] for key in sorted(self._replicas)]
 
     def replicas_of(self, model: str) -> list[Replica]:
-        """The current replicas of one model."""
+        """Return the current replicas of one model, sorted by address."""
         return [replica for replica in self.replicas if replica.model == model]
 
     def _is_served_elsewhere(self, address: str, model: str) -> bool:
         return any(other.serves_rightly for other in self.replicas_of(model) if other.address != address)
 
     def observed(self, model: str) -> dict[str, Observed]:
-        """The last observation of each replica of a model, by address."""
+        """Return the last observation of each current replica of a model, by address."""
         return {replica.address: replica.observed for replica in self.replicas_of(model)}
 
     @contextmanager
     def running(self, grace_s: float) -> Iterator[None]:
-        """Run all threads inside the block; at its end, calls in progress have `grace_s` to end."""
+        """Run all threads inside the block; at its end, calls in progress have `grace_s` seconds to end."""
         stop = threading.Event()
         threads = [
             threading.Thread(target=publications.follow, args=(stop,), daemon=True)
@@ -155,7 +161,10 @@ class Fleet:
                 thread.join(1.0)
 
     def resolve(self) -> None:
-        """Resolve the targets again: start replicas for new servers, end those whose servers are gone."""
+        """Resolve the targets again: start replicas for new servers, end those whose servers are gone.
+
+        Names that did not resolve are reported as events when they change.
+        """
         found = self._targets.resolve()
         if found.problems != self._resolved.problems:
             for problem in found.problems:

@@ -52,7 +52,7 @@ _REQUEST_S = 10.0
 
 
 def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fresh_within_s: float) -> str:
-    """Render the status page."""
+    """Return the status page as HTML, of a new view and the last events."""
     now = view()
     return _template().render(
         view=now,
@@ -71,9 +71,9 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
 
 @lru_cache(maxsize=16)
 def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange, ...]] | None:
-    """The newest delta's position and what it changed, read when somebody looks, once for each position.
+    """Return the newest delta's position and its changes by variable; memoised for each path and position.
 
-    None if the newest publication is no delta, is large, or cannot be read.
+    None if the newest publication is not a delta, is larger than 16 MiB, or cannot be read.
     """
     with suppress(ExportError, OSError):
         log = read_log(Path(path))
@@ -84,7 +84,7 @@ def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange,
 
 
 def charted(view: FleetView, model: ModelView, recorder: Recorder, journal: Journal) -> Chart | None:
-    """The chart of a model's last hour; None if nothing is known of it."""
+    """Return the chart of a model's last hour; None if nothing is known of it."""
     available = re.compile(r"version [0-9]+ is AVAILABLE")
     swaps = [
         (event.at, f"{event.replica}: {event.message}")
@@ -95,7 +95,7 @@ def charted(view: FleetView, model: ModelView, recorder: Recorder, journal: Jour
 
 
 def seconds(value: float | None) -> str:
-    """A duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`; "" for None."""
+    """Return a duration as text: `120 ms`, `4.2 s`, `3 min`, `2 h`; "" for None."""
     if value is None:
         return ""
     if value < 1:
@@ -106,9 +106,10 @@ def seconds(value: float | None) -> str:
 
 
 def plot(series: Sequence[float | None]) -> dict[str, object]:
-    """The `path` of an SVG for the values, and its size; `most` is the largest value, None without any.
+    """Return the `path` of an SVG for the values, its `width` and `height`, and `most`, the largest value or
+    None.
 
-    The newest value is at the right; None leaves a gap.
+    The newest value is last and at the right; None leaves a gap.
     """
     most = max((value for value in series if value is not None), default=None)
     points = [(_WIDTH - len(series) + number, value) for number, value in enumerate(series, 1)]
@@ -118,7 +119,7 @@ def plot(series: Sequence[float | None]) -> dict[str, object]:
 
 @cache
 def _script() -> Markup:
-    """The page's script; the template does not escape it."""
+    """Return the page's script, marked so that the template does not escape it; read once."""
     from markupsafe import Markup
 
     return Markup((_HERE / "page.js").read_text())
@@ -126,7 +127,7 @@ def _script() -> Markup:
 
 @cache
 def _allowed_content() -> str:
-    """The Content-Security-Policy: of scripts the page's own, byte for byte, and no other."""
+    """Return the Content-Security-Policy, which allows no script but the page's own, byte for byte."""
     digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
     return (
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
@@ -145,7 +146,10 @@ def _template(name: str = "page.html") -> Template:
 
 
 def _seen(value: object) -> object:
-    """A value as a page shows it: a mark of direction in a text could make it read otherwise."""
+    """Return a value as a page shows it: in text, characters that are not printable are escaped.
+
+    A mark of direction in a text could make it read otherwise. Markup and other types are unchanged.
+    """
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
     return "\n".join(map(printable, value.split("\n")))
@@ -153,14 +157,14 @@ def _seen(value: object) -> object:
 
 @cache
 def _findings() -> str:
-    """The page that says what each finding means, and what to do."""
+    """Return the page that explains each finding and says what to do, as HTML; rendered once."""
     from serving.agent.meanings import MEANINGS
 
     return _template("findings.html").render(meanings=MEANINGS.items(), parts=_parts)
 
 
 def _parts(text: str) -> list[tuple[bool, str]]:
-    """The parts of a text in Markdown, without its links, and for each whether it is code."""
+    """Split a text in Markdown into parts, without its links: for each, True if it is code, and its text."""
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     return [(bool(number % 2), part) for number, part in enumerate(plain.split("`"))]
 
@@ -178,7 +182,9 @@ class Site(Struct, frozen=True):
     wants_certificate: bool = False
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Handle one request."""
+        """Return the response to one request: the page, metrics or state by its path, or an error by its
+        status.
+        """
         path = request.path
         if request.method not in ("GET", "HEAD"):
             status, kind, body = (
@@ -249,11 +255,13 @@ class Site(Struct, frozen=True):
 def serving(
     site: Site, host: str, port: int, tls: HttpTls | None = None, allow_host: str | None = None
 ) -> Iterator[int]:
-    """Serve inside the block; gives the number of the port.
+    """Serve `site` inside the block; the block gets the number of the port, a free one if `port` is 0.
+
+    `allow_host` lists the host names that requests may name.
 
     Raises:
         ServerError: the port cannot listen on the address.
-        UsageError: `allow_host` is no list of names.
+        UsageError: `allow_host` is not a list of names.
     """
     listening = HttpPort(
         site,

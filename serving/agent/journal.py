@@ -104,7 +104,7 @@ class AgentEvent(Struct, frozen=True):
 
     @property
     def is_trouble(self) -> bool:
-        """True if an operator may have to act."""
+        """Return True if an operator may have to act."""
         return self.what in TROUBLE
 
 
@@ -120,7 +120,10 @@ class Journal:
         self._readers: list[Callable[[AgentEvent], None]] = []
 
     def read_by(self, reader: Callable[[AgentEvent], None]) -> None:
-        """Call `reader` with each later event, one at a time."""
+        """Call `reader` with each later event, one at a time, in the thread that writes it.
+
+        It must not write events itself: the journal is locked meanwhile.
+        """
         self._readers.append(reader)
 
     def write(self, event: AgentEvent) -> None:
@@ -132,7 +135,9 @@ class Journal:
                     reader(event)
 
     def last(self) -> list[AgentEvent]:
-        """The last events of each kind, the newest first."""
+        """Return the last events of each kind, the newest first: at most 100 of a kind, and 2000 of
+        `applied`.
+        """
         with self._lock:
             events = [event for kept in self._events.values() for event in kept]
         return sorted(events, key=lambda event: event.at, reverse=True)
@@ -156,9 +161,10 @@ class Line(Struct, frozen=True):
 
 
 def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
-    """The newest `most` lines, plus older pinned ones; `events` begin with the newest.
+    """Return the newest `most` lines, plus older ones of kinds that stay, the newest first.
 
-    `seconds` formats a duration.
+    `events` begin with the newest; events of one delta, or alike within a minute, make one line. `seconds`
+    formats a duration.
     """
     groups: dict[tuple[object, ...], list[AgentEvent]] = {}
     found: list[list[AgentEvent]] = []
@@ -177,7 +183,7 @@ def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], st
 
 
 def _is_of_delta(event: AgentEvent) -> bool:
-    """True for an event about one delta: it goes first somewhere, is approved, or is applied."""
+    """Return True for an event about one delta: it goes first somewhere, is approved, or is applied."""
     kinds = (EventKind.APPLIED, EventKind.APPROVED, EventKind.CANARY)
     return event.what in kinds and event.position is not None
 
@@ -203,7 +209,7 @@ def _line(group: Sequence[AgentEvent], seconds: Callable[[float], str]) -> Line:
 
 
 def _went_first(group: Sequence[AgentEvent]) -> str:
-    """The replica that went first, as the end of a line; "" if none did."""
+    """Return which replica went first, as the end of a line; "" if none did. The newest event is first."""
     approved = [event.message for event in group if event.what is EventKind.APPROVED]
     if approved:
         return f"; {approved[-1].partition(': ')[2]}"  # names the replica that went first
@@ -212,7 +218,7 @@ def _went_first(group: Sequence[AgentEvent]) -> str:
 
 
 def _waited(applied: Iterable[AgentEvent], seconds: Callable[[float], str]) -> str:
-    """The time until a delta was served, the shortest and the longest; "" if it is not known."""
+    """Return the time until a delta was served, the shortest and the longest, as a phrase; "" if unknown."""
     waits = [event.behind_seconds for event in applied if event.behind_seconds is not None]
     if not waits:
         return ""
@@ -221,6 +227,6 @@ def _waited(applied: Iterable[AgentEvent], seconds: Callable[[float], str]) -> s
 
 
 def _amount(applied: Sequence[AgentEvent]) -> str:
-    """The rows and deltas applied by the replica that had the least to catch up, as a phrase."""
+    """Return the deltas and rows applied by the replica that had the least to catch up, as a phrase."""
     least = min(applied, key=lambda event: (event.deltas or 0, event.rows or 0))
     return f"{count(least.deltas or 0, 'delta')}, {count(least.rows or 0, 'row')}"
