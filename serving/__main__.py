@@ -4,7 +4,10 @@ from exporter.terminal import interrupt_at_once
 
 
 def main() -> None:
-    """Run the command; its modules are imported after Ctrl-C is set to end the process at once."""
+    """Run the command `serve-model`, and end the process with its exit code.
+
+    Its modules are imported after Ctrl-C is set to end the process at once.
+    """
     interrupt_at_once()
     from serving import cli
 

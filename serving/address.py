@@ -23,7 +23,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def with_port(address: str) -> str:
-    """The address with the default port if it has none; addresses with a gRPC scheme stay unchanged.
+    """Return the address with the default port if it has none; addresses with a gRPC scheme stay unchanged.
 
     `localhost` becomes `localhost:8500`, `[::1]` and `::1` become `[::1]:8500`; `unix:/tmp/socket` stays.
 
@@ -50,8 +50,9 @@ def with_port(address: str) -> str:
 
 
 def _meant(address: str) -> str:
-    """The address that was probably meant, for a hint: from a URL, with gRPC's port for REST's; else an
-    example.
+    """Return the address that was probably meant, with an explanation, for a hint after "write".
+
+    From a URL it is host and port, with gRPC's port in place of REST's; otherwise an example.
     """
     found = re.match(rf"https?://({_HOST})(:[0-9]+)?(?:/|$)", address)
     if found and found[2] == f":{_REST_PORT}":
@@ -64,7 +65,8 @@ def _meant(address: str) -> str:
 
 
 def to_reach(address: str, *, is_unknown: bool = False) -> str:
-    """A hint for an address at which no server answers; `is_unknown`: its host name does not resolve."""
+    """Return a hint for an address at which no server answers; `is_unknown`: its host name does not resolve.
+    """
     host, _, port = address.rpartition(":")
     if is_unknown:
         return f"this machine knows no host of that name: getent hosts {quoted(host)}"

@@ -96,9 +96,9 @@ class PortFlags(Struct, frozen=True):
         return HttpTls.of(self.tls_cert, self.tls_key, self.client_ca)
 
     def token(self) -> str | None:
-        """The token that requests need, one word; None without --token-file.
+        """Return the token that requests need, one word; None without --token-file.
 
-        UsageError if the file has no token.
+        UsageError if the file cannot be read or does not hold exactly one word.
         """
         if self.token_file is None:
             return None
@@ -165,7 +165,7 @@ class PaceFlags(Struct, frozen=True):
     probe_seconds: float = 0.02
 
     def policy(self) -> PacePolicy | None:
-        """The limits of pacing; None without pacing."""
+        """Return the limits of pacing; None without pacing."""
         from serving.agent.pacing import PacePolicy
 
         if self.pace_factor is None:
@@ -189,9 +189,10 @@ class AuditFlags(Struct, frozen=True):
     ] = None
 
     def rebuild(self, models: Sequence[str], audit_seconds: float | None) -> Callable[[], Proto] | None:
-        """A function that reads the servers' configuration, for rebuilds; None without --rebuild-config.
+        """Return a function that reads the servers' configuration, for rebuilds; None without
+        --rebuild-config.
 
-        UsageError if nothing is audited, or the file cannot be used.
+        UsageError if nothing is audited, or the file cannot be used; the function raises it, too.
         """
         if self.rebuild_config is None:
             return None
@@ -262,8 +263,9 @@ class EventFlags(Struct, frozen=True):
     ] = 30.0
 
     def run(self, journal: Journal) -> AbstractContextManager[None]:
-        """A block in which the command runs for the journal's events; UsageError if its program does not
-        exist.
+        """Return a context manager for a block in which the command runs for the journal's events.
+
+        It does nothing without --on-event. UsageError if the command has no existing program.
         """
         if self.on_event is None:
             return nullcontext()
@@ -302,9 +304,10 @@ class LabelFlags(Struct, frozen=True):
     ] = None
 
     def rules(self, models: Mapping[str, Path], *, is_trusting: bool) -> LabelRules | None:
-        """The tag for each label; None without --label.
+        """Return the tag for each label, with the servers' configuration file; None without --label.
 
-        UsageError if keys are trusted, a value is not a pair, or the servers' other models are not known.
+        UsageError if keys are trusted, a value is not a pair or not a tag, or the file is not given or cannot
+        be used.
         """
         if not self.label:
             return None
@@ -518,7 +521,7 @@ def agent(
 
 
 def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[FollowedModel]:
-    """The models of the agent; those in `fetched` are copies."""
+    """Return the models that the agent follows; those in `fetched` are copies of stores."""
     from serving.agent.publications import FollowedModel
 
     return [FollowedModel(name, path, is_copy=name in fetched) for name, path in paths.items()]
@@ -550,7 +553,7 @@ def _trust(
 def _settings(
     times: TimeFlags, pacing: PaceFlags, audits: AuditFlags, access: ServerAccess, models: Iterable[str]
 ) -> Settings:
-    """The settings of the fleet."""
+    """Return the settings of the fleet; UsageError if --rebuild-config cannot be used."""
     from serving.agent.replica import Settings
     from serving.agent.rollout import RolloutPolicy
 
@@ -575,7 +578,11 @@ def _settings(
 
 @contextmanager
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
-    """Serve metrics, probes and the status page of the fleet that `look` returns; yield the port's number."""
+    """Serve metrics, probes and the status page of the fleet that `look` returns; yield the port's number.
+
+    Also records samples and writes events of changes. ServerError if the port cannot listen, UsageError for a
+    bad option.
+    """
     from serving.agent import http
     from serving.agent.changes import Changes
     from serving.agent.metrics import Metrics
@@ -609,11 +616,13 @@ class _EventPrinter:
         self._print_or_warn(partial(self._print_start, host, port, scheme))
 
     def __call__(self, event: AgentEvent) -> None:
-        """Print an event."""
+        """Print an event, with -q only one for which an operator may have to act."""
         self._print_or_warn(partial(self._print, event))
 
     def _print_or_warn(self, write: Callable[[], None]) -> None:
-        """Print; if that fails (a full disk, a closed pipe), the text is lost, and one warning says so."""
+        """Call `write`, which prints; if that fails (a full disk, a closed pipe), warn once that events are
+        lost.
+        """
         try:
             write()
         except (ExportError, OSError) as error:
@@ -662,7 +671,10 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
 
 
 def _require_no_parent(path: Path, name: str) -> None:
-    """Refuse a directory of several models, in which nothing will ever be published."""
+    """Raise UsageError for a directory of several models, in which nothing will ever be published.
+
+    `name` is the name given with the path, or "".
+    """
     from exporter.publish.versions import models_in, newest_version
 
     if path.is_dir() and newest_version(path) is None and (found := models_in(path)):

@@ -39,27 +39,36 @@ class Calls:
         self.how = how
 
     def predict(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a signature on tensors."""
+        """Run a signature on tensors; return a `PredictResponse`.
+
+        `timeout_ms` limits the run, None does not. StatusError if the model or signature does not exist, or
+        the request does not fit.
+        """
         return self._infer(predict, message_class("serving.PredictResponse")(), request, timeout_ms)
 
     def predict_arrays(
         self, model: Model, signature: str, inputs: Mapping[str, NDArray[Any]], timeout_ms: int | None
     ) -> dict[str, NDArray[Any]]:
-        """Run a signature of a borrowed model on arrays."""
+        """Run a signature of a borrowed model on arrays, by input name; return arrays by output name.
+
+        `timeout_ms` limits the run, None does not. StatusError as `predict`.
+        """
         return predict_arrays(model, signature, inputs, self.within(timeout_ms))
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a classify signature on examples."""
+        """Run a classify signature on examples; return a `ClassificationResponse`. StatusError as `predict`.
+        """
         return self._infer(classify, message_class("serving.ClassificationResponse")(), request, timeout_ms)
 
     def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a regress signature on examples."""
+        """Run a regress signature on examples; return a `RegressionResponse`. StatusError as `predict`."""
         return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run several classify and regress signatures on the same examples.
+        """Run several classify and regress signatures on the same examples; return a
+        `MultiInferenceResponse`.
 
-        StatusError as TF Serving answers.
+        Its results have the order of the request's tasks. StatusError as TF Serving answers.
         """
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task
@@ -71,9 +80,9 @@ class Calls:
         return response
 
     def metadata(self, request: Proto) -> Proto:
-        """The signatures of a version.
+        """Return the signatures of a version as a `GetModelMetadataResponse`.
 
-        StatusError if another field is requested, or the version is absent.
+        StatusError if no field or another one is requested, or the version is absent.
         """
         _require_spec(request)
         if not request.metadata_field:
@@ -92,7 +101,10 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """The state of each version of a model; StatusError if the model or version does not exist."""
+        """Return the state of each version of a model as a `GetModelStatusResponse`.
+
+        StatusError if the model or version does not exist.
+        """
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()
         for status in self.models.statuses(request.model_spec):
@@ -102,9 +114,11 @@ class Calls:
         return response
 
     def configure(self, request: Proto, timeout_seconds: float, is_wanted: Callable[[], bool]) -> Proto:
-        """Serve other models, versions or labels; return when every new model is available.
+        """Serve other models, versions or labels; return a `ReloadConfigResponse` when every new model is
+        available.
 
-        StatusError if the configuration is refused, or a model is not available in time.
+        `is_wanted` returns False once the client no longer waits. StatusError if the configuration is
+        refused, or a model is not available within `timeout_seconds`.
         """
         if request.config.WhichOneof("config") != "model_config_list":
             raise invalid(
@@ -117,7 +131,7 @@ class Calls:
         return response
 
     def within(self, timeout_ms: int | None) -> Inference:
-        """The inference settings with a time limit for a request; None is no limit."""
+        """Return the inference settings with a time limit for a request; None is no limit."""
         return replace(self.how, timeout_ms=timeout_ms)
 
     def _infer(self, run: Run, response: Proto, request: Proto, timeout_ms: int | None) -> Proto:

@@ -294,7 +294,10 @@ def update(
 
 
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
-    """The position in `--up-to`; UsageError for a name without a model in which to look it up."""
+    """Return the position in `--up-to`, -1 for the newest published one; a name is looked up in `published`.
+
+    UsageError for a name without a model in which to look it up, or for an unknown name.
+    """
     if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
         return int(named)
     if published is None:
@@ -313,7 +316,7 @@ def _position(named: str, published: Path | None, trusting: Trusting) -> int:
 def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedModel]:
     """Yield the model, read with trusted keys in force: only signed publications.
 
-    UsageError if no model is named.
+    UsageError if no model is named; ExportError if it cannot be read.
     """
     from exporter.publish.model import Model
     from exporter.transfer.opened import opened
@@ -368,7 +371,10 @@ def serve_model(own_version: VersionOption = False) -> None:
 
 
 def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments with TensorFlow Serving's flags for `run` replaced, and notes on ignored flags."""
+    """Return the arguments with TensorFlow Serving's flags for `run` replaced, and notes on ignored flags.
+
+    Arguments of other commands are unchanged.
+    """
     if arguments[:1] != ["run"]:
         return arguments, []
     from serving.stock_flags import translate
@@ -378,7 +384,7 @@ def _from_stock(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line, and end the process with its exit code."""
+    """Run the command line (None: the process's own), and end the process with its exit code."""
     run(app, "serve-model", arguments, _from_stock, takes=("run",))
 
 
@@ -390,14 +396,18 @@ _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-mod
 
 
 def _content(path: Path) -> str:
-    """The text of a file, or of a pipe such as a shell's <(command)."""
+    """Return the text of a file, or of a pipe such as a shell's <(command).
+
+    OSError if it cannot be read, ValueError if it is too large or not UTF-8.
+    """
     from exporter.storage.files import read_given
 
     return read_given(path, _LARGEST_REQUEST).decode()
 
 
 def _request(source: str) -> dict[str, Any]:
-    """The JSON object in a file, or on standard input; UsageError if there is none."""
+    """Return the JSON object in the file `source`, or on standard input for "-"; UsageError if there is none.
+    """
     import json
 
     try:
@@ -421,7 +431,8 @@ def _ask(
 ) -> tuple[dict[str, Any], int]:
     """Send the request; return the response in REST's form, and the version that computed it.
 
-    UsageError if the signature does not exist, or the request does not fit it.
+    `version` None asks the newest. UsageError if the signature does not exist, or the request does not fit
+    it; CallFailed if the server does not respond or refuses, ServerError if the response has no JSON.
     """
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response
@@ -448,7 +459,7 @@ def _ask(
 
 
 def _signature(client: ModelClient, metadata: Metadata, name: str) -> Proto:
-    """The signature of this name; UsageError if the version has none."""
+    """Return the signature of this name; UsageError if the version has none."""
     if name not in metadata.signatures:
         raise UsageError(
             f"version {metadata.version} of {client.model} has no signature {name!r}",

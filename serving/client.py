@@ -112,15 +112,13 @@ class ModelClient:
     ) -> None:
         """Prepare a channel; it sends nothing before the first call.
 
-        Args:
-            address: `host:port` of the server's gRPC port; the default port is 8500.
-            model: the model's name on the server.
-            deadline_s: a call without a response fails after so many seconds.
-            access: files for TLS, the client's certificate and a token.
-            most_answer_bytes: a longer answer is refused, and so is one whose shapes ask for more memory.
+        Args: address: `host:port` of the server's gRPC port; the default port is 8500. model: the model's
+        name on the server. deadline_s: a call without a response fails after so many seconds. access: files
+        for TLS, the client's certificate and a token. most_answer_bytes: a longer answer is refused, and so
+        is one whose shapes ask for more memory.
 
         Raises:
-            UsageError: one of these files cannot be used.
+            UsageError: one of these files cannot be used, or a server cannot have this address.
         """
         self.address = address = with_port(address)
         self.model = model
@@ -220,7 +218,7 @@ class ModelClient:
     def replay(self, request: Proto, version: int) -> None:
         """Send a recorded predict, classify or regress request to a version of this client's model.
 
-        The recording's own model and version are replaced.
+        The recording's own model and version are replaced in a copy; the answer is discarded.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.
@@ -234,7 +232,8 @@ class ModelClient:
         self._call("PredictionService", method, copy, response, _whole)
 
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
-        """The signatures of a version, or of the version that a label names.
+        """Return the signatures of a version, or of the version that a label names; without both, of the
+        newest.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.
@@ -252,7 +251,9 @@ class ModelClient:
         )
 
     def status(self, version: int | None = None, *, deadline_s: float | None = None) -> list[VersionStatus]:
-        """The state of each version, the newest first; `deadline_s` is that of the client unless given.
+        """Return the state of each version, or only of `version`, the newest first.
+
+        `deadline_s` is the client's unless given.
 
         Raises:
             CallFailed: the server did not respond, or does not know the model or version.
@@ -264,7 +265,7 @@ class ModelClient:
         )
 
     def labelled(self, label: str) -> int | None:
-        """The available version that a label names; None if there is none.
+        """Return the available version that a label names; None if there is none.
 
         Raises:
             CallFailed: the server did not respond, or refused for another reason.
@@ -278,6 +279,8 @@ class ModelClient:
 
     def configure(self, config: Proto, deadline_s: float) -> None:
         """Send a `ModelServerConfig`: afterwards the server serves exactly the listed models.
+
+        It returns once all new models are available, for at most `deadline_s`.
 
         Raises:
             CallFailed: the server did not respond in time, refused it, or cannot serve a new model.
@@ -307,7 +310,7 @@ class ModelClient:
             raise CallFailed(error.code, message, cause=error.cause, hint=hint) from error
 
     def close(self) -> None:
-        """Close the channel."""
+        """Close the channel; later calls fail."""
         self._connection.channel.close()
 
     def __enter__(self) -> Self:
@@ -336,7 +339,8 @@ class ModelClient:
     ) -> T:
         """Send a request, and return the result of `read` on the answer; answers are read nowhere else.
 
-        CallFailed if the server did not respond, refused, or did not answer as a model server does.
+        `response` is the answer's message type; `deadline_s` is the client's unless given. CallFailed if the
+        server did not respond, refused, or did not answer as a model server does.
         """
         import grpc
         from google.protobuf.message import DecodeError
@@ -370,8 +374,10 @@ class ModelClient:
             ) from error
 
     def _reconnect(self, failed: _Connection) -> None:
-        """Open a new channel if certificate files were replaced: in a process that runs for weeks they
-        expire.
+        """Open a new channel if certificate files were replaced since `failed` was opened.
+
+        In a process that runs for weeks certificates expire. Unusable files are ignored until the next
+        failing call.
         """
         if failed is self._connection and failed.identity != identity(self._access):
             with suppress(
@@ -381,7 +387,7 @@ class ModelClient:
 
     @property
     def status_command(self) -> str:
-        """The command that shows the model's versions on the server."""
+        """Return the command line that shows the model's versions on the server."""
         return f"serve-model status {self.address} --model-name {quoted(self.model)}"
 
     def _failed(self, method: str, code: str, details: str) -> CallFailed:
@@ -432,7 +438,7 @@ def _whole(found: T) -> T:
 
 
 def _version(found: Proto, asked: int | None) -> int:
-    """The version that answered; ValueError if another one was requested."""
+    """Return the version that answered; ValueError if another one was `asked` for (None: any)."""
     version: int = found.model_spec.version.value
     if asked not in (None, version):
         raise ValueError(f"version {version} answers in place of {asked}")

@@ -28,7 +28,10 @@ _LONGEST_TOKEN = 16 << 10
 
 
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A channel to a model server; it sends nothing before the first call. UsageError for unusable files."""
+    """Return a channel to a model server; it sends nothing before the first call.
+
+    UsageError for files that cannot be used.
+    """
     import grpc
 
     credentials = channel_credentials(access)
@@ -40,7 +43,8 @@ def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str
 
 
 def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
-    """The credentials of a channel; None without TLS. All files are read now, so that errors come early.
+    """Return the credentials of a channel; None without TLS. All files are read now, so that errors come
+    early.
 
     Raises:
         UsageError: options exclude each other, or a file cannot be read or has other content.
@@ -62,7 +66,7 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 
 
 def identity(access: ServerAccess) -> tuple[object, ...]:
-    """A value that changes when a certificate's, key's or authority's file is replaced."""
+    """Return a value that changes when the file of a certificate, key or authority is replaced."""
     files = filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key))
     return tuple(identity_of(Path(file)) for file in files)
 
@@ -123,7 +127,8 @@ def _no_password() -> NoReturn:
 
 
 def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
-    """Make the plugin that gRPC calls for each RPC; it reads the file again, so that a new token is used."""
+    """Return the plugin that gRPC calls for each RPC; it reads the file again, so that a new token is used.
+    """
 
     def authorize(context: Any, callback: Callable[..., None]) -> None:
         try:
@@ -166,9 +171,10 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 
 
 def server_credentials(path: Path) -> grpc.ServerCredentials:
-    """The credentials of a port: the server's key and certificate, and the authority of its clients.
+    """Return the credentials of a port: the server's key and certificate, and the authority of its clients.
 
-    UsageError if the file, or a key or certificate in it, cannot be used.
+    `path` is an `SSLConfig` in text form. UsageError if the file, or a key or certificate in it, cannot be
+    used.
     """
     import grpc
 
@@ -205,8 +211,9 @@ def _check_authorities(path: Path, pem: str) -> None:
 
 @contextmanager
 def _in_memory(text: str) -> Iterator[Path]:
-    """Yield a file in memory: Python's ssl reads key pairs only from files, and the key must not be on a
-    disk.
+    """Yield the path of a file in memory with this text, which is gone after the block.
+
+    Python's ssl reads key pairs only from files, and the key must not be on a disk.
     """
     descriptor = os.memfd_create("pem")
     try:

@@ -36,7 +36,7 @@ _NOTHING: Mapping[str, Sequence[Any]] = {}
 def known_example(
     client: ModelClient, base_path: Path, version: int, signature: Proto, name: str
 ) -> dict[str, Any]:
-    """A request as by `example`, from the files of a version below a model base path.
+    """Return a request as `example` does, with values from the files of a version below a model base path.
 
     It is a request of the version's warm-up, or has values from its vocabularies and tables.
 
@@ -83,9 +83,10 @@ def _absent(
 
 
 def example(signature: Proto, name: str, known: Mapping[str, Sequence[Any]] = _NOTHING) -> dict[str, Any]:
-    """A request in REST's JSON: one row if inputs and outputs have rows, otherwise whole inputs.
+    """Return a request in REST's JSON: one row if inputs and outputs have rows, otherwise whole inputs.
 
-    Numbers are zero and texts empty, except for inputs with `known` values; unknown sizes are 1.
+    Numbers are zero and texts empty, except for inputs with `known` values, used in turn; unknown sizes are
+    1.
 
     Raises:
         UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or too
@@ -111,14 +112,16 @@ def _named(name: str) -> dict[str, Any]:
 
 
 def _has_rows(signature: Proto) -> bool:
-    """True if all inputs and outputs begin with a dimension of unknown size."""
+    """Return True if all inputs and outputs begin with a dimension of unknown size; outputs of unknown rank
+    pass.
+    """
     answers = [_shape(info) for info in signature.outputs.values() if not info.tensor_shape.unknown_rank]
     shapes = [*map(_shape, signature.inputs.values()), *answers]
     return all(sizes and sizes[0] < 0 for sizes in shapes)
 
 
 def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
-    """A warm-up request in REST's JSON; UsageError for types without JSON."""
+    """Return a warm-up request in REST's JSON; UsageError for types without JSON."""
     from exporter.wire.tensor_proto import to_arrays
     from serving.rest_response import to_json
 
@@ -139,7 +142,7 @@ def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
 
 
 def _examples(given: Proto) -> dict[str, Any]:
-    """The examples of a request, and their context if any, in REST's JSON."""
+    """Return the examples of a request, keyed `examples`, and their `context` if any, in REST's JSON."""
     if given.WhichOneof("kind") == "example_list":
         return {"examples": [_features(example) for example in given.example_list.examples]}
     listed = given.example_list_with_context
@@ -159,7 +162,7 @@ def _features(example: Proto) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Any:
-    """Nested lists with texts in place of bytes; bytes that are not UTF-8 become `{"b64": ...}`."""
+    """Return nested lists with texts in place of bytes; bytes that are not UTF-8 become `{"b64": ...}`."""
     if isinstance(value, list):
         return [_texts(item) for item in value]
     if not isinstance(value, bytes):
@@ -196,7 +199,7 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...], known: Sequence[Any] |
 
 
 def _dtype(name: str, info: Proto) -> DType:
-    """The type of an input; UsageError if this program does not know its number."""
+    """Return the type of an input; UsageError if this program does not know its number."""
     try:
         return DType(info.dtype)
     except ValueError as error:
@@ -223,7 +226,7 @@ def written(
     version: int | None,
     access: ServerAccess = WITHOUT_TLS,
 ) -> str:
-    """The request as JSON, as a command line for the REST port, or as a Python program.
+    """Return the request as JSON, as a command line for the REST port, or as a Python program.
 
     It asks `version`, or the newest if that is None. `address` is HOST:PORT of gRPC, which the program
     reaches by `access`; REST is assumed at port 8501 without TLS, as in TensorFlow Serving.
@@ -283,7 +286,7 @@ def _arrays(request: dict[str, Any], signature: Proto) -> Iterator[str]:
 
 
 def _literal(value: Any) -> Any:
-    """The value with bytes in place of `{"b64": ...}`."""
+    """Return the value with bytes in place of `{"b64": ...}`, also inside lists."""
     if isinstance(value, list):
         return [_literal(item) for item in value]
     return base64.b64decode(value["b64"]) if isinstance(value, dict) else value

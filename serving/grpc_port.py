@@ -31,19 +31,22 @@ class Call:
         self._is_active = True
 
     def time_remaining(self) -> float | None:
-        """The seconds until the client's deadline; without one None, or the time to gRPC's last timestamp."""
+        """Return the seconds until the client's deadline, negative after it; None without a deadline.
+
+        gRPC may also say the time to its last timestamp in place of None.
+        """
         return None if self._ends is None else self._ends - time.monotonic()
 
     def is_active(self) -> bool:
-        """False once nobody waits for the answer."""
+        """Return False once nobody waits for the answer."""
         return self._is_active
 
     def end(self) -> None:
-        """Note that nobody waits for the answer any more."""
+        """Record that nobody waits for the answer any more."""
         self._is_active = False
 
     def abort(self, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> NoReturn:
-        """End the call with a status, by an exception."""
+        """End the call with a status, by an exception that the port turns into it; never returns."""
         raise _Aborted(code, details, metadata)
 
 
@@ -85,17 +88,23 @@ class GrpcPort:
         self._server = _begun(make()).result()
 
     def listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        """Add a port and return its number; RuntimeError if it cannot be listened on."""
+        """Add a port, without TLS if `credentials` is None, and return its number.
+
+        RuntimeError if the port cannot listen there.
+        """
         if credentials is None:
             return self._server.add_insecure_port(address)
         return self._server.add_secure_port(address, credentials)
 
     def start(self) -> None:
-        """Answer calls from now on."""
+        """Start to answer calls on the added ports; returns once they are accepted."""
         _begun(self._server.start()).result()
 
     def stop(self, grace_seconds: float) -> Future[None]:
-        """Refuse new calls, and give those in progress some time to end; the future is done when all have."""
+        """Refuse new calls, and give those in progress `grace_seconds` to end; does not wait.
+
+        The future is done when all have ended or were cancelled.
+        """
         return _begun(self._server.stop(grace_seconds))
 
 
@@ -121,7 +130,10 @@ def _begun(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all ports: with several, those of grpc wake each other in vain, and print that."""
+    """Return the event loop of all ports, which runs in a thread; memoised for the process.
+
+    With several loops, grpc's pollers wake each other in vain, and print that.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="grpc", daemon=True).start()
     return loop

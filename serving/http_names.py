@@ -22,7 +22,10 @@ _ALLOWED = re.compile(r"\*|(?:\*\.)?[\w-]+(?:\.[\w-]+)*\.?")
 
 
 def listed_names(option: str | None) -> tuple[str, ...]:
-    """The names in the value of --allow-host, which has commas between them; UsageError if one is none."""
+    """Return the names in the value of --allow-host, separated by commas; empty for None.
+
+    UsageError if one is not a name.
+    """
     names = () if option is None else tuple(option.split(","))
     for name in names:
         if not _ALLOWED.fullmatch(name):
@@ -45,11 +48,16 @@ class OwnNames(Struct, frozen=True):
 
     @classmethod
     def of(cls, names: Sequence[str], address: str) -> OwnNames:
-        """Those of a port with these names that listens on this address."""
+        """Return the names of a port with these further names that listens on this IP address.
+
+        It takes short names unless the address is a loopback address.
+        """
         return cls(tuple(map(_plain, names)), not ip_address(address).is_loopback)
 
     def has(self, host: str) -> bool:
-        """True if a request with this `Host` is for the port; it may end with a port's number."""
+        """Return True if a request with this `Host` is for the port; the number of a port after it is
+        ignored.
+        """
         found = _HOST.fullmatch(host.strip())
         if found is None:
             return False

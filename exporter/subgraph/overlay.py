@@ -138,8 +138,7 @@ class OverlaidTable(Struct, frozen=True):
     first: int = 0
 
     def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
-        """Return how the graph is to read the table `variable`; `named` are the nodes that signatures name.
-        """
+        """Return how the graph is to read the table `variable`; `named` are the nodes in signatures."""
         each = self.overlay
         beside = each.changed, each.slots, each.rows, each.pages
         return OverlaidReads(variable.node, each.dtype, each.shape[1:], *beside, self.first, named)

@@ -67,7 +67,9 @@ class DeltaForm(Struct, frozen=True):
         return tuple(variable for variable in self.variables if variable.is_table)
 
     def gather(self, read: Mapping[str, Tensor]) -> Tensor:
-        """Pack the tensors `read`, by their key in the delta, into one scalar; `RestoredRows.of` unpacks it.
+        """Pack the tensors `read`, by their key in the delta, into one scalar.
+
+        `RestoredRows.of` unpacks it.
         """
         gathered = []
         if self.tables:
@@ -586,6 +588,5 @@ def _kinds(variable: ServedVariable) -> list[tuple[DType, list[int | None]]]:
 
 
 def _shape(variable: ServedVariable) -> list[int | None]:
-    """Return the static shape of a variable's rows or value; its first element, the number of rows, is None.
-    """
+    """Return the static shape of a variable's rows or value; the first element, the row count, is None."""
     return [None, *variable.element_shape]

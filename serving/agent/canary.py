@@ -157,8 +157,7 @@ def decide(
 
 
 def at_position(replicas: Mapping[str, Observed], lineage: str, position: int) -> tuple[str, int] | None:
-    """Return the address and version of the first replica that serves a position of a log; None if none does.
-    """
+    """Return address and version of the first replica that serves a position of a log; None if none does."""
     found = (
         (address, version.number) for address, version, at in _placed(replicas, lineage) if at == position
     )
@@ -272,8 +271,7 @@ def _is_silent(address: str, replicas: Mapping[str, Observed]) -> bool:
 
 
 def _starting(replicas: Mapping[str, Observed]) -> list[str]:
-    """Return the addresses of replicas that are loading a version, or have served none since the agent began.
-    """
+    """Return the addresses of replicas that load a version, or have served none since the agent began."""
     loading = (VersionState.START, VersionState.LOADING)
     return [
         address
@@ -284,7 +282,10 @@ def _starting(replicas: Mapping[str, Observed]) -> list[str]:
 
 
 def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -> bool:
-    """Return True if a replica is down, was away, and has taken nothing beyond the approved position."""
+    """Return True if a replica ended before it was sent anything beyond the approved position.
+
+    That is known if nothing accepted the first of its failed calls, and no version was beyond it before.
+    """
     observed = replicas.get(address)
     if observed is None or not observed.failures or not observed.was_away:
         return False
@@ -292,7 +293,6 @@ def _never_took(address: str, replicas: Mapping[str, Observed], approved: int) -
 
 
 def _can_pass(log: Log, position: int, approved: int, refused: Collection[Span]) -> bool:
-    """Return True if deltas from `position`, without the `refused` ones, lead beyond the approved position.
-    """
+    """Return True if deltas from `position`, without the `refused` ones, lead beyond `approved`."""
     way = log.reach(position, without=refused)
     return bool(way) and way[-1].end > approved

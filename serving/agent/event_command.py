@@ -77,8 +77,7 @@ class EventCommand:
         self._stop = threading.Event()
 
     def __call__(self, event: AgentEvent) -> None:
-        """Queue an event of `KINDS` without waiting; if the queue is full, the event is dropped and counted.
-        """
+        """Queue an event of `KINDS` without waiting; if the queue is full, drop and count the event."""
         if event.what in KINDS:
             try:
                 self._waiting.put_nowait(event)
@@ -148,7 +147,8 @@ def environment(event: AgentEvent) -> dict[str, str]:
 
 
 def _variable(text: str) -> str:
-    """Return a text as an environment variable can hold it: without NUL, encodable, at most 4096 characters.
+    """Return a text as an environment variable can hold it: without NUL, encodable, of at most 4096
+    characters; a longer text is cut.
     """
     return text.replace("\0", "").encode(errors="replace").decode()[:_LONGEST_VALUE]
 

@@ -51,6 +51,8 @@ class Labelled(Struct, frozen=True):
 def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, deadline_s: float) -> Labelled:
     """Point the labels of the client's model on its server at the versions of their tags.
 
+    Returns the labels that moved; a label that cannot move is a problem in the result.
+
     Raises:
         ExportError: the file cannot be used, or the server does not answer or refuses.
     """
@@ -82,7 +84,11 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
 
 
 def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dict[str, int], list[str]]:
-    """The wanted version of each label on a server, the present one, and problems."""
+    """Return the wanted version of each label on a server, the present one, and problems as sentences.
+
+    A label that cannot move keeps its present version, and is left out if it has none. CallFailed if the
+    server does not answer.
+    """
     problems: list[str] = []
     there = statuses(client)
     available = _in(there, VersionState.AVAILABLE)
@@ -106,7 +112,10 @@ def _labels(client: ModelClient, rules: LabelRules) -> tuple[dict[str, int], dic
 
 
 def _served(connect: Callable[[str], ModelClient]) -> frozenset[str]:
-    """The models of a server that lists their names; empty for a stock server, which does not."""
+    """Return the names of a server's models if it lists them; empty for a stock server, which does not.
+
+    CallFailed if the server does not answer.
+    """
     with connect(_NO_MODEL) as client:
         try:
             client.status()

@@ -207,7 +207,7 @@ _HISTOGRAMS = {
 
 
 def described() -> Iterator[Described]:
-    """Every metric of the agent."""
+    """Yield every metric of the agent: its full name, kind, labels and help text."""
     yield build_info(PREFIX)
     for labels, table in _GAUGES:
         for name, (text, _) in table.items():
@@ -247,7 +247,7 @@ class Metrics:
         self._seen: set[tuple[str, str, str]] = set()
 
     def __call__(self, event: AgentEvent) -> None:
-        """Count an event."""
+        """Count an event; of one that applied deltas also rows, deltas and times."""
         with self._lock:
             self._seen.add((event.model, event.replica or "", str(event.what)))
             self._count(event)
@@ -267,7 +267,9 @@ class Metrics:
             self._event_served.labels(*labels).observe(max(0.0, event.event_age_seconds))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format; counters of replicas that are gone are removed first."""
+        """Return all metrics in Prometheus' text format; counters of replicas that are gone are removed
+        first.
+        """
         from prometheus_client import generate_latest
 
         there = {(model.name, replica.address) for model in self._view().models for replica in model.replicas}
@@ -276,7 +278,10 @@ class Metrics:
         return bytes(generate_latest(self.registry))
 
     def _forget_all_but(self, there: Collection[tuple[str, str]]) -> None:
-        """Remove the counters of replicas that are gone: a name may resolve to new addresses each day."""
+        """Remove the counters of replicas that are not in `there`, pairs of model and address.
+
+        A name may resolve to new addresses each day.
+        """
         gone = {seen for seen in self._seen if seen[1] and seen[:2] not in there}
         self._seen -= gone
         for seen in gone:
@@ -329,7 +334,10 @@ class _Standing:
 def _gauges(
     table: _Gauges[ItemT], names: tuple[str, ...], items: Collection[tuple[tuple[str, ...], ItemT]]
 ) -> Iterator[Any]:
-    """Yield the gauges of a table, with a sample for each item that has a value; items are (labels, item)."""
+    """Yield a gauge for each row of a table, with a sample for each item that has a value.
+
+    `names` are the names of the labels; `items` are pairs of the labels' values and the item.
+    """
     from prometheus_client.core import GaugeMetricFamily
 
     for name, (text, value_of) in table.items():

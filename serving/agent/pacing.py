@@ -49,24 +49,27 @@ class Latencies(Struct, frozen=True):
 
     @property
     def idle_p99_s(self) -> float | None:
-        """The p99 of probes of the idle replica; None with too few probes."""
+        """Return the p99 of probes of the idle replica in seconds; None for fewer than 50 probes."""
         return p99(self.idle)
 
     @property
     def applying_p99_s(self) -> float | None:
-        """The p99 of probes while deltas are applied; None with too few probes."""
+        """Return the p99 of probes while deltas are applied in seconds; None for fewer than 50 probes."""
         return p99(self.applying)
 
 
 def p99(values: Sequence[float]) -> float | None:
-    """The smallest value that 99 % of the values do not exceed; None for fewer than 50 values."""
+    """Return the smallest value that 99 % of the values do not exceed; None for fewer than 50 values."""
     if len(values) < LEAST_PROBES:
         return None
     return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
 def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
-    """The next pause between two deltas, in seconds, 0 for none; see the module's table."""
+    """Return the next pause between two deltas in seconds, 0 for none; see the module's table.
+
+    `pause_s` is the present pause.
+    """
     idle, applying = found.idle_p99_s, found.applying_p99_s
     if idle is None or applying is None:
         return pause_s
@@ -83,7 +86,11 @@ class Waiting:
         self._since: dict[tuple[int, int], float] = {}
 
     def longest_s(self, pairs: Iterable[tuple[Served, Log]], now: float) -> float:
-        """Seconds since the oldest pending delta of any version was first seen; 0 if none is pending."""
+        """Return the seconds since the oldest pending delta of any version was first seen here; 0 without
+        any.
+
+        `pairs` are all versions with their logs, `now` is in monotonic seconds. Records the pending deltas.
+        """
         ends = {
             (version.number, span.end)
             for version, log in pairs

@@ -38,7 +38,10 @@ _OWN_SIGNATURES = "incremental_"
 
 
 def probe_request(version: Path) -> Proto | None:
-    """The recorded request for probes of a version; None if its warm-up file has none, or cannot be read."""
+    """Return the first recorded prediction of a version, for probes; None if its warm-up file has none.
+
+    `version` is the version's directory. None, too, if the file cannot be read or is damaged.
+    """
     try:
         with regular_file(version / WARMUP_FILE) as file:
             for record in read_records(file):
@@ -74,7 +77,7 @@ class Prober:
         self._applied_at = -_AFTER_S
 
     def latencies(self) -> Latencies:
-        """The latencies of the last probes."""
+        """Return the latencies in seconds of the last probes, at most 512 of each kind, the oldest first."""
         with self._lock:
             return Latencies(tuple(self._idle), tuple(self._applying))
 
@@ -85,12 +88,12 @@ class Prober:
 
     @property
     def is_measuring(self) -> bool:
-        """True while the replica responds to probes, but too few were taken while it was idle."""
+        """Return True while the replica responds to probes, but fewer than 50 of the idle one are known."""
         return self._is_answered and len(self._idle) < LEAST_PROBES
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """Count the block, and a moment after it, as time in which deltas are applied."""
+        """Count the block, and a second after it, as time in which deltas are applied."""
         self._calls += 1
         try:
             yield
@@ -99,7 +102,7 @@ class Prober:
             self._calls -= 1
 
     def run(self, access: ServerAccess, stop: threading.Event) -> None:
-        """Probe until `stop`."""
+        """Send probes until `stop` is set; errors are ignored, and it tries again after half a second."""
         while not stop.is_set():
             try:
                 with ModelClient(self.address, self.model, deadline_s=_DEADLINE_S, access=access) as client:
@@ -110,7 +113,10 @@ class Prober:
                 stop.wait(_UNPROBED_S)
 
     def _probe(self, client: ModelClient) -> float:
-        """Send one probe; return the seconds to wait before the next one."""
+        """Send one probe and record its latency; return the seconds to wait before the next one.
+
+        Without a version, a request or a response nothing is recorded, unless the probe took longer than 2 s.
+        """
         version = self._version()
         request = None if version is None else self._request(version)
         self._is_answered = request is not None

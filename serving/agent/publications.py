@@ -60,14 +60,20 @@ class Publications:
         self._tell_untrusted()
 
     def wait(self, seen: int, timeout_s: float) -> int:
-        """Sleep until a change after number `seen`, or for `timeout_s`; return the last change's number."""
+        """Sleep until there is a change after number `seen`, or for `timeout_s`; return the last change's
+        number.
+
+        Returns at once if the last change has another number.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._count != seen, timeout_s)
             return self._count
 
     def overwritten(self) -> str:
-        """A warning that a trainer wrote into files of the newest version; "" if their times do not show
-        that.
+        """Return a warning that a trainer wrote into files of the newest version; "" if file times do not
+        show that.
+
+        It is "" for a copy, too, and if the version's manifest cannot be read.
         """
         newest = self.current.newest_version
         if newest is None or self.model.is_copy:
@@ -78,13 +84,15 @@ class Publications:
         return ""
 
     def wake(self) -> None:
-        """Wake all threads in `wait`."""
+        """Wake all threads in `wait`, as a change does."""
         with self._changed:
             self._count += 1
             self._changed.notify_all()
 
     def follow(self, stop: threading.Event) -> None:
-        """List the directory whenever something appears in it, and every `poll_s`, until `stop`."""
+        """List the directory whenever something appears in it, and at least every `poll_s`, until `stop` is
+        set.
+        """
         arrivals = Arrivals(kind=CHANGED)
         while not stop.is_set():
             # Before listing, so that nothing is missed in between.
@@ -96,7 +104,11 @@ class Publications:
             arrivals.wait(self._poll_s, stop)
 
     def look(self) -> None:
-        """List the directory now, report changes, and wake all threads in `wait`."""
+        """List the directory now, report changes as events, and wake all threads in `wait` if something
+        changed.
+
+        With `reads_ahead` a new version's mapped tables are read in a thread.
+        """
         with self._looking:
             before = self.current
             found = self.current = self._listed(before)
@@ -112,11 +124,11 @@ class Publications:
             threading.Thread(target=self._read_ahead, args=(found.newest_version,), daemon=True).start()
 
     def _learn(self, found: Model) -> None:
-        """Update the publisher's habit and recent publications, which is slow with thousands of deltas."""
+        """Update `habit` and `recent` from the listed model, which is slow with thousands of deltas."""
         self.habit, self.recent = Habit.of(found), tuple(found.published[-_MOST_RECENT:])
 
     def damage(self, lineage: str, delta: Span) -> str:
-        """The damage of a listed delta's files; empty if there is none.
+        """Return the damage of a listed delta's files; "" if there is none, or if they cannot be listed.
 
         Servers do not name the damaged file, and some only say that a function failed. All files are read
         once, and again when one changes.
@@ -135,8 +147,9 @@ class Publications:
             return self._damage[path]
 
     def _listed(self, before: Model | None) -> Model:
-        """List the model; new publications count as published since the last look, or, in a copy, at any
-        time.
+        """List the model and return it; `before` is the previous listing, None for the first.
+
+        New publications count as published since the last look or, in a copy, at any time.
         """
         since, now = self._looked, datetime.now(timezone.utc)
         found = Model.look(self.model.path, before, since=since)
@@ -145,7 +158,9 @@ class Publications:
         return found
 
     def _tell_untrusted(self) -> None:
-        """Report once why replicas get no further: a publication that no trusted key has signed."""
+        """Report once, as an event, that replicas get no further: a publication is not signed by a trusted
+        key.
+        """
         message = next((error.message for error in self.current.untrusted), "")
         if message != self._untrusted:
             self._untrusted = message
@@ -153,7 +168,9 @@ class Publications:
                 self._report(EventKind.FAILED, f"not followed: {message}")
 
     def _read_ahead(self, number: int) -> None:
-        """Have the kernel read the mapped tables of a new version, until there is a newer one."""
+        """Have the kernel read the mapped tables of version `number`, until there is a newer one; errors are
+        ignored.
+        """
         version = self.model.path / str(number)
         with suppress(OSError, ManifestError):  # only an optimization
             record = read_manifest(version).mapped

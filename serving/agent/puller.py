@@ -101,8 +101,9 @@ class Puller:
 
     @property
     def fetched(self) -> Fetched:
-        """The state after the last look; a look with a call that stays unanswered for long is already
-        reported as trouble.
+        """Return the state after the last look into the store.
+
+        A look that waits for an answer of the store for 15 s or longer is already reported as trouble.
         """
         found, call = self._fetched, self._calls.slow()
         if call is None or found.trouble is not None:
@@ -113,7 +114,10 @@ class Puller:
         return replace(found, trouble=Trouble(Code.STORE, "the store does not answer", why, since))
 
     def follow(self, stop: threading.Event) -> None:
-        """Look into the store every `poll_s`, until `stop`."""
+        """Fetch what is new in the store every `poll_s`, until `stop` is set; errors are reported as events.
+
+        A fetch that `stop` interrupts is resumed by the next agent.
+        """
         copy = LocalCopy(
             self._url,
             self._model.path,
@@ -173,7 +177,7 @@ class Puller:
         self._journal.write(AgentEvent(what, message, self._model.name))
 
     def _trouble(self, error: ExportError, at: datetime) -> Trouble:
-        """The trouble that an error of a look means."""
+        """Return the trouble that an error of a look means; `at` is the time at which the look began."""
         text, why, hint = error.message, error.cause, error.hint
         match error:
             case PublicationDamaged():
@@ -201,9 +205,11 @@ def pullers_of(
     trusting: Trusting,
     canaries: Container[str] = (),
 ) -> dict[str, Puller]:
-    """The pullers by model; `options` are `[NAME=]URL`, where NAME may be left out if there is one model.
+    """Return the pullers by model; `options` are `[NAME=]URL`, where NAME may be left out if there is one
+    model.
 
-    Each new log of a model in `canaries` is held at its base from its first moment.
+    `models` has the directories; `poll_s` is in seconds. Each new log of a model in `canaries` is held at its
+    base from its first moment. Nothing is fetched yet.
 
     Raises:
         UsageError: an option names an unknown model, or a model twice, or its URL is not a model's; two
@@ -230,7 +236,10 @@ def pullers_of(
 
 @contextmanager
 def pulling(pullers: Sequence[Puller]) -> Iterator[None]:
-    """Fetch inside the block; the next agent resumes a fetch that the end of the block interrupts."""
+    """Run a thread for each puller inside the block; at its end they have 5 s in all to end.
+
+    The next agent resumes a fetch that the end of the block interrupts.
+    """
     stop = threading.Event()
     threads = [
         threading.Thread(target=puller.follow, args=(stop,), name="pull", daemon=True) for puller in pullers

@@ -37,13 +37,14 @@ class Readiness(Struct, frozen=True):
     was_sent: bool = False
 
     def sent_in_vain(self, version: int) -> Readiness:
-        """The readiness after a call to this version that neither applied a delta nor got a reason."""
+        """Return the readiness after a call to this version that neither applied a delta nor got a reason."""
         is_it = self.version is not None and self.version.number == version
         return replace(self, was_sent=True) if is_it else self
 
     def seen(self, observed: Observed, published: Model) -> Readiness:
-        """The readiness after the server reported its positions; `published` are the logs, limited to what it
-        may apply.
+        """Return the readiness after the server reported its versions and positions.
+
+        `published` are the logs, limited to what the server may apply.
         """
         before, now = self.version, observed.served
         if now is None:
@@ -64,14 +65,18 @@ def _place(version: Served) -> tuple[int, int | None]:
 
 
 def _went_back(before: Served | None, now: Served) -> bool:
-    """True if the position is only possible after a restart."""
+    """Return True if version or position is lower than before, which only a restart can cause."""
     if before is None or now.number != before.number:
         return before is not None and now.number < before.number
     return now.position is not None and before.position is not None and now.position < before.position
 
 
 def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
-    """The positions that a version reaches by all visible deltas, and by the ones that it has not refused."""
+    """Return the positions that a version reaches by all visible deltas, and by those that it has not
+    refused.
+
+    Without a visible log both are its present position.
+    """
     log, at = published.logs.get(version.lineage), version.position or 0
     if log is None:
         return at, at

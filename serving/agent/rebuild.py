@@ -59,9 +59,9 @@ class Rebuilder:
         self._locks: dict[str, Lock] = {}
 
     def rebuild(self, address: str, model: str, path: Path) -> str:
-        """Have a server load a model again from `path`; return the reason if that was not done, empty if it
-        was.
+        """Have a server load a model again from `path`; return the reason if that was not done, "" if it was.
 
+        It waits for the load, up to ten minutes, and meanwhile the server does not serve the model.
         ServerError if the server does not answer, refuses, does not unload the model or cannot load it again.
         """
         if not self._is_served_elsewhere(address, model):
@@ -87,7 +87,7 @@ class Rebuilder:
             lock.release()
 
     def restore(self, address: str, model: str) -> None:
-        """Send a server the whole configuration, and wait until the server serves it.
+        """Send a server the whole configuration, and wait, up to ten minutes, until the server serves it.
 
         ServerError if the file cannot be used, or the server would have to wait for a model (then nothing is
         sent); or if it does not answer, refuses, or cannot load a model.
@@ -106,9 +106,11 @@ class Rebuilder:
         Reloader(config, connect, _LOADS_S, checks_paths=False).run()
 
     def _would_wait(self, config: Proto, address: str, model: str) -> str:
-        """The reason why a server would accept no further configuration after this one; empty if it would.
+        """Return the reason why a server would accept no further configuration after this one; "" if it
+        would.
 
-        That happens if the file lists another model that the server has never had, and whose path is missing.
+        That happens if the file lists another model that the server does not serve, and whose path is
+        missing. CallFailed if the server does not answer.
         """
         for entry in config.model_config_list.config:
             is_other = entry.name != model
@@ -133,7 +135,7 @@ class Rebuilder:
 
 
 def _without(config: Proto, name: str) -> Proto:
-    """The configuration without one of its models."""
+    """Return a copy of the configuration without the model `name`."""
     left = message_class("serving.ModelServerConfig")()
     left.model_config_list.SetInParent()  # an empty list differs from an empty configuration
     left.model_config_list.config.extend(
@@ -143,7 +145,9 @@ def _without(config: Proto, name: str) -> Proto:
 
 
 def _problem_of(model: Path) -> str:
-    """The reason why the newest published version could not be loaded; empty if it could."""
+    """Read and check the newest published files in a model's directory; return what is wrong, "" if nothing
+    is.
+    """
     try:
         log = read_log(model)
         log.state().check(variable.name for variable in log.schema.variables)

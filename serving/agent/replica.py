@@ -81,28 +81,35 @@ class Pacer:
         self._prober = Prober(address, model.name, model.path, policy.probe_s, version)
 
     def start(self, stop: threading.Event) -> None:
-        """Probe until `stop`, in a thread."""
+        """Send probes in a thread until `stop` is set."""
         threading.Thread(target=self._prober.run, args=(self._access, stop), daemon=True).start()
 
     def paced(self, versions: Sequence[Served], published: Model, now: float) -> Paced:
-        """The pause, the time that the oldest applicable delta has been pending, and whether the replica is
+        """Return the pause, the time that the oldest applicable delta is pending, and whether the replica is
         measured.
+
+        `now` is in monotonic seconds.
         """
         logs = published.logs
         pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]
         return Paced(self.pause_s, self._waiting.longest_s(pairs, now), not self._prober.is_measuring)
 
     def applying(self) -> AbstractContextManager[None]:
-        """A block in which deltas are applied."""
+        """Return a context manager for a block in which deltas are applied; probes in it count as such."""
         return self._prober.applying()
 
     @property
     def latencies(self) -> Latencies:
-        """The latencies of the last probes."""
+        """Return the latencies of the last probes."""
         return self._prober.latencies()
 
     def adapt(self) -> str:
-        """Choose the next pause between deltas; return an event's text if pauses begin or end, else ""."""
+        """Choose the next pause between deltas and set `pause_s`; return an event's text if pauses begin or
+        end.
+
+        Otherwise it is "". The probes taken while deltas were applied are then forgotten, unless too few are
+        known.
+        """
         before, found = self.pause_s, self.latencies
         self.pause_s = next_pause(before, found, self._policy)
         if found.applying_p99_s is None or found.idle_p99_s is None:
@@ -174,11 +181,11 @@ class Replica:
 
     @property
     def model(self) -> str:
-        """The model's name."""
+        """Return the model's name."""
         return self.publications.model.name
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the replica's thread, and with pacing the prober's; may be called once."""
         self._thread.start()
         if self.pacer is not None:
             self.pacer.start(self._stop)
@@ -189,31 +196,32 @@ class Replica:
         self.publications.wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the present call; True if it has ended."""
+        """Wait up to `timeout_s` seconds for the present call; return True if the thread has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def published(self) -> Model:
-        """The published logs, limited to what this replica may apply."""
+        """Return the published logs, limited to what this replica may apply."""
         return self._allowed(self.model, self.address, self.publications.current)
 
     @property
     def served_version(self) -> int | None:
-        """The version that answers requests without a version; None if none is served."""
+        """Return the version that answers requests without a version; None if none is served."""
         served = self.observed.served
         return None if served is None else served.number
 
     @property
     def serves_rightly(self) -> bool:
-        """True if it serves a version that passed its last audit, or was not audited."""
+        """Return True if it responds and serves a version that passed its last audit, or was not audited."""
         is_wrong = self.audited is not None and bool(self.audited.differing)
         return self.served_version is not None and not is_wrong and not self.observed.failures
 
     @property
     def restarts(self) -> list[float]:
-        """The seconds since it answered again after nothing had listened there, for each time in the last ten
-        minutes, the last one first.
+        """Return the seconds since each restart of the last ten minutes, the last one first.
+
+        It is a restart if the server answers again after nothing had listened there.
         """
         now = time.monotonic()
         return [now - at for at in reversed(tuple(self._restarted)) if now - at <= RESTARTS_S]
@@ -315,10 +323,11 @@ class Replica:
             self._report(EventKind.PACED, text)
 
     def _bring(self, client: ModelClient, action: Apply, bytes_: int) -> Updated:
-        """Bring a version to a position; `bytes_` is the size of the deltas on the way.
+        """Bring a version to the action's position, and return where the update stopped.
 
-        `Updated.found_another` is true if another update ran all the time, and nothing was applied.
-        CallFailed if the server did not respond, or refused.
+        `bytes_`, the size of the deltas to apply, extends the call's deadline. `Updated.found_another` is
+        true if another update ran all the time, and nothing was applied. CallFailed if the server did not
+        respond, or refused.
         """
         client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
         try:
@@ -347,12 +356,16 @@ class Replica:
         )
 
     def _is_damaged(self, action: Apply) -> bool:
-        """True if a delta on the way is damaged: bases of earlier releases fail at one without naming it."""
+        """Return True if a delta to apply is damaged: bases of earlier releases fail at one without naming
+        it.
+        """
         return any(self.publications.damage(action.lineage, delta) for delta in action.chain)
 
     def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
-        """Record the refused delta: the first after the present position, as earlier ones on the way were
-        applied.
+        """Ask for the position again, and record and report the refused delta, the first after that position.
+
+        Earlier ones of the action were applied. Nothing is recorded if the position was reached or is
+        unknown.
         """
         self._observe(client)
         at = next((v.position for v in self.observed.versions if v.number == action.version), None)
@@ -392,7 +405,9 @@ class Replica:
             self._report(EventKind.AUDIT, f"no audit of version {action.version}: {found.skipped}")
 
     def _rebuild(self, client: ModelClient) -> None:
-        """Have the model loaded again if there is a rebuilder, and forget the observations of it."""
+        """Have the model loaded again if there is a rebuilder, and observe it anew; failures are reported as
+        events.
+        """
         if self._rebuilder is None:
             return
         before = self._why_not_rebuilt
@@ -412,7 +427,7 @@ class Replica:
         self._observe(client)
 
     def _restore(self) -> None:
-        """Add a model again that a killed agent had removed from the server.
+        """Add a model again that a killed agent had removed from the server, if there is a rebuilder.
 
         A failure is recorded like a failed call.
         """

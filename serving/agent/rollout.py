@@ -58,8 +58,9 @@ class Refusal(Struct, frozen=True):
 
     @property
     def retry_at(self) -> float:
-        """The time of the next try: a network file system may show a file late, and an operator may repair
-        it.
+        """Return the time of the next try (monotonic seconds), 1 s to 60 s after the last refusal.
+
+        A network file system may show a file late, and an operator may repair it.
         """
         return self.at + min(_LONGEST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(self.count - 1, 30))
 
@@ -81,30 +82,38 @@ class Observed(Struct, frozen=True):
 
     @property
     def was_asked(self) -> bool:
-        """True after the first call, whatever its result."""
+        """Return True after the first call, whatever its result."""
         return self.seen_at is not None or bool(self.failures or self.versions)
 
     @property
     def was_left_out(self) -> bool:
-        """True if the server has unloaded every version of the model, without an error."""
+        """Return True if the server has unloaded every version of the model, without an error."""
         ended = (known.state is VersionState.END and not known.message for known in self.versions)
         return bool(self.versions) and all(ended)
 
     @property
     def served(self) -> Served | None:
-        """The newest available version at the last response, which answers requests without a version; or
-        None.
+        """Return the newest available version at the last response; None if none was available.
+
+        It answers requests without a version.
         """
         return newest_available(self.versions)
 
     def standing(self, lineage: str) -> Served | None:
-        """The newest available version of a log; None if it does not respond, or serves none."""
+        """Return the newest available version of the log of this lineage.
+
+        None if the last call failed, or if there is none.
+        """
         if self.failures:
             return None
         return newest_available(version for version in self.versions if version.lineage == lineage)
 
     def answered(self, versions: Sequence[Served], now: float) -> Observed:
-        """The observation after the replica reported `versions`; failures and old refusals are forgotten."""
+        """Return the observation after the replica reported `versions`, which it holds with the newest first.
+
+        Failures are forgotten, and refusals of deltas that no version still needs. `now` is in monotonic
+        seconds.
+        """
         newest_first = sorted(versions, key=lambda version: -version.number)
         answered = replace(
             self, seen_at=now, versions=tuple(newest_first), failures=0, retry_at=0.0, error=""
@@ -112,7 +121,10 @@ class Observed(Struct, frozen=True):
         return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
-        """The observation after `version` confirmed `position`; failures and old refusals are forgotten."""
+        """Return the observation after `version` confirmed `position` and `step`.
+
+        Failures are forgotten, and refusals of deltas that no version still needs.
+        """
         moved = (
             replace(known, position=position, step=step) if known.number == version else known
             for known in self.versions
@@ -120,8 +132,7 @@ class Observed(Struct, frozen=True):
         return replace(self, versions=tuple(moved), failures=0, retry_at=0.0, error="")._forget_passed()
 
     def failed(self, error: str, now: float, jitter: float, *, was_sent: bool = True) -> Observed:
-        """The observation after a call failed: one failure more, a later retry, and positions to be seen
-        again.
+        """Return the observation after a call failed: one failure more, a later retry, and `seen_at` None.
 
         `jitter` is in 0..1, and spreads the retries of replicas that failed together over half of the
         back-off. `was_sent` is False if the call cannot have reached the server.
@@ -135,16 +146,14 @@ class Observed(Struct, frozen=True):
         )
 
     def refused(self, refusal: Refusal) -> Observed:
-        """The observation after the replica refused a delta: the refusal is counted; positions are to be seen
-        again.
-        """
+        """Return the observation after the replica refused a delta: refused once more, and `seen_at` None."""
         others = tuple(r for r in self.refusals if (r.lineage, r.delta) != (refusal.lineage, refusal.delta))
         before = sum(r.count for r in self.refusals if r not in others)
         again = replace(refusal, count=before + 1)
         return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
     def refusals_of(self, lineage: str, now: float) -> tuple[Span, ...]:
-        """The refused deltas of a log that are not to be tried again yet."""
+        """Return the refused deltas of a log that are not to be tried again before a time after `now`."""
         return tuple(
             refusal.delta
             for refusal in self.refusals
@@ -152,8 +161,9 @@ class Observed(Struct, frozen=True):
         )
 
     def _forget_passed(self) -> Observed:
-        """The observation without refusals of deltas that no version still needs: they were applied or
-        bypassed.
+        """Return the observation without refusals of deltas that no version still needs.
+
+        All are kept while no position is known.
         """
         standing = [(v.lineage, v.position) for v in self.versions if v.position is not None]
         kept = (
@@ -235,9 +245,10 @@ def next_action(
     new_version_at: float = -math.inf,
     paced: Paced = _UNPACED,
 ) -> Action:
-    """The next action for a replica; see the module's table.
+    """Return the next action for a replica; see the module's table.
 
-    `new_version_at`: when the newest version was first seen.
+    All times are monotonic seconds: `last_applied` and `last_audit` of the last update and audit, and
+    `new_version_at`, when the newest version was first seen.
     """
     if observed.failures and now < observed.retry_at:
         return Wait(observed.retry_at)
@@ -277,7 +288,7 @@ def _is_due(observed: Observed, newest: int | None) -> bool:
 
 
 def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: float) -> float:
-    """The time at which the next delta may be applied."""
+    """Return the time at which the next delta may be applied (monotonic seconds; may be past)."""
     until = last_applied + (policy.step_s or 0.0)
     if policy.longest_delay_s is None:
         return until
@@ -312,7 +323,10 @@ def _advance(
 
 
 def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
-    """The delta with the smallest end that applies at a position; a call to its end selects it."""
+    """Return the delta with the smallest end that applies at a position; a call to its end selects it.
+
+    Those of `without` are not used. Another delta has to apply, else ValueError.
+    """
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
 
@@ -328,7 +342,7 @@ class Quarantined(Struct, frozen=True):
 
 
 def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarantined, ...]:
-    """The deltas that every responding replica before them has refused.
+    """Return the deltas that every responding replica before them has refused, with the last reason.
 
     Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta spans
     it, a new base has to be published.
@@ -354,7 +368,10 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
 
 
 def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
-    """True if a quarantined delta stops a replica, and no other delta gets past it."""
+    """Return True if quarantined deltas keep a replica from its log's newest position.
+
+    The deltas that are not quarantined do not lead there.
+    """
     replicas = tuple(replicas)
     stopping = quarantined(replicas, published)
     for found in stopping:
@@ -371,7 +388,11 @@ def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
 
 
 def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[Served, str, str], ...]:
-    """The events between two observations of a replica: (version, kind of event, text)."""
+    """Return the events between two observations of a replica: (version, kind of event, text), in order of
+    `now`.
+
+    A kind is `version` for a new state, `restarted` for an earlier position.
+    """
     known = {version.number: version for version in before}
     events = []
     for version in now:

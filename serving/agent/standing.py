@@ -65,7 +65,7 @@ class Standing(Struct, frozen=True):
 
 
 def document(finding: Finding) -> FleetFinding:
-    """A finding in the form of `/status.json`."""
+    """Return a finding in the form of `/status.json`."""
     code, level = finding.code, finding.level.on_page
     return FleetFinding(
         finding.model, level, code.word, finding.text, finding.why, finding.command, code.value
@@ -88,7 +88,7 @@ class ModelStanding(Struct, frozen=True):
 
     @property
     def fresh(self) -> int:
-        """The number of replicas that answer from the newest publication."""
+        """Return the number of replicas that answer from the newest publication."""
         return sum(row.standing.code is Code.FRESH for row in self.rows)
 
 
@@ -100,23 +100,26 @@ class FleetStanding(Struct, frozen=True):
 
     @property
     def level(self) -> Level:
-        """The level of the worst finding; GOOD without any."""
+        """Return the level of the worst finding; GOOD without any."""
         return self.findings[0].level if self.findings else Level.GOOD
 
     @property
     def headline(self) -> str:
-        """The worst finding as a sentence."""
+        """Return the worst finding as a sentence; `Every replica is fresh` without any."""
         return self.sentence(self.findings[0]) if self.findings else "Every replica is fresh"
 
     def sentence(self, finding: Finding) -> str:
-        """A finding as a sentence, with the model's name if there are several models."""
+        """Return a finding as a sentence, with the model's name if there are several models."""
         if len(self.models) > 1:
             return f"{finding.model}: {finding.text}"
         return finding.text[:1].upper() + finding.text[1:]
 
 
 def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
-    """The states of all models; a replica that lacks a publication for more than `fresh_within_s` is late."""
+    """Return the states of all models, the worst first.
+
+    A replica that lacks a publication for more than `fresh_within_s` is late.
+    """
     models = [_assess(model, fresh_within_s) for model in view.models]
     findings = [finding for model in models for finding in model.findings]
     return FleetStanding(
@@ -125,12 +128,16 @@ def assess(view: FleetView, fresh_within_s: float) -> FleetStanding:
 
 
 def _worst(model: ModelStanding) -> int:
-    """The rank of a model's worst finding, for sorting; the highest rank without one."""
+    """Return the rank of a model's worst finding, for sorting, the lowest being the worst; len(Code) without
+    any.
+    """
     return min((finding.code.rank for finding in model.findings), default=len(Code))
 
 
 def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> Standing:
-    """The state of one replica."""
+    """Return the state of one replica of `model`; one that lacks a publication for over `fresh_within_s` is
+    late.
+    """
     if not replica.is_answering:
         if not replica.error:
             return Standing(Code.UNASKED)
@@ -149,7 +156,7 @@ def standing(model: ModelView, replica: ReplicaView, fresh_within_s: float) -> S
 
 
 def _is_beyond(model: ModelView, replica: ReplicaView, served: VersionView) -> bool:
-    """True if a replica serves a position beyond the hold, and is not the one that a canary judges."""
+    """Return True if a replica serves a position beyond the hold, and is not the one that a canary judges."""
     if served.position is None or served.behind_deltas is None or served.superseded_s:
         return False
     if model.position is None or served.position <= model.position or (model.hold or 0) < 0:
@@ -177,7 +184,7 @@ def _assess(model: ModelView, fresh_within_s: float) -> ModelStanding:
 
 
 def natural(address: str) -> list[tuple[str, int]]:
-    """A key for sorting addresses: r2 before r10."""
+    """Return a key for sorting addresses: r2 before r10."""
     return [
         (text, int(number or 0))
         for text, number in re.findall(r"([^0-9]*)([0-9]{1,18})?", address)
@@ -207,7 +214,7 @@ def _findings(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _ask(code: Code, model: ModelView, row: Row) -> str:
-    """The command for a replica in this state; empty if nobody has to do anything."""
+    """Return the shell command to type for a replica in this state; "" if nobody has to do anything."""
     address, name = row.replica.address, model.name
     if code.level is Level.BUSY:
         return ""
@@ -223,18 +230,20 @@ def _doctor(model: ModelView) -> str:
 
 
 def _where_held(model: ModelView) -> str:
-    """The directory or store in which the hold was set."""
+    """Return the directory, or the URL of the store, in which the hold was set."""
     return model.path if model.held_by is None else str(model.held_by.place(Path(model.path)))
 
 
 def _lifting(model: ModelView) -> list[str]:
-    """The words of the command that lifts the hold, in the place where it was set."""
+    """Return the words of the command that lifts the hold, in the directory or store where it was set."""
     by, path = model.held_by, Path(model.path)
     return ["export-model", "resume", model.path] if by is None else by.lifting(path)
 
 
 def _past(model: ModelView) -> str:
-    """The command that ends a rollback; after a canary's, the rejected values are not published again."""
+    """Return the shell command that ends a rollback; after a canary's, the rejected values are not published
+    again.
+    """
     words = ["export-model", "resume", _where_held(model)]
     return command(*words, *(["--lift-only"] if model.rollback and model.rollback.is_canary else []))
 
@@ -326,7 +335,7 @@ def _of_publishers(model: ModelView) -> Iterator[Finding]:
 
 
 def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
-    """The finding that a store's publications are not here: the reason, since when, and a command."""
+    """Return the finding that a store's publications are not here: the reason, since when, and a command."""
     since = f"since {trouble.since:%H:%M:%S} UTC"
     text = f"{trouble.text}, {since}"
     doctor = command("export-model", "doctor", store.url)
@@ -344,7 +353,7 @@ def _of_store(model: ModelView, store: StoreView, trouble: Trouble) -> Finding:
 
 
 def _place(model: ModelView) -> str:
-    """The place where the model is published: the URL of its store, or its directory."""
+    """Return where the model is published: the URL of its store, or its directory."""
     return model.path if model.store is None else model.store.url
 
 
@@ -368,7 +377,7 @@ def _of_overlays(model: ModelView) -> Iterator[Finding]:
 
 
 def _of_restarts(model: ModelView, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Yield the finding about replicas that restart repeatedly, whatever their present state."""
+    """Yield the finding about replicas that restarted three times or more in ten minutes, if any did."""
     found = [row for row in rows if row.replica.restarts >= _MANY_RESTARTS]
     if found:
         found.sort(key=lambda row: -row.replica.restarts)
@@ -413,7 +422,7 @@ def _waiting(model: ModelView) -> str:
 
 
 def ages(model: ModelView, seconds: Callable[[float], str]) -> str:
-    """The age of the values that replicas serve: `1.2 s`, or `1.2 s to 3 min`; `unknown` if it is not known.
+    """Return the age of the values that answering replicas serve: `1.2 s`, `1.2 s to 3 min`, or `unknown`.
 
     `seconds` formats a duration.
     """
@@ -426,7 +435,7 @@ def ages(model: ModelView, seconds: Callable[[float], str]) -> str:
 
 
 def serving(model: ModelView) -> str:
-    """The positions that answering replicas serve: `65`, or `60 to 65`; `nothing` if none serves any.
+    """Return the positions that answering replicas serve: `65`, or `60 to 65`; `nothing` if none serves any.
 
     A version without positions counts by its number.
     """

@@ -88,7 +88,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def others(self) -> tuple[VersionView, ...]:
-        """All versions except the served one, and except those that ended without an error."""
+        """Return all versions except the served one, and except those that ended without an error."""
         ended = VersionState.END.name
         return tuple(
             version
@@ -98,7 +98,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def trouble(self) -> str:
-        """The reason why its state is unknown; empty if it responds."""
+        """Return the reason why its state is unknown; "" if it responds."""
         if self.is_answering:
             return ""
         what = "does not serve this model" if self.error.startswith("NOT_FOUND") else "does not answer"
@@ -106,7 +106,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def served(self) -> VersionView | None:
-        """The newest available version, which answers requests without a version; None without one."""
+        """Return the newest available version, which answers requests without a version; None without one."""
         available = [version for version in self.versions if version.state == VersionState.AVAILABLE.name]
         return max(available, key=lambda version: version.number, default=None)
 
@@ -149,7 +149,7 @@ class StoreView(Struct, frozen=True):
 
     @property
     def problem(self) -> str:
-        """The reason why the store's publications are not here; empty if they are."""
+        """Return the reason why the last look into the store failed, or is pending; "" if it succeeded."""
         if self.trouble is None:
             return ""
         said = [f"{self.url} cannot be fetched", self.trouble.text, self.trouble.why]
@@ -195,17 +195,17 @@ class ModelView(Struct, frozen=True):
 
     @property
     def stale_s(self) -> float | None:
-        """The largest value of all replicas; None if unknown for all."""
+        """Return the largest `stale_s` of all served versions, in seconds; None if unknown for all."""
         return self._worst(lambda served: served.stale_s)
 
     @property
     def served_age_s(self) -> float | None:
-        """The largest value of all replicas; None if unknown for all."""
+        """Return the largest `served_age_s` of all served versions, in seconds; None if unknown for all."""
         return self._worst(lambda served: served.served_age_s)
 
     @property
     def event_age_s(self) -> float | None:
-        """The largest value of all replicas; None if unknown for all."""
+        """Return the largest `event_age_s` of all served versions, in seconds; None if unknown for all."""
         return self._worst(lambda served: served.event_age_s)
 
     def _worst(self, seconds: Callable[[VersionView], float | None]) -> float | None:
@@ -220,7 +220,7 @@ class FleetView(Struct, frozen=True):
     models: tuple[ModelView, ...]
 
     def why_not_ready(self) -> tuple[str, ...]:
-        """The reasons why replicas of this agent should not get requests; empty if all may.
+        """Return the reasons why replicas of this agent should not get requests; empty if all may.
 
         The published model, and whether it can be read, is not a reason: all replicas share it.
         """
@@ -231,7 +231,7 @@ class FleetView(Struct, frozen=True):
         )
 
     def why_not_fresh(self, fresh_within_s: float) -> tuple[str, ...]:
-        """The reasons why this agent's replicas are not fresh; empty if they are.
+        """Return the reasons why this agent's replicas are not fresh; empty if they are.
 
         A fresh replica responds, serves a version, and has not lacked a published delta for longer than
         `fresh_within_s`. A directory that cannot be read is a reason, and so is a store from which nothing
@@ -245,7 +245,7 @@ class FleetView(Struct, frozen=True):
         )
 
     def _replicas(self) -> Iterator[tuple[str, ReplicaView]]:
-        """Yield each replica with a phrase that names it."""
+        """Yield each replica, after a phrase that names it: `MODEL on ADDRESS`."""
         for model in self.models:
             for replica in model.replicas:
                 yield f"{model.name} on {replica.address}", replica
@@ -256,7 +256,7 @@ class FleetView(Struct, frozen=True):
                 yield f"no replica of {model.name} is known"
 
     def wrong(self) -> tuple[str, ...]:
-        """A sentence for each replica with wrong values, which only a restart repairs."""
+        """Return a sentence for each replica with wrong values, which only a restart repairs."""
         return tuple(
             f"{name} does not hold what was published"
             for name, replica in self._replicas()
@@ -264,7 +264,7 @@ class FleetView(Struct, frozen=True):
         )
 
     def document(self) -> dict[str, Any]:
-        """The document of `/status.json`."""
+        """Return the document of `/status.json`, without its version and findings."""
         return {
             "at": self.at.isoformat(timespec="milliseconds"),
             "models": [
@@ -312,9 +312,9 @@ def _why_unserved(name: str, replica: ReplicaView) -> str:
 def view(
     fleet: Fleet, canaries: Canaries, pullers: Mapping[str, Puller], expected_s: float | None = None
 ) -> FleetView:
-    """The fleet's present state; `pullers` by model.
+    """Return the fleet's present state; `pullers` are by model.
 
-    A publication is expected every `expected_s`, or by the publisher's habit if that is None.
+    A publication is expected every `expected_s` seconds, or by the publisher's habit if that is None.
     """
     now = datetime.now(timezone.utc)
     models = [
@@ -331,7 +331,10 @@ def view(
 
 
 def _silence(found: Publications, puller: Puller | None, now: datetime, expected_s: float | None) -> Silence:
-    """The publisher's silence; for a copy by its store, unknown while the store cannot be read."""
+    """Return the publisher's silence; of a copy by its store, unknown while the store cannot be read.
+
+    A publication is expected every `expected_s` seconds, or by the publisher's habit if that is None.
+    """
     if puller is None:
         return found.habit.silence(now, expected_s)
     fetched = puller.fetched
@@ -398,7 +401,7 @@ def _canary(canaries: Canaries, publications: Publications, now: datetime) -> Ca
 
 
 def _doing(action: Action | None) -> tuple[str | None, str]:
-    """The replica that goes first now (None if none does), and a description of the action."""
+    """Return the replica that goes first now, None if none does, and a phrase for the action."""
     match action:
         case Go(address, target):
             return address, f"goes first, to {target}"
@@ -459,7 +462,10 @@ def _version(version: Served, published: Model, now: datetime) -> VersionView:
 
 
 def superseded_s(version: Served, published: Model, now: datetime) -> float | None:
-    """See `VersionView`; None for a version that is not available, or where no base takes deltas."""
+    """Return the seconds since a newer log began, 0 if the version is of the newest log (see `VersionView`).
+
+    None for a version that is not available, if no published base takes deltas, or if the time is unknown.
+    """
     if published.newest_log is None or not version.is_available:
         return None
     if version.lineage == published.newest_log.lineage:
@@ -499,12 +505,12 @@ class Recorder(Struct):
     )
 
     def follow(self, stop: threading.Event) -> None:
-        """Record until `stop`."""
+        """Record a sample every second, until `stop` is set."""
         while not stop.wait(PERIOD_S):
             self.look()
 
     def look(self) -> None:
-        """Record one sample."""
+        """Record one sample of a new view, and pass the view to `tell`."""
         view = self.view()
         self.tell(view)
         stale = {
@@ -519,9 +525,14 @@ class Recorder(Struct):
             self.hours.append((view.at, {model.name: _hour(view.at, model) for model in view.models}))
 
     def hour(self, model: str) -> list[Hour]:
-        """The served positions and delays of a model in the last hour, the oldest first."""
+        """Return the served positions and delays of a model in the last hour, one each ten seconds, the
+        oldest first.
+        """
         return [found[model] for _, found in tuple(self.hours) if model in found]
 
     def series(self, model: str, address: str) -> list[float | None]:
-        """The delays of one replica, the oldest first."""
+        """Return the delays of one replica in the last ten minutes, one each second, the oldest first.
+
+        They are in seconds, None if unknown.
+        """
         return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]
