@@ -65,7 +65,9 @@ def _meant(address: str) -> str:
 
 
 def to_reach(address: str, *, is_unknown: bool = False) -> str:
-    """Return a hint for an address at which no server answers; `is_unknown`: its host name does not resolve.
+    """Return a hint for an address at which no server answers.
+
+    With `is_unknown` its host name does not resolve.
     """
     host, _, port = address.rpartition(":")
     if is_unknown:

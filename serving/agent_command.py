@@ -265,7 +265,8 @@ class EventFlags(Struct, frozen=True):
     def run(self, journal: Journal) -> AbstractContextManager[None]:
         """Return a context manager for a block in which the command runs for the journal's events.
 
-        It does nothing without --on-event. UsageError if the command has no existing program.
+        Without --on-event it does nothing. Events are queued from this call on. UsageError if the command has
+        no existing program.
         """
         if self.on_event is None:
             return nullcontext()

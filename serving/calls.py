@@ -56,19 +56,25 @@ class Calls:
         return predict_arrays(model, signature, inputs, self.within(timeout_ms))
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a classify signature on examples; return a `ClassificationResponse`. StatusError as `predict`.
+        """Run a classify signature on examples; return a `ClassificationResponse`.
+
+        `timeout_ms` limits the run, None does not. StatusError as `predict`.
         """
         return self._infer(classify, message_class("serving.ClassificationResponse")(), request, timeout_ms)
 
     def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
-        """Run a regress signature on examples; return a `RegressionResponse`. StatusError as `predict`."""
+        """Run a regress signature on examples; return a `RegressionResponse`.
+
+        `timeout_ms` limits the run, None does not. StatusError as `predict`.
+        """
         return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
     def multi_inference(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run several classify and regress signatures on the same examples; return a
         `MultiInferenceResponse`.
 
-        Its results have the order of the request's tasks. StatusError as TF Serving answers.
+        Its results have the order of the request's tasks; `timeout_ms` limits the run, None does not.
+        StatusError as TF Serving answers.
         """
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task

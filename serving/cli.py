@@ -296,7 +296,8 @@ def update(
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
     """Return the position in `--up-to`, -1 for the newest published one; a name is looked up in `published`.
 
-    UsageError for a name without a model in which to look it up, or for an unknown name.
+    UsageError for a name without a model in which to look it up; PositionUnknown if the model has no such
+    name, NotUpdatable if it has no publications, other ExportErrors if it cannot be read.
     """
     if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
         return int(named)
@@ -398,7 +399,7 @@ _FROM_STDIN = "the request itself goes to standard input: echo '...' | serve-mod
 def _content(path: Path) -> str:
     """Return the text of a file, or of a pipe such as a shell's <(command).
 
-    OSError if it cannot be read, ValueError if it is too large or not UTF-8.
+    OSError or CheckpointError if it cannot be read or is too large, ValueError if it is not UTF-8.
     """
     from exporter.storage.files import read_given
 
@@ -406,7 +407,9 @@ def _content(path: Path) -> str:
 
 
 def _request(source: str) -> dict[str, Any]:
-    """Return the JSON object in the file `source`, or on standard input for "-"; UsageError if there is none.
+    """Return the JSON object in the file `source`, or on standard input if that is "-".
+
+    UsageError if it cannot be read, or is not a JSON object.
     """
     import json
 

@@ -127,7 +127,9 @@ def _no_password() -> NoReturn:
 
 
 def _authorization(file: str) -> Callable[[Any, Callable[..., None]], None]:
-    """Return the plugin that gRPC calls for each RPC; it reads the file again, so that a new token is used.
+    """Return the plugin that gRPC calls for each RPC; it reads the file again, to use a new token.
+
+    A file without a token fails the call.
     """
 
     def authorize(context: Any, callback: Callable[..., None]) -> None:

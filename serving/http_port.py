@@ -64,7 +64,7 @@ class HttpTls(Struct, frozen=True):
 
     @classmethod
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
-        """The files that `--tls-cert`, `--tls-key` and `--client-ca` name; None without them.
+        """Return the files that `--tls-cert`, `--tls-key` and `--client-ca` name; None if none is given.
 
         UsageError if one is missing, or they cannot be used.
         """
@@ -89,7 +89,10 @@ class HttpTls(Struct, frozen=True):
         return found
 
     def context(self) -> ssl.SSLContext:
-        """The context for the server's side of connections."""
+        """Return a context for the server's side of connections, with the present content of the files.
+
+        OSError (SSLError included) if they cannot be used.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self.certificate, self.key)
@@ -114,7 +117,7 @@ class HttpRequest(Struct):
 
     @property
     def path(self) -> str:
-        """The target without its query."""
+        """Return the target without its query."""
         return self.target.partition("?")[0]
 
 
@@ -150,20 +153,20 @@ class HttpPort:
     ) -> None:
         """Listen, in a thread of its own, and answer requests.
 
-        Args:
-            application: called in a worker thread for each request.
-            host: the address to listen on.
-            port: the TCP port; 0 takes a free one, and `self.port` holds its number.
-            option: the command line's option for the port, for the hint of an error.
-            threads: how many requests are handled at the same time.
-            max_body_bytes: longer requests are refused with 413. While the bodies and responses of all
-                clients hold twice as much, further bodies are refused with 503.
-            request_seconds: a client that takes longer to send a request, or to receive its response, is
-                disconnected; long bodies get more time.
-            is_quick: True for requests that two reserved threads handle, even when all others are busy.
-            tls: files for TLS; without them the port speaks plain HTTP, and requests for names that are not
-                its own are refused. (With TLS, a browser has compared the name with the certificate.)
-            allow_host: further names of the port: see `OwnNames`.
+        Args: application: called in a worker thread for each request. host: the address to listen on. port:
+        the TCP port; 0 takes a free one, and `self.port` holds its number. option: the command line's option
+        for the port, for the hint of an error. threads: how many requests are handled at the same time.
+        max_body_bytes: longer requests are refused with 413. While the bodies and responses of all clients
+        hold twice as much, further bodies are refused with 503. request_seconds: a client that takes longer
+        to send a request, or to receive its response, is disconnected; long bodies get more time. is_quick:
+        True for requests that two reserved threads handle, even when all others are busy. tls: files for TLS;
+        without them the port speaks plain HTTP, and requests for names that are not its own are refused.
+        (With TLS, a browser has compared the name with the certificate.) allow_host: further names of the
+        port: see `OwnNames`.
+
+        Raises:
+            ServerError: the port cannot listen on the address.
+            UsageError: `allow_host` is not a list of names.
         """
         names = (host, *listed_names(allow_host))
         self._listening = _listen(host, port, option)
@@ -185,7 +188,10 @@ class HttpPort:
         self._thread.start()
 
     def stop(self, grace_seconds: float = 5.0) -> None:
-        """Refuse new requests and give those in progress `grace_seconds` to end. May be called repeatedly."""
+        """Refuse new requests, and wait until those in progress have ended, for `grace_seconds` at most.
+
+        Then they are cut off. May be called repeatedly.
+        """
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._begin_to_end, grace_seconds)
         self._thread.join(grace_seconds + 1.0)
@@ -220,7 +226,7 @@ class HttpPort:
         del self._connections[connection]
 
     def _drop_one(self) -> None:
-        """Close the oldest connection that has not sent a complete request."""
+        """Close the oldest connection that has not sent a complete request, if there is one."""
         for connection, task in self._connections.items():
             if not connection.is_busy and not connection.is_dropped:
                 connection.is_dropped = True
@@ -261,13 +267,13 @@ class _Workers:
             threading.Thread(target=self._run, name=f"http {number}", daemon=True).start()
 
     async def work(self, request: HttpRequest) -> HttpResponse:
-        """The application's response, computed in one of the threads."""
+        """Return the application's response, computed in one of the threads; status 500 if it fails."""
         answer: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
         self._queue.put((request, answer))
         return await answer
 
     def end(self) -> None:
-        """End the threads after the requests in progress."""
+        """Let the threads end after the requests that are queued or in progress; does not wait."""
         for _ in range(self._threads):
             self._queue.put(None)
 
@@ -314,7 +320,11 @@ class _Connection:
         """It was cancelled to make room for another connection."""
 
     async def serve(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Handle one request after another."""
+        """Handle the connection's requests, one after another, and close it; errors of the client are
+        ignored.
+
+        `accepted` is its socket, `tls` None for plain HTTP.
+        """
         transport: asyncio.Transport | None = None
         try:
             transport = await self._open(accepted, tls)
@@ -350,7 +360,10 @@ class _Connection:
         return transport
 
     async def _has_begun(self) -> bool:
-        """Wait for a request, skipping empty lines; False if the client closes the connection."""
+        """Wait for a request, skipping empty lines; return False if the client closes the connection.
+
+        TimeoutError after 60 s.
+        """
         async with timeout(_IDLE_S):
             while not self._received:
                 data = await self._reader.read(_STEP_BYTES)
@@ -362,7 +375,10 @@ class _Connection:
         return True
 
     async def _answer_one(self) -> bool:
-        """Read and handle one request; False if the connection ends with it."""
+        """Read and handle one request, also one to refuse; return False if the connection ends with it.
+
+        TimeoutError or OSError if the client does not receive the response.
+        """
         self._has_body = True
         try:
             async with timeout(self._port.request_seconds) as deadline:
@@ -445,7 +461,10 @@ class _Connection:
         self._port.held_bytes += bytes_
 
     async def _in_time(self, response: HttpResponse) -> None:
-        """Send a response; disconnect a client that does not receive it in time."""
+        """Send a response; TimeoutError if the client does not receive it in time.
+
+        OSError if the client disconnects.
+        """
         self._hold(length := sum(map(len, response.body)))
         async with timeout(self._port.request_seconds) as deadline:
             first, sent = deadline.when() or 0.0, 0
@@ -457,7 +476,10 @@ class _Connection:
         self._hold(-length)
 
     def _parts(self, response: HttpResponse, length: int) -> Iterator[bytes]:
-        """The bytes of a response; a small one is one part."""
+        """Yield the bytes of a response in parts of at most about 512 KiB; a small one is one part.
+
+        `length` is that of the body, in bytes.
+        """
         code, _, reason = response.status.partition(" ")
         headers = [*response.headers, ("Content-Length", str(length)), ("Date", formatdate(usegmt=True))]
         if self._port.is_ending or self._is_refused or self._http.their_state is not h11.DONE:
@@ -483,7 +505,7 @@ class _Connection:
         return _error(HTTPStatus.REQUEST_TIMEOUT, f"no complete request in {self._port.request_seconds:g} s")
 
     async def _linger(self) -> None:
-        """Read and discard what the client still sends.
+        """Read and discard what the client still sends, for at most 2 s.
 
         Closing a socket with unread bytes sends RST, and the client would lose the response.
         """
@@ -502,7 +524,9 @@ class _Gzip:
         self._unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     def unpack(self, data: bytes | bytearray) -> Iterator[bytes]:
-        """The next bytes, in parts of at most `_STEP_BYTES`; _Refused if they are not gzip."""
+        """Yield the unpacked content of the next bytes, in parts of at most `_STEP_BYTES`; _Refused if they
+        are not gzip.
+        """
         while data and not self._unzip.eof:
             try:
                 yield self._unzip.decompress(data, _STEP_BYTES)
@@ -520,8 +544,9 @@ class _Gzip:
 def _require_plain(head: Any, seen: bytearray) -> None:
     """Raise _Refused for a head that is long, or that a proxy could read otherwise than this port.
 
-    A client could then smuggle a second request into the connection of another client behind the proxy
-    (RFC 9112, sections 5.2, 6.3 and 11.2). h11 accepts all of this, as the RFC allows.
+    `head` is h11's event, `seen` all bytes read so far. A client could otherwise smuggle a second request
+    into the connection of another client behind the proxy (RFC 9112, sections 5.2, 6.3 and 11.2). h11 accepts
+    all of this, as the RFC allows.
     """
     raw, names = re.split(rb"\n\r?\n", seen, maxsplit=1)[0], {name for name, _ in head.headers}
     if len(raw) > _LARGEST_HEAD_BYTES:

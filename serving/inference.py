@@ -45,17 +45,21 @@ class Model(Protocol):
 
     @property
     def signatures(self) -> Mapping[str, Proto]:
-        """`SignatureDef` by name."""
+        """Return the `SignatureDef`s by name."""
 
     def run(
         self, feeds: Mapping[str, NDArray[Any]], fetches: Sequence[str], timeout_ms: int | None = None
     ) -> list[NDArray[Any]]:
-        """Compute tensors by name."""
+        """Return the values of the tensors `fetches`, in their order, computed from `feeds`, by tensor name.
+
+        `timeout_ms` limits the run, None does not. StatusError for unknown tensor names.
+        """
 
 
 def predict(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `PredictResponse`'s outputs; StatusError, as in TF Serving, if request or signature does not
-    fit.
+    """Run a signature, and fill the outputs of `response`, a `PredictResponse`.
+
+    StatusError, as in TF Serving, if request or signature does not fit; TensorFlow's own errors pass.
     """
     signature = _predict_signature(model, request.model_spec.signature_name, how)
     feeds = _feeds(signature, request.inputs, how.max_filled_bytes)
@@ -71,9 +75,9 @@ def predict_arrays(
     inputs: Mapping[str, NDArray[Any]],
     how: Inference = DEFAULT_INFERENCE,
 ) -> dict[str, NDArray[Any]]:
-    """Run a signature without messages: arrays by input name in, arrays by output name out.
+    """Run a signature without messages: arrays by input name in, arrays by output name out, sorted.
 
-    StatusError as `predict`.
+    An empty name is the default signature's. StatusError as `predict`.
     """
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))
@@ -89,9 +93,9 @@ def predict_arrays(
 
 
 def classify(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `ClassificationResponse`'s result.
+    """Run a classify signature, and fill the result of `response`, a `ClassificationResponse`.
 
-    StatusError, as in TF Serving, if request or signature does not fit.
+    StatusError, as in TF Serving, if request or signature does not fit; TensorFlow's own errors pass.
     """
     signature = _signature_of(model, request.model_spec)
     input_, outputs = _classify_tensors(signature, how)
@@ -101,9 +105,9 @@ def classify(model: Model, request: Proto, response: Proto, how: Inference = DEF
 
 
 def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE) -> None:
-    """Fill a `RegressionResponse`'s result.
+    """Run a regress signature, and fill the result of `response`, a `RegressionResponse`.
 
-    StatusError, as in TF Serving, if request or signature does not fit.
+    StatusError, as in TF Serving, if request or signature does not fit; TensorFlow's own errors pass.
     """
     signature = _signature_of(model, request.model_spec)
     input_, output = _regress_tensors(signature, how)
@@ -115,10 +119,11 @@ def regress(model: Model, request: Proto, response: Proto, how: Inference = DEFA
 def multi_inference(
     model: Model, request: Proto, response: Proto, how: Inference = DEFAULT_INFERENCE
 ) -> None:
-    """Fill a `MultiInferenceResponse`: several classify and regress signatures over one input, in one step.
+    """Run several classify and regress signatures over one input, in one step, and fill `response`.
 
-    The examples are fed to the input tensor of each signature: in TensorFlow 2 each has its own. StatusError
-    for other methods, and if the request does not fit the signatures.
+    It is a `MultiInferenceResponse`; results have the order of the request's tasks. The examples are fed to
+    the input tensor of each signature: in TensorFlow 2 each has its own. StatusError for other methods, and
+    if the request does not fit the signatures.
     """
     tasks = [(task, _task_signature(model, request.tasks, index)) for index, task in enumerate(request.tasks)]
     inputs: set[str] = set()
@@ -238,7 +243,8 @@ def _task_signature(model: Model, tasks: Sequence[Proto], index: int) -> Proto:
 
 
 def _classify_tensors(signature: Proto, how: Inference) -> tuple[str, list[str]]:
-    """The name of the input tensor, and of the signature's tensors `classes` and `scores`, one or both.
+    """Return the name of the input tensor, and of the signature's tensors `classes` and `scores`, one or
+    both.
 
     StatusError unless there is one input, and at least one of these.
     """
@@ -276,10 +282,10 @@ def _input_tensor(signature: Proto, kind: str) -> str:
 
 
 def _examples(input_: Proto, max_filled_bytes: int) -> NDArray[Any]:
-    """Serialised `tf.Example`s, string [n], each after the shared context if there is one.
+    """Return serialised `tf.Example`s, string [n], each after the shared context if there is one.
 
     Concatenated messages merge when they are parsed, and the later one, the example, wins. StatusError if
-    there are none, or the contexts would take too many bytes.
+    there are none, or the contexts would take more than `max_filled_bytes`.
     """
     kind = input_.WhichOneof("kind")
     messages = getattr(input_, kind).examples if kind else ()

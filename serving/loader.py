@@ -49,14 +49,13 @@ class LoadedModel:
     def run(
         self, feeds: Mapping[str, NDArray[Any]], fetches: Sequence[str], timeout_ms: int | None = None
     ) -> list[NDArray[Any]]:
-        """Compute the tensors `fetches` from the values in `feeds`.
+        """Return the values of the tensors `fetches`, computed from the values in `feeds`.
 
         StatusError for unknown tensor names; TensorFlow's own errors pass.
 
-        Args:
-            feeds: values by tensor name; TensorFlow checks dtypes, and the operations check shapes.
-            fetches: names of tensors, in the order of the result.
-            timeout_ms: milliseconds after which the session stops the step; None is never.
+        Args: feeds: values by tensor name; TensorFlow checks dtypes, and the operations check shapes.
+        fetches: names of tensors, in the order of the result. timeout_ms: milliseconds after which the
+        session stops the step; None is never.
         """
         # `Session.run` casts dtypes, refuses shapes that TF Serving accepts, and takes 140 us longer. This is
         # the call that it makes in the end: the same C++ `Session::Run` and error messages as TF Serving's.
@@ -84,7 +83,9 @@ class LoadedModel:
         return output
 
     def close(self) -> None:
-        """Free the session's memory, and release the lock; TensorFlow cancels steps in progress."""
+        """Free the session's memory, and release the lock; TensorFlow cancels steps in progress. May be
+        called once.
+        """
         session, self._session = self._session, None
         session.close()
         self._outputs.clear()
@@ -94,14 +95,15 @@ class LoadedModel:
 
 
 def has_saved_model(directory: Path) -> bool:
-    """True if the directory has a SavedModel's graph file, which a copy in progress may still lack."""
+    """Return True if the directory has a SavedModel's graph file, which a copy in progress may still lack."""
     return any((directory / name).is_file() for name in SAVED_MODEL_FILES)
 
 
 def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
     """Load the SavedModel in `directory`, and hold a shared lock on its manifest until `close`.
 
-    StatusError if it is absent, being removed, or damaged; TensorFlow's own errors pass.
+    StatusError if it is absent, being removed, or damaged, or has no graph with these tags; TensorFlow's own
+    errors and OSError pass.
     """
     if not has_saved_model(directory):
         names = " or ".join(SAVED_MODEL_FILES)
@@ -135,7 +137,7 @@ def load(directory: Path, loading: Loading = DEFAULT_LOADING) -> LoadedModel:
 
 
 def _require_files(directory: Path) -> None:
-    """Raise StatusError for pipes and devices: TensorFlow would open one and block for ever.
+    """Raise StatusError for pipes and devices in the directory: TensorFlow would open one and block for ever.
 
     All later loads would wait behind it.
     """
@@ -147,9 +149,10 @@ def _require_files(directory: Path) -> None:
 
 
 def _lock(manifest: Path) -> int | None:
-    """Acquire the shared lock that keeps retention from removing the version; None if it has no manifest.
+    """Acquire the shared lock that keeps retention from removing the version; return its descriptor, to be
+    closed.
 
-    StatusError if it is being removed.
+    None if it has no manifest. StatusError if it is being removed.
     """
     try:
         descriptor = open_regular(manifest)

@@ -55,8 +55,9 @@ def load_warm(
 def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *, iterations: int = 1) -> int:
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; return their number.
 
-    Each is replayed `iterations` times before the next one. StatusError for too many requests, a damaged
-    file, or a request that fails.
+    Each is replayed `iterations` times before the next one; 0 replays none. Without a file of them nothing
+    happens. StatusError for too many requests, a damaged file, or a request that does not fit; TensorFlow's
+    own errors pass.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 
@@ -137,11 +138,13 @@ class VersionManager:
         self._thread = threading.Thread(target=self._follow, name=f"versions of {name}", daemon=True)
 
     def start(self) -> None:
-        """Start to follow the base path."""
+        """Start to follow the base path, in a thread; may be called once."""
         self._thread.start()
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything; requests and loads in progress have `grace_seconds` before they are cut off."""
+        """Unload everything, and wait; requests and loads in progress have `grace_seconds` before they are
+        cut off.
+        """
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._stopping = True
@@ -154,7 +157,7 @@ class VersionManager:
             self._unload(version, max(0.0, deadline - time.monotonic()))
 
     def follow(self, base_path: Path, policy: VersionPolicy) -> None:
-        """Follow another base path, or choose versions by another policy, from now on.
+        """Follow another base path, or choose versions by another policy, from now on; does not wait.
 
         A loaded version of the same number stays, from whichever path it was loaded, as in TF Serving.
         """
@@ -167,7 +170,10 @@ class VersionManager:
         self._wake.set()
 
     def retire(self) -> None:
-        """Unload everything, and keep the last status of each version; `follow` starts the model again."""
+        """Unload everything, and keep the last status of each version; does not wait.
+
+        `follow` starts the model again.
+        """
         with self._changed:
             self._policy = None
             self._changed.notify_all()
@@ -175,14 +181,14 @@ class VersionManager:
 
     @property
     def is_retired(self) -> bool:
-        """True after `retire`, until `follow`."""
+        """Return True after `retire`, until `follow`."""
         return self._policy is None
 
     @contextmanager
     def borrow(self, version: int | None) -> Iterator[tuple[int, LoadedModel]]:
-        """Borrow the given version, or the newest available one; it stays loaded inside the `with` block.
+        """Yield number and model of the given version, or of the newest available one (None).
 
-        StatusError NOT_FOUND if it is not available.
+        It stays loaded inside the `with` block. StatusError NOT_FOUND if it is not available.
         """
         with self._changed:
             number = version if version is not None else max(self._available(), default=-1)
@@ -200,21 +206,21 @@ class VersionManager:
                     self._changed.notify_all()
 
     def statuses(self) -> list[VersionStatus]:
-        """Every version that the manager has ever seen, the newest first."""
+        """Return the last status of every version that the manager has ever seen, the newest first."""
         with self._changed:
             return sorted(self._statuses.values(), key=lambda status: -status.version)
 
     def is_available(self) -> bool:
-        """True if some version is available to requests."""
+        """Return True if some version is available to requests."""
         return bool(self.available())
 
     def available(self) -> list[int]:
-        """The versions that are available to requests."""
+        """Return the versions that are available to requests, in no particular order."""
         with self._changed:
             return self._available()
 
     def is_coming(self) -> bool:
-        """True while a first version is being searched or loaded, and has not failed."""
+        """Return True while a first version is being searched or loaded, and has not failed."""
         with self._changed:
             if self._policy is None or self._stopping:
                 return False
@@ -223,10 +229,10 @@ class VersionManager:
             return not self._available() and not self._wanted <= self._failures.keys()
 
     def wait_available(self, timeout_seconds: float, is_wanted: Callable[[], bool] = lambda: True) -> int:
-        """Wait for an available version and return the newest one; the wait ends if `is_wanted` returns
-        False.
+        """Wait for an available version and return the newest one.
 
-        ServerError if it ends so, if the time is over, or if no version can become available.
+        ServerError if the time is over, if `is_wanted`, asked about once a second, returns False, or if no
+        version can become available.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
@@ -310,7 +316,12 @@ class VersionManager:
             self._changed.notify_all()
 
     def _settle(self, wanted: frozenset[int], directories: dict[int, Path], starts: int) -> None:
-        """Load and unload until exactly `wanted` is served, or until `stop`."""
+        """Load and unload until exactly `wanted` is served, or until `stop`; a version that fails to load is
+        left out.
+
+        `directories` has the path of each existing version; `starts` is the model's start to which they
+        belong.
+        """
         failures = {
             version: fingerprint
             for version, fingerprint in self._failures.items()
@@ -357,7 +368,9 @@ class VersionManager:
         self._announce(VersionStatus(version, VersionState.AVAILABLE), _Served(model))
 
     def _begin_unload(self, version: int) -> None:
-        """Unload in a separate thread: a request that never ends must not delay new versions."""
+        """Unload in a separate thread, and do not wait: a request that never ends must not delay new
+        versions.
+        """
         self._announce(VersionStatus(version, VersionState.UNLOADING))
         threading.Thread(target=self._unload, args=(version,), name=f"unload {version}", daemon=True).start()
 
@@ -384,7 +397,7 @@ class VersionManager:
 
 
 def _fingerprint(directory: Path) -> object:
-    """The paths, sizes and times of all files, which change with the directory."""
+    """Return the paths, sizes and times of all files, sorted, which change with the directory."""
     found = []
     for path in directory.rglob("*"):
         with suppress(OSError):

@@ -32,7 +32,7 @@ class Latest(Struct, frozen=True):
     count: int = 1
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """The versions to serve among the existing ones."""
+        """Return the newest `count` of the existing versions, but at least one; all if there are fewer."""
         return frozenset(sorted(versions)[-max(1, self.count) :])
 
 
@@ -40,7 +40,7 @@ class Every(Struct, frozen=True):
     """Serve all existing versions."""
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """The versions to serve among the existing ones."""
+        """Return all existing versions."""
         return frozenset(versions)
 
 
@@ -50,7 +50,7 @@ class Specific(Struct, frozen=True):
     versions: frozenset[int]
 
     def choose(self, versions: Iterable[int]) -> frozenset[int]:
-        """The versions to serve among the existing ones."""
+        """Return the listed versions that exist."""
         return self.versions & frozenset(versions)
 
 
@@ -72,7 +72,10 @@ class Unload(Struct, frozen=True):
 
 
 def versions_among(names: Iterable[str]) -> dict[int, str]:
-    """Directory names by version; a name is a version if it is a non-negative int64 in ASCII digits."""
+    """Return the directory names that are versions, by version: non-negative int64s in ASCII digits.
+
+    Other names are left out; of `1` and `01` the last in sorted order counts.
+    """
     numbers = {}
     for name in sorted(names):
         if name.isascii() and name.isdigit() and int(name) <= _INT64_MAX:
@@ -81,14 +84,13 @@ def versions_among(names: Iterable[str]) -> dict[int, str]:
 
 
 def next_action(wanted: frozenset[int], states: Mapping[int, VersionState]) -> Load | Unload | None:
-    """The next step towards serving exactly `wanted`; None when that state is reached.
+    """Return the next step towards serving exactly `wanted`; None when no step is left.
 
     A version that is no longer wanted stays until a wanted one is available, so that a new version that
     cannot be loaded never replaces the working one. If `wanted` is empty, all versions are unloaded.
 
-    Args:
-        wanted: the versions to serve.
-        states: the state of each known version; one that failed to load stays in `END`.
+    Args: wanted: the versions to serve. states: the state of each known version; one that failed to load
+    stays in `END`.
     """
     serving = {version for version, state in states.items() if state is VersionState.AVAILABLE}
     unwanted = serving - wanted
@@ -118,7 +120,9 @@ def read_config_file(path: Path) -> Proto:
 
 
 def read_servers_config(option: str, file: Path, models: Iterable[str]) -> Proto:
-    """Read the configuration with which every target of an agent runs.
+    """Read the configuration, a `ModelServerConfig`, with which every target of an agent runs.
+
+    `option` names the file in errors.
 
     Raises:
         UsageError: it cannot be read, has other content, or lacks a model of the agent.
@@ -140,7 +144,7 @@ def read_servers_config(option: str, file: Path, models: Iterable[str]) -> Proto
 
 
 def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
-    """The models of a `ModelServerConfig`, in its order.
+    """Return the models of a `ModelServerConfig`, in its order.
 
     Raises:
         StatusError: INVALID_ARGUMENT, it is not a list of models, names a model twice, or an entry lacks its
@@ -215,8 +219,7 @@ def check_to_send(config: Proto) -> None:
 
 
 def absent(entry: Proto) -> str:
-    """The reason why a server would wait for a new model's files; empty if it would not, or that is not
-    known.
+    """Return the reason why a server would wait for a new model's files; "" if it would not, or if unknown.
 
     This machine can judge a path if the parent directory exists here and is not the root.
     """

@@ -39,7 +39,10 @@ class ServedModels:
         self._is_stopping = False
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything, and refuse further configurations."""
+        """Unload everything, and refuse further configurations.
+
+        It waits; requests and loads in progress have `grace_seconds` in all before they are cut off.
+        """
         with self._configuring:
             self._is_stopping = True
         deadline = time.monotonic() + grace_seconds
@@ -47,32 +50,37 @@ class ServedModels:
             manager.stop(max(0.0, deadline - time.monotonic()))
 
     def served(self) -> dict[str, VersionManager]:
-        """The managers of the models in the current configuration, by name."""
+        """Return the managers of the models in the current configuration, by name."""
         return {name: found for name, found in list(self._managers.items()) if not found.is_retired}
 
     def is_available(self, name: str | None = None) -> bool:
-        """True if the model has an available version; without a name, True if every model has one."""
+        """Return True if the model has an available version; without a name, True if every model has one.
+
+        False for a model that is not served; True for a server without models.
+        """
         served = self.served()
         if name is None:
             return all(manager.is_available() for manager in served.values())
         return name in served and served[name].is_available()
 
     def labels(self, name: str) -> Mapping[str, int]:
-        """The versions of a model by label; empty for an unknown model."""
+        """Return the versions of a model by label; empty for an unknown model."""
         return self._labels.get(name, {})
 
     def versions(self, name: str) -> list[VersionStatus]:
-        """Every version of a model that the server has ever seen, the newest first; empty for an unknown
-        model.
+        """Return every version of a model that the server has ever seen, the newest first.
+
+        Empty for an unknown model.
         """
         manager = self._managers.get(name)
         return manager.statuses() if manager else []
 
     @contextmanager
     def borrow(self, spec: Proto) -> Iterator[tuple[int, LoadedModel]]:
-        """Borrow the version that a `ModelSpec` names; it stays loaded inside the `with` block.
+        """Yield number and model of the version that a `ModelSpec` names; it stays loaded inside the `with`
+        block.
 
-        StatusError if the model, version or label does not exist.
+        StatusError if the model, version or label does not exist, or the version is not available.
         """
         if not spec.name:
             raise invalid("ModelSpec has no name specified.")
@@ -91,7 +99,7 @@ class ServedModels:
             yield borrowed
 
     def statuses(self, spec: Proto) -> list[VersionStatus]:
-        """The versions of a model, the newest first, or only the one that the `ModelSpec` names.
+        """Return the versions of a model, the newest first, or only the one that the `ModelSpec` names.
 
         StatusError if there are none.
         """
@@ -107,7 +115,10 @@ class ServedModels:
         raise StatusError(Code.NOT_FOUND, f"Could not find version {version} of model {spec.name}")
 
     def configure(self, wanted: Sequence[ModelConfig]) -> None:
-        """Start to serve exactly these models. A refused configuration (StatusError) changes nothing."""
+        """Start to serve exactly these models, and do not wait for them.
+
+        StatusError if the configuration is refused; then nothing changes.
+        """
         with self._configuring:
             self._configure(wanted)
 
@@ -126,10 +137,9 @@ class ServedModels:
         StatusError if the configuration is refused (then nothing changes), or a model does not become
         available.
 
-        Args:
-            wanted: the models.
-            timeout_seconds: the longest wait; the configuration stays in effect afterwards.
-            is_wanted: called about once a second; the wait ends when it returns False.
+        Args: wanted: the models. timeout_seconds: the longest wait; the configuration stays in effect
+        afterwards. is_wanted: called about once a second; the wait ends, with StatusError, when it returns
+        False.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._configuring:
@@ -225,8 +235,9 @@ class ConfigFile:
         self._problem = ""
 
     def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
-        """The models that the file lists; UsageError if it cannot be used, or is empty and `may_be_empty` is
-        False.
+        """Return the models that the file lists.
+
+        UsageError if it cannot be used, or is empty and `may_be_empty` is False.
         """
         try:
             config = read_config_file(self.path)
@@ -239,16 +250,17 @@ class ConfigFile:
             ) from error
 
     def follow(self, models: ServedModels) -> None:
-        """Apply the file's content each time it is read, until `stop`, as in TF Serving.
+        """Apply the file's content each time it is read, in a thread, until `stop`, as in TF Serving.
 
-        A configuration that cannot be applied changes nothing, and is logged once.
+        A configuration that cannot be applied changes nothing, and is logged once. Without `poll_seconds`
+        nothing happens.
         """
         if self._poll_seconds > 0:
             name = f"models of {self.path.name}"
             threading.Thread(target=self._follow, args=(models,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Stop reading the file."""
+        """Stop reading the file; does not wait."""
         self._stopping.set()
 
     def _follow(self, models: ServedModels) -> None:

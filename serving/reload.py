@@ -46,10 +46,11 @@ class Reloaded(Struct, frozen=True):
 
 
 def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
-    """The configuration to send before `wanted`; None if every label of `wanted` can be set at once.
+    """Return the configuration to send before `wanted`; None if every label of `wanted` can be set at once.
 
-    A label whose new version is not available yet keeps its current version; a policy of specific versions
-    then also lists that version, so that it stays loaded. A new label for such a version is left out.
+    `known` has each model's versions and labels, by name. A label whose new version is not available yet
+    keeps its current version; a policy of specific versions then also lists that version, so that it stays
+    loaded. A new label for such a version is left out.
     """
     first = message_class("serving.ModelServerConfig")()
     first.CopyFrom(wanted)
@@ -69,7 +70,10 @@ def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
 
 
 def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
-    """The reason why the server does not yet serve a model as its entry requires; None if it does."""
+    """Return the reason why the server does not yet serve a model as its entry requires; None if it does.
+
+    `statuses` are those of all its versions on the server.
+    """
     states = {status.version: status for status in statuses}
     for version in sorted(needed_versions(model)):
         status = states.get(version)
@@ -86,19 +90,24 @@ def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
 
 
 def has_failed(model: Proto, statuses: Sequence[VersionStatus]) -> bool:
-    """True if waiting longer will not help."""
+    """Return True if waiting longer will not help: a version that the entry names failed, or all versions
+    did.
+    """
     failed = {s.version for s in statuses if s.code and s.state is VersionState.END}
     others = {s.version for s in statuses} - failed
     return bool(needed_versions(model) & failed) or bool(failed and not others)
 
 
 def needed_versions(model: Proto) -> set[int]:
-    """The versions named in an entry of a configuration."""
+    """Return the versions named in an entry of a configuration, by its policy or by labels."""
     return {*model.model_version_policy.specific.versions, *model.version_labels.values()}
 
 
 def require_there(new: Iterable[Proto]) -> None:
-    """Raise ModelPathNotFound if files of new models do not exist, before the models are sent to a server."""
+    """Raise ModelPathNotFound if files of new models do not exist, before the models are sent to a server.
+
+    `new` are their entries; a path that this machine cannot judge passes.
+    """
     for entry in new:
         if problem := absent(entry):
             raise ModelPathNotFound(
@@ -135,7 +144,8 @@ class Reloader:
         self._checks_paths = checks_paths
 
     def run(self) -> list[Reloaded]:
-        """Send the configuration, and wait until it is served; return each model's versions and labels.
+        """Send the configuration, and wait until it is served; return each model's versions and labels, in
+        order.
 
         ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever; CallFailed if
         it does not respond or refuses, ServerError if a model is not served in time.
@@ -161,9 +171,10 @@ class Reloader:
         return Labels(available, {label: version for label, version in found.items() if version is not None})
 
     def _served(self, client: ModelClient, model: Proto) -> list[int]:
-        """Wait until a model is served as its entry requires; return its available versions.
+        """Wait until a model is served as its entry requires; return its available versions, the newest
+        first.
 
-        ServerError if it cannot be loaded, or the time is over.
+        ServerError if it cannot be loaded, or the time is over; CallFailed if the server does not respond.
         """
         began = time.monotonic()
         while (problem := problem_of(model, found := statuses(client))) is not None:
@@ -184,7 +195,8 @@ class Reloader:
 
 
 def statuses(client: ModelClient) -> list[VersionStatus]:
-    """The versions of a model on a server; none if the server does not know the model.
+    """Return the versions of a model on a server, the newest first; none if the server does not know the
+    model.
 
     CallFailed if the server does not respond, or refuses for another reason.
     """

@@ -50,9 +50,9 @@ class WholeFlags(Struct, frozen=True):
     ] = False
 
     def config(self, entry: EntryFlags) -> Any:
-        """The configuration to send: the file's, or an empty one, with the entry of --model-name.
+        """Return the configuration to send: the file's, or an empty one, with the entry of --model-name.
 
-        UsageError if it lists no model, or options for a model lack its name.
+        UsageError if it lists no model, if options for a model lack its name, or as `put_into`.
         """
         config = self._given(has_model=entry.model_name is not None)
         if entry.model_name is not None:
@@ -64,9 +64,10 @@ class WholeFlags(Struct, frozen=True):
         return config
 
     def _given(self, *, has_model: bool) -> Any:
-        """The file's configuration, or an empty one with --only.
+        """Return the file's configuration, or an empty one with --only.
 
-        UsageError if options exclude each other, or neither a file nor --only is given.
+        UsageError if options exclude each other, the file cannot be used, or neither a file nor --only is
+        given.
         """
         from exporter.wire.protos import message_class
         from serving.model_config import read_config_file
@@ -114,9 +115,10 @@ class EntryFlags(Struct, frozen=True):
     ] = []
 
     def put_into(self, config: Any, name: str) -> None:
-        """Change the model's entry according to the options, or add one; other fields of the entry stay.
+        """Change the entry of the model `name` in `config` by the options, or add one; its other fields stay.
 
-        UsageError if a new entry lacks a base path, or a label a version.
+        UsageError if a new entry lacks a base path, options exclude each other, or a label is not
+        LABEL=VERSION; other ExportErrors if a tag cannot be looked up.
         """
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]
@@ -156,9 +158,10 @@ class EntryFlags(Struct, frozen=True):
 
 
 def _version_at(named: str, base_path: str) -> int:
-    """The version for a position, which is named as for `export-model rollback --to`: see `version_named`.
+    """Return the version from which the fewest deltas reach a position.
 
-    UsageError if the base path has no versions.
+    The position is named as for `export-model rollback --to`. UsageError if the base path has no versions,
+    PositionUnknown for an unknown name, other ExportErrors if the path cannot be read.
     """
     from exporter.publish.tags import version_named
     from exporter.transfer.opened import opened

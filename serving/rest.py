@@ -67,7 +67,7 @@ _HTTP = {
 
 
 def metrics_path(monitoring_config_file: Path | None) -> str | None:
-    """The path of the metrics in a `MonitoringConfig`, by default `PROMETHEUS_PATH`.
+    """Return the path of the metrics in a `MonitoringConfig`, by default `PROMETHEUS_PATH`.
 
     None without a file, or if the file does not enable them. UsageError if it is invalid.
     """
@@ -86,7 +86,7 @@ class RequestedModel(Struct, frozen=True):
     what: str
 
     def fill(self, spec: Proto) -> None:
-        """Copy the name, and version or label, into a `ModelSpec`."""
+        """Copy the name, and version or label, into `spec`, a `ModelSpec`."""
         spec.name = self.name
         if self.version is not None:
             spec.version.value = self.version
@@ -122,7 +122,7 @@ class RestInterface:
         self._metrics_path = metrics_path
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Handle one request."""
+        """Return the response to one request, and count it; every error becomes a status."""
         if self._metrics_path is not None and request.path == self._metrics_path:
             return self._show_metrics(request.target)
         if _OUR_PATHS.fullmatch(request.target):
@@ -222,9 +222,9 @@ class RestInterface:
 
 
 def _require_types(inputs: Mapping[str, NDArray[Any]], signature: Proto) -> None:
-    """Raise NoJsonForm for values of types that TensorFlow Serving does not read from JSON.
+    """Raise NoJsonForm for arrays of types that TensorFlow Serving does not read from JSON.
 
-    No value is of any type.
+    An array without elements passes, whatever its type.
     """
     for name, array in inputs.items():
         dtype = DType(signature.inputs[name].dtype)
@@ -268,10 +268,10 @@ def _require_origin(request: HttpRequest) -> None:
 
 
 def _refuse_other_pages(headers: Mapping[str, str]) -> None:
-    """Raise StatusError for what a page of another site makes a browser send without asking first.
+    """Raise StatusError for a POST that a page of another site makes a browser send without asking first.
 
-    That is a form, or a text like one. JSON it would ask for, by OPTIONS, and without CORS in vain. Programs
-    send neither of the two headers (`curl -d` sends a form's type), proxies pass them on.
+    That is a form, or a text like one. For JSON the browser asks first, by OPTIONS, and is refused without
+    CORS. Programs send neither of the two headers (`curl -d` sends a form's type), proxies pass them on.
     """
     if headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         return
@@ -303,7 +303,9 @@ def _message(message: Proto) -> str:
 
 @cache
 def _printing_defaults() -> dict[str, Any]:
-    """The option that prints fields without a value; its name is another one since protobuf 5."""
+    """Return the argument of MessageToJson that prints fields without a value; its name changed in protobuf
+    5.
+    """
     from google.protobuf.json_format import MessageToJson
 
     option = "always_print_fields_with_no_presence"

@@ -26,10 +26,9 @@ _BLOCK = 1 << 16
 
 
 def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
-    """Yield the JSON of `rows` or `columns` in parts, so that only a part of a long response is Python
-    objects.
+    """Yield the JSON of `rows` or `columns` as bytes in parts.
 
-    ValueError for types without JSON, and for outputs without rows.
+    So only a part of a long response is Python objects. When iterated, it raises ValueError as these do.
     """
     _require_types(outputs)
     size = sum(map(_items, outputs.values()))
@@ -62,7 +61,7 @@ def _require_types(outputs: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _items(array: NDArray[Any]) -> int:
-    """The approximate number of Python objects that an array becomes; empty lists count, too."""
+    """Return the approximate number of Python objects that an array becomes; empty lists count, too."""
     return math.prod(max(size, 1) for size in array.shape)
 
 
@@ -83,9 +82,9 @@ def _text_of(document: Json) -> bytes:
 
 
 def rows(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Row format: `predictions` has an item per row; items map output names to values if there are several.
+    """Return the row format: `predictions` has an item per row, or for several outputs a dict by output name.
 
-    ValueError if outputs have no rows, or different numbers, or JSON lacks a type.
+    ValueError if outputs have no rows, or different numbers, or JSON has no form for a value.
     """
     _require_rows(outputs)
     columns = {name: to_json(array, name) for name, array in outputs.items()}
@@ -105,28 +104,29 @@ def _require_rows(outputs: Mapping[str, NDArray[Any]]) -> None:
 
 
 def columns(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Json]:
-    """Columnar format: `outputs` has each output by name, or the output itself if there is only one.
+    """Return the columnar format: `outputs` has each output by name, or the output itself if there is only
+    one.
 
-    ValueError if JSON lacks a type.
+    ValueError if JSON has no form for a value.
     """
     values = {name: to_json(array, name) for name, array in outputs.items()}
     return {"outputs": next(iter(values.values())) if len(values) == 1 else values}
 
 
 def classifications(examples: Sequence[Sequence[tuple[str, float]]]) -> dict[str, Json]:
-    """The document whose `results` has a list of [label, score] for each example."""
+    """Return the document whose `results` has a list of [label, score] pairs for each example."""
     return {"results": [[[label, shortest(score)] for label, score in row] for row in examples]}
 
 
 def regressions(values: Sequence[float]) -> dict[str, Json]:
-    """The document whose `results` has a number for each example."""
+    """Return the document whose `results` has a number for each example."""
     return {"results": [shortest(value) for value in values]}
 
 
 def to_json(array: NDArray[Any], name: str) -> Json:
-    """A tensor as nested lists; strings are texts, or `{"b64": ...}` if the name ends in `_bytes`.
+    """Return a tensor as nested lists; strings are texts, or `{"b64": ...}` if the name ends in `_bytes`.
 
-    ValueError if JSON has no form for it.
+    ValueError for complex numbers, and for strings that are not UTF-8 without that ending.
     """
     dtype = dtype_of(array)
     if dtype is DType.STRING:
@@ -142,7 +142,7 @@ def to_json(array: NDArray[Any], name: str) -> Json:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal with the same float32: 0.1 instead of 0.10000000149011612."""
+    """Return the shortest decimal with the same float32: 0.1 instead of 0.10000000149011612."""
     import numpy as np
 
     return float(str(np.float32(value)))

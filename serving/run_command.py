@@ -153,7 +153,7 @@ def _announce(sink: Output, server: ModelServer) -> None:
 
 
 def _tables(version: Path) -> str | None:
-    """The state of a loaded version's mapped tables, in words; None if it was not made to map any.
+    """Return the state of a loaded version's mapped tables, in words; None if it was not made to map any.
 
     None, too, if its manifest cannot be read, as for a version of another program.
     """
@@ -169,10 +169,10 @@ def _tables(version: Path) -> str | None:
 def _the_model(
     sink: Output, argument: Path | None, option: Path | None, name: str | None, config_file: Path | None
 ) -> tuple[Path | None, str | None]:
-    """The path and name of the one model to serve; None for both if a file lists the models.
+    """Return the path and name of the one model to serve; None for both if a file lists the models.
 
-    The name is also None if the path was given as an argument, without a name. UsageError for no path, or
-    two.
+    The name is also None if the path was given as an argument, without a name. UsageError for no path, two
+    different ones, or one that cannot be a model's.
     """
     if config_file is not None:
         if argument or option or name:
@@ -194,7 +194,10 @@ def _the_model(
 
 
 def _require_no_neighbour(sink: Output, path: Path) -> None:
-    """Refuse a path beside the model that was probably meant; a directory without versions is accepted."""
+    """Raise UsageError for a path beside the model that was probably meant, a file, or checkpoints.
+
+    A directory without versions is accepted, with a note; one that does not exist, too.
+    """
     from exporter.publish.versions import likely_model
 
     if path.is_file():

@@ -17,13 +17,17 @@ _MOST_BYTES = 4096
 
 
 def as_metadata(names: Iterable[str]) -> tuple[tuple[str, bytes], ...]:
-    """The metadata with these names, sorted; () if they are too long."""
+    """Return the trailing metadata with these names, sorted; () if they are too long."""
     content = msgspec.json.encode(sorted(names))
     return ((_KEY, content),) if len(content) <= _MOST_BYTES else ()
 
 
 def names_in(metadata: Iterable[Any] | None) -> tuple[str, ...]:
-    """The names in an answer's metadata; empty if the server does not send them, or sends something else."""
+    """Return the names in an answer's metadata; empty if the server does not send them, or sends something
+    else.
+
+    Names that are not printable are left out.
+    """
     found = next((value for key, value in metadata or () if key == _KEY), b"")
     try:
         names = msgspec.json.decode(found[:_MOST_BYTES], type=list[str])

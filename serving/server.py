@@ -117,18 +117,19 @@ class ModelServer:
 
     @property
     def address(self) -> str:
-        """`host:port` for gRPC clients."""
+        """Return `host:port` for gRPC clients."""
         return _host_and_port(self.host, self.port)
 
     @property
     def rest_url(self) -> str | None:
-        """The URL of the models in REST; None without REST."""
+        """Return the URL of the models in REST; None without REST."""
         if self.rest_port is None:
             return None
         return f"http://{_host_and_port(self.host, self.rest_port)}/v1/models"
 
     def wait_available(self, timeout_seconds: float) -> int:
-        """Wait until every model has an available version; return the first model's, 0 without any model.
+        """Wait until every model has an available version; return the first model's newest, 0 without any
+        model.
 
         ServerError if the time is over, or a model cannot become available.
         """
@@ -138,16 +139,19 @@ class ModelServer:
         return versions[0] if versions else 0
 
     def statuses(self) -> list[VersionStatus]:
-        """Every version of the first model that the server has seen, the newest first."""
+        """Return the last status of every version of the first model that the server has seen, the newest
+        first.
+        """
         return self.models.versions(self.name)
 
     def stop(self, grace_seconds: float | None = None) -> None:
         """Fail health checks, drain, refuse new calls, let calls in progress end, unload; may be called
         repeatedly.
 
-        Args:
-            grace_seconds: the time for calls in progress, without a drain before; by default the options give
-                both times.
+        It waits for all of that. Calls and loads that take longer are cut off.
+
+        Args: grace_seconds: the time for calls in progress, without a drain before; by default the options
+        give both times.
         """
         if self._stopped:
             return
@@ -304,10 +308,10 @@ _IN_USE = (
 
 
 def require_free(host: str, port: int) -> None:
-    """Refuse a port on which another program listens, before gRPC prints its own line about it.
+    """Raise ServerError for a port on which another program listens, before gRPC prints its own line about
+    it.
 
-    Raises:
-        ServerError: one listens there.
+    A host name that does not resolve passes.
     """
     with suppress(socket.gaierror):  # gRPC resolves names in its own way
         for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -359,7 +363,10 @@ def _health_check(models: ServedModels, health: Health) -> Method:
 
 @cache
 def messages() -> tuple[Any, Any]:
-    """The classes of HealthCheckRequest and HealthCheckResponse (source: grpc/health/v1/health.proto)."""
+    """Return the classes of HealthCheckRequest and HealthCheckResponse; memoised.
+
+    Their source is grpc/health/v1/health.proto.
+    """
     from google.protobuf import descriptor_pb2, descriptor_pool
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -384,7 +391,11 @@ def messages() -> tuple[Any, Any]:
 
 
 def _services(calls: Calls, metrics: ServerMetrics, health: Health) -> Mapping[str, Mapping[str, Method]]:
-    """The methods of PredictionService, ModelService and the health service, by the services' full names."""
+    """Return the methods of PredictionService, ModelService and the health service, by service and method
+    name.
+
+    The services' names are full ones: `tensorflow.serving.ModelService`.
+    """
     found: dict[str, Mapping[str, Method]] = {_SERVICE: {"Check": _health_check(calls.models, health)}}
     for service in (PredictionService(calls, metrics), ModelService(calls)):
         name = type(service).__name__
@@ -416,28 +427,36 @@ class PredictionService:
         self._metrics = metrics
 
     def Predict(self, request: Proto, call: Call) -> Proto:
-        """Run a signature on tensors."""
+        """Run a signature on tensors; return a `PredictResponse`. An error ends the call with its status."""
         with _status_to(call), self._counted("Predict", request.model_spec):
             return self._calls.predict(request, _timeout_ms(call))
 
     def Classify(self, request: Proto, call: Call) -> Proto:
-        """Run a classify signature on examples."""
+        """Run a classify signature; return a `ClassificationResponse`. An error ends the call with its
+        status.
+        """
         with _status_to(call), self._counted("Classify", request.model_spec):
             return self._calls.classify(request, _timeout_ms(call))
 
     def Regress(self, request: Proto, call: Call) -> Proto:
-        """Run a regress signature on examples."""
+        """Run a regress signature; return a `RegressionResponse`. An error ends the call with its status."""
         with _status_to(call), self._counted("Regress", request.model_spec):
             return self._calls.regress(request, _timeout_ms(call))
 
     def MultiInference(self, request: Proto, call: Call) -> Proto:
-        """Run several classify and regress signatures on the same examples."""
+        """Run several classify and regress signatures on the same examples; return a
+        `MultiInferenceResponse`.
+
+        An error ends the call with its status.
+        """
         spec = request.tasks[0].model_spec if request.tasks else None
         with _status_to(call), self._counted("MultiInference", spec):
             return self._calls.multi_inference(request, _timeout_ms(call))
 
     def GetModelMetadata(self, request: Proto, call: Call) -> Proto:
-        """The signatures of a version."""
+        """Return the signatures of a version as a `GetModelMetadataResponse`. An error ends the call with its
+        status.
+        """
         with _status_to(call, self._calls.models), self._counted("GetModelMetadata", request.model_spec):
             return self._calls.metadata(request)
 
@@ -461,12 +480,19 @@ class ModelService:
         self._calls = calls
 
     def GetModelStatus(self, request: Proto, call: Call) -> Proto:
-        """The state of each version of a model."""
+        """Return the state of each version of a model as a `GetModelStatusResponse`.
+
+        An error ends the call with its status.
+        """
         with _status_to(call, self._calls.models):
             return self._calls.status(request)
 
     def HandleReloadConfigRequest(self, request: Proto, call: Call) -> Proto:
-        """Serve other models, versions or labels; responds when every new model is available."""
+        """Serve other models, versions or labels; return when every new model is available.
+
+        It waits until the caller's deadline, or ten minutes without one. An error ends the call with its
+        status.
+        """
         with _status_to(call):
             remaining = _seconds_left(call)
             seconds = _CONFIGURE_SECONDS if remaining is None else remaining
@@ -474,7 +500,9 @@ class ModelService:
 
 
 def _timeout_ms(call: Call) -> int | None:
-    """The milliseconds until the caller's deadline, when the session stops the step; None without one."""
+    """Return the milliseconds until the caller's deadline, at which the session stops the step; None without
+    one.
+    """
     seconds = _seconds_left(call)
     return None if seconds is None else int(seconds * 1000)
 
@@ -486,9 +514,10 @@ def _seconds_left(call: Call) -> float | None:
 
 @contextmanager
 def _status_to(call: Call, models: ServedModels | None = None) -> Iterator[None]:
-    """End the call with the canonical status of any exception, its message shortened as in TF Serving.
+    """End the call with the canonical status of any exception in the block, by `Call.abort`.
 
-    NOT_FOUND carries the names of `models`, for clients that do not know a name.
+    Its message is shortened as in TF Serving. NOT_FOUND carries the names of `models`, for clients that do
+    not know a name.
     """
     try:
         yield

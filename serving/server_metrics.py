@@ -61,7 +61,7 @@ class ServerMetrics:
                 self._sums_us[key] += took_us  # type: ignore[assignment] # a Counter adds numbers of any kind
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
@@ -121,7 +121,9 @@ class ServerMetrics:
         yield from (states, position, step)
 
     def _stands_at(self, name: str, version: int) -> tuple[int, int] | None:
-        """The position and step of a version, if it takes deltas and responds within a second; else None."""
+        """Return the position and step of a version, if it takes deltas and responds within a second; else
+        None.
+        """
         spec = message_class("serving.ModelSpec")(name=name)
         spec.version.value = version
         with suppress(Exception), self._models.borrow(spec) as (_, model):

@@ -108,7 +108,10 @@ class StockFlags(Struct, frozen=True):
     ] = field(default_factory=dict)
 
     def put_into(self, options: ServerOptions, network: NetworkOptions) -> ServerOptions:
-        """The options of a server with those of its network, and the fields that the flags set."""
+        """Return the options of a server with those of its network, and the fields that the flags set.
+
+        A field of the same name in `options` or `network` is replaced.
+        """
         own = {name: value for name, value in self.fields.items() if hasattr(options, name)}
         others = {name: value for name, value in self.fields.items() if name not in own}
         return replace(options, **own, network=replace(network, **others))
@@ -230,7 +233,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
     def channel_arguments(self) -> list[tuple[str, int | str]]:
-        """Arguments of the gRPC server by name; a value in digits becomes a number.
+        """Return the arguments of the gRPC server as pairs of name and value, in order; digits become a
+        number.
 
         UsageError for another form than NAME=VALUE.
         """
@@ -243,7 +247,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """The settings for loading versions; UsageError if the session's file cannot be used."""
+        """Return the settings for loading versions; UsageError if the session's file cannot be used."""
         from serving.loader import Loading
         from serving.text_config import read_text_config
 
@@ -261,7 +265,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         )
 
     def inference(self) -> Inference:
-        """The settings for computing responses."""
+        """Return the settings for computing responses."""
         from serving.inference import Inference
 
         return Inference(

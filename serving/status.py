@@ -39,7 +39,7 @@ class Code(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Code:
-        """`UNKNOWN` for a code of a later server."""
+        """Return `UNKNOWN` for a code of a later server."""
         return cls.UNKNOWN
 
 
@@ -53,7 +53,7 @@ class VersionStatus(Struct, frozen=True):
 
 
 def error_text(status: VersionStatus) -> str:
-    """The reason why a version failed to load; empty if it did not."""
+    """Return the reason why a version failed to load, with its code; "" if it did not."""
     return f"{status.code.name}: {status.message}" if status.code else ""
 
 
@@ -67,12 +67,12 @@ class StatusError(Exception):
 
 
 def invalid(message: str) -> StatusError:
-    """The error for a request that does not fit the model."""
+    """Return the error for a request that does not fit the model: INVALID_ARGUMENT."""
     return StatusError(Code.INVALID_ARGUMENT, message)
 
 
 def status_of(error: BaseException) -> StatusError:
-    """The canonical status of any exception, TensorFlow's own included."""
+    """Return the canonical status of any exception, TensorFlow's own included; UNKNOWN if nothing fits."""
     if isinstance(error, StatusError):
         return error
     code = getattr(error, "error_code", None)  # tf.errors.OpError, recognised without importing TensorFlow

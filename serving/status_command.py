@@ -44,7 +44,10 @@ _COLUMNS = {
 
 
 def ask(client: ModelClient, statuses: Sequence[VersionStatus]) -> list[ServedVersion]:
-    """Ask each available version for its position; versions without deltas have none."""
+    """Ask each available version for its position; return all versions, in the order of `statuses`.
+
+    Versions without deltas have no position; one that cannot be asked has a `problem`.
+    """
     return [_ask(client, status) for status in statuses]
 
 
@@ -70,7 +73,10 @@ def _ask(client: ModelClient, status: VersionStatus) -> ServedVersion:
 
 
 def compare(versions: Sequence[ServedVersion], target: Model, now: datetime) -> list[ServedVersion]:
-    """Add the distance from the published model to each available version."""
+    """Return the versions, each available one with its distance from the published model `target`.
+
+    A version that cannot be compared has a `problem`.
+    """
     return [
         _compare(found, target, now) if found.state == VersionState.AVAILABLE.name else found
         for found in versions
@@ -114,7 +120,10 @@ def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersio
 
 
 def _steps_behind(step: int | None, target: Model) -> int | None:
-    """The steps from a served one to the newest published; None if either is not recorded."""
+    """Return the steps from a served one to the newest published; None if either is not recorded.
+
+    It is negative if the served step is the greater one, after a rollback.
+    """
     newest = None if target.at is None else target.at.step
     return None if step is None or newest is None else newest - step
 
@@ -124,9 +133,10 @@ def _seconds_since(time: datetime | None, now: datetime) -> float | None:
 
 
 def run(client: ModelClient, published: Path | None, sink: Output) -> None:
-    """Ask the server, compare with the published model, and print.
+    """Ask the server, compare with the model at `published` (None: do not), and print.
 
-    ServerError, after that, if no version is available.
+    ServerError, after that, if no version is available; CallFailed if the server does not respond or does not
+    know the model, other ExportErrors if the published model cannot be read.
     """
     statuses = client.status()
     found, target = ask(client, statuses), None
@@ -159,15 +169,16 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 def client_of(
     connect: Callable[[str], ModelClient], model: str | None, published: Path | None
 ) -> ModelClient:
-    """A client of the named model, or else of the only one that the server serves (`find_model`)."""
+    """Return a client of the named model, or else of the only one that the server serves (`find_model`)."""
     return connect(model) if model else find_model(connect, published)
 
 
 def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
-    """A client of the only model on a server, for a command without a model's name.
+    """Return a client of the only model on a server, for a command without a model's name.
 
-    `serve-model run` lists its models. TensorFlow Serving's interface does not: there the name may be the
-    last part of the `published` path, or TensorFlow Serving's own default.
+    `connect` makes a client for the model of a name. `serve-model run` lists its models. TensorFlow Serving's
+    interface does not: there the name may be the last part of the `published` path, or TensorFlow Serving's
+    own default.
 
     Raises:
         CallFailed: the server did not respond, has none of these, or has several models.

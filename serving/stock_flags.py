@@ -31,7 +31,7 @@ class StockFlag(Struct, frozen=True):
 
     @property
     def own(self) -> str:
-        """The option of this program; `--flag` if it has none of its own."""
+        """Return the option of this program; `--flag` if it has none of its own."""
         is_rare = any(word.partition("=")[0] == self.name for word in FLAGS)
         return "--flag" if is_rare else self.option or f"--{self.name.replace('_', '-')}"
 
@@ -105,9 +105,11 @@ _TRUE, _FALSE = ("true", "1", "t"), ("false", "0", "f")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace TF Serving's flags by this program's options; returns also notes on flags without effect.
+    """Replace TF Serving's flags by this program's options; return all arguments, and notes on flags without
+    effect.
 
-    UsageError for a flag that is not supported.
+    What follows `--` is unchanged. UsageError for a flag that is not supported, or whose value is missing or
+    wrong.
     """
     translated: list[str] = []
     notes: list[str] = []
@@ -152,7 +154,9 @@ def _truth(flag: StockFlag, value: str | None) -> bool:
 
 
 def _with_dashes(argument: str) -> str:
-    """Replace underscores in the name of an option of this program."""
+    """Return the argument with dashes for underscores in the name of an option; other arguments are
+    unchanged.
+    """
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -44,13 +44,11 @@ _SCALARS = {"string": "TYPE_STRING", "bool": "TYPE_BOOL", "int64": "TYPE_INT64"}
 
 
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
-    """Read a message in text form from a file; UsageError if it cannot be read, or is not one.
+    """Read a message in text form from a file; UsageError if it cannot be read, or has other content.
 
-    Args:
-        option: the option that names the file, for errors.
-        path: the file.
-        message: the message's name, as for `message_class`, or one of those that are defined here.
-        is_secret: errors give only the place of a mistake, not the text there.
+    Args: option: the option that names the file, for errors. path: the file. message: the message's name, as
+    for `message_class`, or one of those that are defined here. is_secret: errors give only the place of a
+    mistake, not the text there.
     """
     from google.protobuf import text_format
 

@@ -49,7 +49,7 @@ _LONGEST_PAUSE_S = 0.1
 
 
 def read_incremental_status(client: ModelClient, version: int) -> Served | None:
-    """An available version with its position, its log and its tables; None if it takes no deltas.
+    """Return an available version with its position, its log and its tables; None if it takes no deltas.
 
     Raises:
         CallFailed (exporter.errors): the server did not respond, or refused.
@@ -83,14 +83,14 @@ def _served(version: int, found: Mapping[str, NDArray[Any]]) -> Served:
 
 
 def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
-    """The first number of an output that counts; ValueError if it is not an int64."""
+    """Return the first number of the output `name`; ValueError if it is not an int64."""
     if found[name].dtype != np.int64:
         raise ValueError(f"the output {name!r} is {found[name].dtype}, not int64")
     return int(found[name][0])
 
 
 def read_served(client: ModelClient, status: VersionStatus, before: Collection[Served] = ()) -> Served:
-    """A version of a server, with its position if it is available and takes deltas.
+    """Return a version of a server, with its position if it is available and takes deltas.
 
     If it was unloaded after the server reported `status`, its state is END, with the reason. The signatures
     of a version that had a position `before` are read only if asking for the position fails: reading them
@@ -132,21 +132,24 @@ class Updated(Struct, frozen=True):
 
     @property
     def is_stuck(self) -> bool:
-        """True if published deltas were not applied, and another call will not help."""
+        """Return True if published deltas were not applied, and another call will not help."""
         return self.word not in _AS_FAR_AS_ASKED or UNREADABLE_HOLD in self.status
 
     @property
     def word(self) -> str:
-        """The first word of the status."""
+        """Return the first word of the status, an `UpdateStatus` of a known base."""
         return self.status.partition(":")[0]
 
     @property
     def found_another(self) -> bool:
-        """True if nothing was applied because another update was running."""
+        """Return True if the last call applied nothing because another update was running."""
         return self.status.startswith(ANOTHER_RUNS)
 
     def was_merged(self, up_to: int) -> bool:
-        """True if it stopped at another call's target, so that another call may get further."""
+        """Return True if it stopped at another call's target, so that another call may get further.
+
+        `up_to` is the position that was asked for, -1 for the newest.
+        """
         if up_to == NEWEST:
             return self.word == UpdateStatus.MERGED or self.word in _WITH_A_TARGET
         stops_there = self.word in (UpdateStatus.REACHED, UpdateStatus.PASSED)
@@ -159,7 +162,8 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
     Without a version, the newest available one is updated, and then a newer one that is loading, once it is
     available; otherwise it would lack the deltas published during its warm-up until the next update. The
     client's deadline limits the wait. Calls are idempotent: after a time-out, call again. Rows and deltas are
-    the sums over all calls, including deltas that a merged call of another client applied.
+    the sums over all calls for the version in the result, including deltas that a merged call of another
+    client applied.
 
     Raises:
         UsageError: the model has no incremental subgraph.
@@ -182,14 +186,15 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
 def trusted_target(
     client: ModelClient, model: Model, *, up_to: int = NEWEST, version: int | None = None
 ) -> tuple[int, int]:
-    """The version to update, and the position to send it to: the furthest that trusted publications reach.
+    """Return the version to update and the position to send it to: the furthest that trusted publications
+    reach.
 
     With `up_to` that position is the limit. `model` was read with trusted keys in force. The server lists the
     directory itself: it is sent no further than before the first publication that no trusted key has signed.
 
     Raises:
         NotTrusted: no trusted key has signed the version's base, or the deltas up to `up_to`.
-        UsageError, CallFailed: as `update`.
+        CallFailed: the server did not respond, or refused.
     """
     number = client.metadata(version).version
     served = read_incremental_status(client, number)
@@ -207,7 +212,7 @@ def trusted_target(
 
 
 def _newer(client: ModelClient, version: int) -> tuple[int, bool] | None:
-    """The newest version above `version` that is available or loading, and whether it is available.
+    """Return the newest version above `version` that is available or loading, and True if it is available.
 
     None if there is none, or the server does not say.
     """
@@ -239,9 +244,12 @@ def _update(client: ModelClient, up_to: int, version: int | None) -> Updated:
 
 
 def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
-    """Update one version that takes deltas; CallFailed if it does not get to `up_to`.
+    """Update one version that takes deltas, by several calls if needed, and return where it is then.
 
-    While another update runs, it calls again until the client's deadline: see `Updated.found_another`.
+    `up_to` -1 is the newest position. While another update runs, it calls again, after up to 0.1 s, until the
+    client's deadline; then `Updated.found_another` is true. CallFailed if it does not get to `up_to`
+    otherwise: INVALID_ARGUMENT if the model refuses, ABORTED if 20 calls were merged with calls for a smaller
+    position.
     """
     until = time.monotonic() + client.deadline_s
     rows = deltas = 0
@@ -273,7 +281,10 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
 
 
 def _call_in_turn(client: ModelClient, up_to: int, version: int, until: float) -> Updated:
-    """Call until no other update runs, or until the deadline."""
+    """Call until no other update runs, or until the deadline `until` (monotonic seconds); sleep in between.
+
+    Returns the last answer. CallFailed if the server does not respond, or refuses.
+    """
     while (done := _call(client, up_to, version)).found_another and time.monotonic() < until:
         time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
     return done

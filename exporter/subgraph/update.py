@@ -135,9 +135,9 @@ def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: Updat
     """Add the nodes of an update; return position, step, rows, deltas int64 [n], status string [n], and a
     refusal.
 
-    `up_to`, int64 [n], has the wanted positions, -1 for the newest; the batch is updated to the smallest of
-    them, and the status of the others is `merged`. The refusal, string [], is empty, or the message with
-    which the caller has to let the call fail: a number below -1 was given, or an explicit target was not
+    `up_to`, int64 [n], has the wanted positions, -1 for the newest. The update goes to the smallest of them;
+    the status of rows that want another one is `merged`. The refusal, string [], is empty, or the message
+    with which the caller has to let the call fail: a number below -1 was given, or an explicit target was not
     reached and every row of the batch asked for that target.
     """
     # A batching server may merge calls: the batch goes to the smallest target, and the status asks the other

@@ -352,8 +352,8 @@ def write_snapshot(
     """Add the writes of all tensors while the sequence is odd; return the last operation, for others to wait
     for.
 
-    `start` and `end`, int64 [3], are the values of `position` during the writes and after them. The writes
-    wait first for the quiet that readers ask for, at most 30 seconds.
+    `start` and `end`, int64 [3], are the values of `position` during the writes and after them. Before the
+    sequence becomes odd, it waits for the quiet that readers ask for, at most 30 seconds.
     """
     # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)

@@ -52,7 +52,10 @@ _REQUEST_S = 10.0
 
 
 def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fresh_within_s: float) -> str:
-    """Return the status page as HTML, of a new view and the last events."""
+    """Return the status page as HTML, of a new view and the last events.
+
+    A replica that lacks a publication for more than `fresh_within_s` is late.
+    """
     now = view()
     return _template().render(
         view=now,

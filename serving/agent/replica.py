@@ -107,8 +107,8 @@ class Pacer:
         """Choose the next pause between deltas and set `pause_s`; return an event's text if pauses begin or
         end.
 
-        Otherwise it is "". The probes taken while deltas were applied are then forgotten, unless too few are
-        known.
+        Otherwise it is "". Too few probes change nothing; with enough of them, those taken while deltas were
+        applied are forgotten.
         """
         before, found = self.pause_s, self.latencies
         self.pause_s = next_pause(before, found, self._policy)
@@ -326,8 +326,7 @@ class Replica:
         """Bring a version to the action's position, and return where the update stopped.
 
         `bytes_`, the size of the deltas to apply, extends the call's deadline. `Updated.found_another` is
-        true if another update ran all the time, and nothing was applied. CallFailed if the server did not
-        respond, or refused.
+        true if another update ran until the deadline. CallFailed if the server did not respond, or refused.
         """
         client.deadline_s = self._settings.deadline_s + bytes_ / BYTES_A_SECOND
         try:
