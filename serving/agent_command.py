@@ -90,7 +90,10 @@ class PortFlags(Struct, frozen=True):
     ] = 30.0
 
     def tls(self) -> HttpTls | None:
-        """The files of the port's certificate; None without them."""
+        """Return the files of the port's certificate; None without them.
+
+        UsageError if one of them is missing or cannot be used.
+        """
         from serving.http_port import HttpTls
 
         return HttpTls.of(self.tls_cert, self.tls_key, self.client_ca)
@@ -533,7 +536,8 @@ def _trust(
 ) -> None:
     """Until the stack ends, ignore publications of these models that no trusted key has signed.
 
-    This is for models to which others write: `--pull` checks publications before it stores them.
+    `canaries` has the names of models with a canary. This is for models to which others write: `--pull`
+    checks publications before it stores them.
 
     Raises:
         UsageError: a key cannot be used, or such a model has a canary.
@@ -613,7 +617,7 @@ class _EventPrinter:
         self._is_lost = False
 
     def started(self, host: str, port: int, scheme: str) -> None:
-        """Print the address of the agent's port."""
+        """Print the address of the agent's port; `scheme` is `http` or `https`."""
         self._print_or_warn(partial(self._print_start, host, port, scheme))
 
     def __call__(self, event: AgentEvent) -> None:

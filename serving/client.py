@@ -135,16 +135,14 @@ class ModelClient:
         version: int | None = None,
         outputs: Iterable[str] = (),
     ) -> Prediction:
-        """Run a signature.
+        """Run a signature, and return its outputs and the version that computed them.
 
-        Args:
-            inputs: arrays by input name, of the signature's dtypes.
-            signature: its name.
-            version: the version to ask; the newest available one by default.
-            outputs: the outputs to fetch; all by default.
+        Args: inputs: arrays by input name, of the signature's dtypes. signature: its name. version: the
+        version to ask; the newest available one by default. outputs: the outputs to fetch; all by default.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.
+            ValueError: an input has a type that TensorFlow does not have.
         """
         return self.predict_as(_whole, inputs, signature=signature, version=version, outputs=outputs)
 
@@ -160,7 +158,9 @@ class ModelClient:
         """Run a signature as `predict`, and return the result of `read` on the answer.
 
         Raises:
-            CallFailed: as `predict`; also if `read` raises because the answer is not as expected.
+            CallFailed: as `predict`; also if `read` raises ValueError, TypeError, LookupError or the like because
+                the answer is not as expected.
+            ValueError: as `predict`.
         """
         request = self._request("serving.PredictRequest", version, signature)
         for name, value in inputs.items():
@@ -177,7 +177,9 @@ class ModelClient:
     def classify(
         self, input_: Proto, *, signature: str = DEFAULT_SIGNATURE, version: int | None = None
     ) -> Classification:
-        """Run a classify signature on a `serving.Input` of examples.
+        """Run a classify signature on a `serving.Input` of examples; return labels and scores of each.
+
+        `version` is the newest available one by default.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.
@@ -198,7 +200,9 @@ class ModelClient:
     def regress(
         self, input_: Proto, *, signature: str = DEFAULT_SIGNATURE, version: int | None = None
     ) -> Regression:
-        """Run a regress signature on a `serving.Input` of examples.
+        """Run a regress signature on a `serving.Input` of examples; return a value for each.
+
+        `version` is the newest available one by default.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.

@@ -131,11 +131,9 @@ class Reloader:
     ) -> None:
         """Prepare a reload; `run` sends the configuration.
 
-        Args:
-            wanted: the `ModelServerConfig`; it lists at least one model.
-            connect: makes a client for the model of a name.
-            deadline_s: seconds for the whole reload.
-            checks_paths: check that the files of models new to the server exist.
+        Args: wanted: the `ModelServerConfig`; it lists at least one model. connect: makes a client for the
+        model of a name. deadline_s: seconds for the whole reload, from now on. checks_paths: check that the
+        files of models new to the server exist.
         """
         self._wanted = wanted
         self._connect = connect

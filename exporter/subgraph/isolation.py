@@ -72,7 +72,8 @@ def order_handles(
     """Reroute all present uses of `handles` (VarHandleOps), and of the position's, through nodes that run
     after a read of the sequence.
 
-    Changes the graph's nodes in place; returns the nodes that signatures share.
+    Changes the graph's nodes in place; returns the nodes that signatures share. `patience_seconds` limits a
+    reader's wait for an update.
     """
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
@@ -99,12 +100,12 @@ def isolate(
     with_position: bool,
     warmed: bool,
 ) -> tuple[dict[str, str], str | None]:
-    """Make a signature compute again if an update wrote in between.
+    """Add the nodes by which a signature computes again if an update wrote while it read.
 
     Returns the node names of the new outputs, by the names of the tensors that they replace (empty if the
     signature reads nothing that updates write), and the name of its position tensor, int64 [3] (None unless
-    `with_position`). With `warmed` the first call goes through the function that retries. The signature
-    itself is not changed.
+    `with_position`). With `warmed` the first call goes through the function that retries. The caller puts the
+    outputs into the signature.
 
     Raises:
         NotServable: a node outputs a reference.
@@ -220,7 +221,8 @@ class _Retry(Struct, frozen=True, dict=True):
         """Return the dtype and shape of each argument, by name, in order.
 
         The order is: `_STATE`, `warm` (if `warmed`), a vector of handles for each of `vectors`, other
-        captures, feeds, and the outputs of the first try. A shape of None is unknown.
+        captures, feeds, and the outputs of the first try. `feeds` are the signature's inputs. A shape of None
+        is unknown.
         """
         names = (*_STATE, "warm") if self.warmed else _STATE
         handles: dict[str, tuple[DType, StaticShape]] = dict.fromkeys(names, (DType.RESOURCE, ()))
@@ -445,7 +447,10 @@ def _kept_outside(node: Proto) -> DType | None:
 
 
 def _without_outer_controls(node: Proto, inside: dict[str, Proto]) -> Proto:
-    """Return the node if all its control inputs are in `inside`, else a copy without the others."""
+    """Return the node if all its control inputs are in `inside`, else a copy without the others.
+
+    `inside` has the function's nodes by name.
+    """
     if all(not ref.startswith("^") or ref[1:] in inside for ref in node.input):
         return node
     copy = deepcopy(node)

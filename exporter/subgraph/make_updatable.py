@@ -254,8 +254,8 @@ def _isolate_signatures(
 ) -> None:
     """Isolate each signature if the options ask for snapshots, and add the stamps if they ask for these.
 
-    Changes `signatures` in place. `handles` are the nodes of the handles of all variables that updates write.
-    NotServable if a node outputs a reference.
+    Changes the graph and `signatures` in place. `handles` are the nodes of the handles of all variables that
+    updates write. NotServable if a node outputs a reference.
     """
     snapshot = options.isolation is Isolation.SNAPSHOT
     isolation = order_handles(editor, state, handles, options.patience_seconds) if snapshot else None
@@ -276,8 +276,10 @@ def _isolate_signatures(
 
 
 def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
-    """Write the JSON file that describes the deltas of this base to `path`, and add it to the graph as an
-    asset.
+    """Write the JSON file that describes the deltas of this base to `path`; return it as an asset of the
+    graph.
+
+    Adds the asset's node to the graph.
     """
     document = {
         "format_version": 1,

@@ -320,8 +320,9 @@ def add_overlays(
 ) -> dict[str, OverlaidTable]:
     """Add overlays for the variables in `capacities`, and return each one's overlay.
 
-    Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit. At
-    least `MANY` tables with rows of one shape and dtype share an overlay.
+    Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit.
+    `MANY` tables and more with rows of one shape and dtype share an overlay, except tables that are restored
+    from one tensor.
     """
     overlaid = [variable for variable in variables if variable.node in capacities]
     names = Counter(variable.served_name for variable in overlaid)

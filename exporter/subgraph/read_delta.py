@@ -251,7 +251,8 @@ def _read_header(prefix: Tensor) -> Sequence[Tensor]:
     """Add nodes that read the header at `prefix`; return its fields int64 [6], lineage and schema digest,
     string [].
 
-    They are zeros and empty strings if that fails, or if `prefix` is empty.
+    The fields are format version, first and last position, step, flags and number of rows. They are zeros and
+    empty strings if that fails, or if `prefix` is empty.
     """
 
     def read(path: Tensor) -> tuple[Tensor, ...]:
@@ -271,7 +272,7 @@ def _read_body(
 
     Returns the refusal, empty if there is none; `changed`, bool [n], per variable of the schema; the number
     of entries of lookup tables, int64 []; and the packed tensors (`DeltaForm.take`). `prefix` may be empty:
-    then nothing is read. `flags` and `rows` are the header's.
+    then nothing is read. `name` is the delta's, for the refusal; `flags` and `rows` are the header's.
     """
     schema = expected.schema
 
@@ -420,7 +421,7 @@ def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
 
 def _checks_of_lookups(schema: Schema, values_of: Mapping[ServedVariable, Tensor]) -> list[DeltaRefusal]:
     """Return a check for each lookup table: it has as many keys as values and, if all its buckets are stored,
-    a power of two of them.
+    a power of two of them, or no entries.
 
     `values_of` has the tensor of each half.
     """
@@ -544,8 +545,8 @@ def _unpack(
     """Return all rows in the order of `ids`, and true, bool [], if each id has a row and places and scales
     are valid.
 
-    `exact` are rows of this rank that are stored as they are, at the indices `places`; the others are the
-    products of `codes` and `scales`, in order.
+    `exact` are rows of this rank that are stored as they are, at the indices `places`; the others are
+    `codes`, in order, each multiplied by its number in `scales` (one tensor, or none).
     """
     # Valid places increase; a valid scale is 0, or in the range in which no code overflows.
     ids, places, *of_rows = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))

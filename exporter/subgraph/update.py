@@ -342,7 +342,10 @@ def _and_then(operation: Tensor, value: Tensor) -> Tensor:
 
 
 def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
-    """The status, string []: the reason why the update stopped, by the first of `cases` that applies."""
+    """Return why the update that began with `outlook` stopped at `end`, as a status, string [].
+
+    Its first word is an `UpdateStatus`.
+    """
     published, explicit, limit = outlook.published, outlook.explicit, outlook.limit
     position, unfinished = end.position[0], end.position[2]
     here, wanted = tf.strings.as_string(position), tf.strings.as_string(limit)
@@ -396,7 +399,8 @@ class ListedDeltas(Struct, frozen=True):
 def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
     """Add nodes that list the log `log`, string [], in the model's directory `base`; return its deltas.
 
-    Entries other than deltas and the hold file are ignored. A log that cannot be read counts as empty.
+    Entries other than deltas and the hold file are ignored. A log that cannot be read counts as empty; if the
+    model's directory lists nothing either, `unlisted` is true.
     """
     directory = _log_directory(base, log)
     paths, hold = _list_and_hold(directory)
@@ -451,7 +455,8 @@ def _log_directory(base: Tensor, log: Tensor) -> Tensor:
 
 
 def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the paths of deltas and the hold file in a log's directory, string [n], and the hold, int64 [].
+    """Return the paths in a log's directory, string [n], as `_list_log`, and the position of the hold, int64
+    [].
 
     The hold is `NO_LIMIT` without a hold file, -1 if the file cannot be read.
     """

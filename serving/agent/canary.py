@@ -182,8 +182,9 @@ def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> A
     """Return an approval of the position for the first hold, chosen such that no replica moves, back or
     forward.
 
-    It is Idle while a replica was not asked yet, or none reports a position. If an operator lifted the hold
-    during a trial, that does not approve the position of the replica on trial.
+    It is Idle while a replica was not asked yet, and if none reports a position, one does not respond and
+    none is loading. If an operator lifted the hold during a trial, that does not approve the position of the
+    replica on trial.
     """
     if not replicas or not _were_asked(replicas):
         return Idle("some replicas have not been asked yet")
@@ -226,8 +227,8 @@ def _send(
     on.
 
     `log` is without the canary's hold; `able` are the addresses of the replicas that can take a delta beyond
-    `approved`, in order. The action is Go, Idle while none can go, or RollBack if too many stopped
-    responding.
+    `approved`, in order; the others are as for `decide`. The action is Go, Idle while none can go, or
+    RollBack if too many stopped responding.
     """
     if trial is None:
         trial = Trial(approved, "", now)

@@ -160,7 +160,8 @@ class Canary:
         """Return the published logs, the newest one limited to the position up to which a replica may apply
         deltas.
 
-        An operator's hold, or a model without a log, is returned unchanged.
+        Before the first hold it may apply none (-1). An operator's hold, or a model without a log, is
+        returned unchanged.
         """
         newest = published.newest_log
         if newest is None or (newest.limit is not None and not newest.is_canary):
@@ -261,7 +262,7 @@ class Canary:
 
         That is also reported as an event. The replica's own thread waits meanwhile for the update, whose
         deadline grows with the deltas; a server reports its state during any update. False if no replica goes
-        first, or if the server refuses or is down.
+        first, if it was asked within the last second, or if the server refuses or is down.
         """
         _, action = self.current or ("", None)
         if not isinstance(action, Go) or time.monotonic() < self._asked_at + _ASK_S:
@@ -545,7 +546,8 @@ def canary_rules(
     """Return the rules of each model that has a canary; `options` are `[NAME=]FILE`, with the golden
     requests.
 
-    NAME may be left out if there is one model. `models` has the directories. `drift` is passed to `Gates`.
+    NAME may be left out if there is one model. `models` has the directories. `drift` is the limit of `Gates`;
+    the other arguments go into all rules.
 
     Raises:
         UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its

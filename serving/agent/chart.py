@@ -112,7 +112,8 @@ def _panels(
     """Yield the panels: positions, delay, and, if known, rows and bytes of deltas.
 
     `x` gives the place of a time, in pixels from the left; `before` is the position published at the left
-    edge, None if there is none.
+    edge, None if there is none. `recent` and `taken` are the publications and samples to show, by time;
+    `seconds` and `size` format a duration and a number of bytes.
     """
     steps = [
         *([] if before is None else [(0.0, before)]),
@@ -158,11 +159,10 @@ def line(
     height: int = HEIGHT,
     is_step: bool = False,
 ) -> str:
-    """Return the SVG path of a line through (x, value), scaled from `least` and `most` to the height in
-    pixels.
+    """Return the SVG path of a line through (x, value), in pixels; `least` and `most` are at its edges.
 
-    None makes a gap. With `is_step` each value lasts until the next. Points inside level lines are left out:
-    most points are, and a page has hundreds of lines.
+    `height` is the distance of the edges. None makes a gap. With `is_step` each value lasts until the next.
+    Points inside level lines are left out: most points are, and a page has hundreds of lines.
     """
 
     def y(value: float) -> float:

@@ -76,7 +76,8 @@ def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fr
 def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange, ...]] | None:
     """Return the newest delta's position and its changes by variable; memoised for each path and position.
 
-    None if the newest publication is not a delta, is larger than 16 MiB, or cannot be read.
+    `path` is the model's directory, `position` the newest published one. None if that publication is not a
+    delta, is larger than 16 MiB, or cannot be read.
     """
     with suppress(ExportError, OSError):
         log = read_log(Path(path))

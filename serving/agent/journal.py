@@ -163,8 +163,8 @@ class Line(Struct, frozen=True):
 def lines(events: Iterable[AgentEvent], most: int, seconds: Callable[[float], str]) -> tuple[Line, ...]:
     """Return the newest `most` lines, plus older ones of kinds that stay, the newest first.
 
-    `events` begin with the newest; events of one delta, or alike within a minute, make one line. `seconds`
-    formats a duration.
+    `events` begin with the newest; events of one delta, or alike within a minute, make one line. Of each kind
+    in `_STAYS` that these lines lack, the newest line is added. `seconds` formats a duration.
     """
     groups: dict[tuple[object, ...], list[AgentEvent]] = {}
     found: list[list[AgentEvent]] = []

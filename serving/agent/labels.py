@@ -51,7 +51,8 @@ class Labelled(Struct, frozen=True):
 def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, deadline_s: float) -> Labelled:
     """Point the labels of the client's model on its server at the versions of their tags.
 
-    Returns the labels that moved; a label that cannot move is a problem in the result.
+    Returns the labels that moved; a label that cannot move is a problem in the result. If one has to move,
+    the server is sent the whole configuration, and this waits until it is served, for `deadline_s` at most.
 
     Raises:
         ExportError: the file cannot be used, or the server does not answer or refuses.

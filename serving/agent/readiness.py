@@ -37,7 +37,10 @@ class Readiness(Struct, frozen=True):
     was_sent: bool = False
 
     def sent_in_vain(self, version: int) -> Readiness:
-        """Return the readiness after a call to this version that neither applied a delta nor got a reason."""
+        """Return the readiness after a call to this version that neither applied a delta nor got a reason.
+
+        It is unchanged if another version was seen last.
+        """
         is_it = self.version is not None and self.version.number == version
         return replace(self, was_sent=True) if is_it else self
 

@@ -363,8 +363,8 @@ class Replica:
     def _refused(self, client: ModelClient, action: Apply, reason: str) -> None:
         """Ask for the position again, and record and report the refused delta, the first after that position.
 
-        Earlier ones of the action were applied. Nothing is recorded if the position was reached or is
-        unknown.
+        Earlier ones of the action were applied. If its files are damaged, that replaces `reason`. Nothing is
+        recorded if the position was reached or is unknown.
         """
         self._observe(client)
         at = next((v.position for v in self.observed.versions if v.number == action.version), None)

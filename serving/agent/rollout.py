@@ -247,8 +247,8 @@ def next_action(
 ) -> Action:
     """Return the next action for a replica; see the module's table.
 
-    All times are monotonic seconds: `last_applied` and `last_audit` of the last update and audit, and
-    `new_version_at`, when the newest version was first seen.
+    All times are monotonic seconds: `last_applied` and `last_audit` are those of the last update and audit,
+    `new_version_at` is when the newest version was first seen. `paced` matters only if `policy` has pacing.
     """
     if observed.failures and now < observed.retry_at:
         return Wait(observed.retry_at)
@@ -391,7 +391,7 @@ def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[
     """Return the events between two observations of a replica: (version, kind of event, text), in order of
     `now`.
 
-    A kind is `version` for a new state, `restarted` for an earlier position.
+    A kind is `version` for a new version or state, `restarted` for an earlier position.
     """
     known = {version.number: version for version in before}
     events = []
