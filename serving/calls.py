@@ -42,7 +42,7 @@ class Calls:
         """Run a signature on tensors; return a `PredictResponse`.
 
         `timeout_ms` limits the run, None does not. StatusError if the model or signature does not exist, or
-        the request does not fit.
+        the request does not fit; TensorFlow's own errors pass.
         """
         return self._infer(predict, message_class("serving.PredictResponse")(), request, timeout_ms)
 
@@ -51,21 +51,21 @@ class Calls:
     ) -> dict[str, NDArray[Any]]:
         """Run a signature of a borrowed model on arrays, by input name; return arrays by output name.
 
-        `timeout_ms` limits the run, None does not. StatusError as `predict`.
+        `timeout_ms` limits the run, None does not. Errors as `predict`.
         """
         return predict_arrays(model, signature, inputs, self.within(timeout_ms))
 
     def classify(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a classify signature on examples; return a `ClassificationResponse`.
 
-        `timeout_ms` limits the run, None does not. StatusError as `predict`.
+        `timeout_ms` limits the run, None does not. Errors as `predict`.
         """
         return self._infer(classify, message_class("serving.ClassificationResponse")(), request, timeout_ms)
 
     def regress(self, request: Proto, timeout_ms: int | None = None) -> Proto:
         """Run a regress signature on examples; return a `RegressionResponse`.
 
-        `timeout_ms` limits the run, None does not. StatusError as `predict`.
+        `timeout_ms` limits the run, None does not. Errors as `predict`.
         """
         return self._infer(regress, message_class("serving.RegressionResponse")(), request, timeout_ms)
 
@@ -73,8 +73,8 @@ class Calls:
         """Run several classify and regress signatures on the same examples; return a
         `MultiInferenceResponse`.
 
-        Its results have the order of the request's tasks; `timeout_ms` limits the run, None does not.
-        StatusError as TF Serving answers.
+        Its results have the order of the request's tasks; `timeout_ms` limits the run, None does not. Errors
+        as `predict`; StatusError, too, without tasks, for tasks of several models, and for other methods.
         """
         if not request.tasks:
             raise invalid("ModelSpec has no name specified.")  # TF Serving reads the spec of the first task

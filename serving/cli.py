@@ -434,8 +434,9 @@ def _ask(
 ) -> tuple[dict[str, Any], int]:
     """Send the request; return the response in REST's form, and the version that computed it.
 
-    `version` None asks the newest. UsageError if the signature does not exist, or the request does not fit
-    it; CallFailed if the server does not respond or refuses, ServerError if the response has no JSON.
+    `name` is the signature's; `version` None asks the newest. UsageError if the signature does not exist, or
+    the request does not fit it; CallFailed if the server does not respond or refuses, ServerError if the
+    response has no JSON.
     """
     from exporter.wire.rest_json import examples_input, predict_inputs
     from serving import rest_response

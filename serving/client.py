@@ -37,7 +37,7 @@ T = TypeVar("T")
 DEFAULT_DEADLINE_S = 10.0
 DEFAULT_SIGNATURE = "serving_default"
 MOST_ANSWER_BYTES = 64 << 20
-_MAX_MESSAGE_BYTES = (1 << 31) - 1
+_MAX_MESSAGE_BYTES = (1 << 31) - 1  # protobuf's limit: sizes are int32
 _MOST_BYTES = {"GetModelStatus": 4 << 20, "GetModelMetadata": 16 << 20}
 """The limits for answers with many small objects: gRPC's default, and the size of a thousand signatures."""
 _NOT_READ = (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
@@ -158,8 +158,8 @@ class ModelClient:
         """Run a signature as `predict`, and return the result of `read` on the answer.
 
         Raises:
-            CallFailed: as `predict`; also if `read` raises ValueError, TypeError, LookupError or the like because
-                the answer is not as expected.
+            CallFailed: as `predict`; also if `read` raises ValueError, TypeError, LookupError or the like
+                because the answer is not as expected.
             ValueError: as `predict`.
         """
         request = self._request("serving.PredictRequest", version, signature)

@@ -38,10 +38,12 @@ def known_example(
 ) -> dict[str, Any]:
     """Return a request as `example` does, with values from the files of a version below a model base path.
 
-    It is a request of the version's warm-up, or has values from its vocabularies and tables.
+    It is a request of the version's warm-up, or has values from its vocabularies and tables. `name` is the
+    signature's; `client` is asked only if the version is not there, for the error's hint.
 
     Raises:
         UsageError: as `example`; or the version is not there, or has another signature of that name.
+        CallFailed: the version is not there, and the server does not respond.
         CheckpointError, GraphError: its files are damaged.
         ManifestError: it is being removed, or its manifest is damaged.
     """
@@ -86,7 +88,7 @@ def example(signature: Proto, name: str, known: Mapping[str, Sequence[Any]] = _N
     """Return a request in REST's JSON: one row if inputs and outputs have rows, otherwise whole inputs.
 
     Numbers are zero and texts empty, except for inputs with `known` values, used in turn; unknown sizes are
-    1.
+    1. `name` is the signature's; the default one is not named in the request.
 
     Raises:
         UsageError: it takes serialised Examples, whose features it does not name, a type without JSON, or too
@@ -121,7 +123,11 @@ def _has_rows(signature: Proto) -> bool:
 
 
 def _recorded(request: Proto, signature: Proto, name: str) -> dict[str, Any]:
-    """Return a warm-up request in REST's JSON; UsageError for types without JSON."""
+    """Return a warm-up request in REST's JSON, by rows where `example` has rows; UsageError for types without
+    JSON.
+
+    `name` is the signature's.
+    """
     from exporter.wire.tensor_proto import to_arrays
     from serving.rest_response import to_json
 

@@ -149,10 +149,10 @@ def _require_files(directory: Path) -> None:
 
 
 def _lock(manifest: Path) -> int | None:
-    """Acquire the shared lock that keeps retention from removing the version; return its descriptor, to be
-    closed.
+    """Acquire the shared lock that keeps retention from removing the version, without waiting for it.
 
-    None if it has no manifest. StatusError if it is being removed.
+    Returns its descriptor, which the caller closes; None if there is no manifest. StatusError if the version
+    is being removed.
     """
     try:
         descriptor = open_regular(manifest)

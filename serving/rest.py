@@ -86,7 +86,7 @@ class RequestedModel(Struct, frozen=True):
     what: str
 
     def fill(self, spec: Proto) -> None:
-        """Copy the name, and version or label, into `spec`, a `ModelSpec`."""
+        """Copy the name, and the version or label if there is one, into `spec`, a `ModelSpec`."""
         spec.name = self.name
         if self.version is not None:
             spec.version.value = self.version

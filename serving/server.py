@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from serving.model_config import ModelConfig
 
 Respond = Callable[[Proto, Call], Proto]
-MAX_MESSAGE_BYTES = (1 << 31) - 1
+MAX_MESSAGE_BYTES = (1 << 31) - 1  # protobuf's limit: sizes are int32
 _REQUEST_S = 60.0
 """A REST client that takes longer to send a request is disconnected, unless the request is long."""
 _CONFIGURE_SECONDS = 600.0
@@ -76,15 +76,14 @@ class ModelServer:
     ) -> None:
         """Listen, and start to load versions.
 
-        Args:
-            base_path: the directory that holds the versions of the one model; the server waits for it if it
-                does not exist yet. Without it, `options.model_config_file` lists the models.
-            name: the model's name in requests; the last part of `base_path` by default.
-            options: how to listen, find and load versions, and compute.
-            listener: called with a model's name and a version's new status, from the thread that changed it.
+        Args: base_path: the directory that holds the versions of the one model; the server waits for it if it
+        does not exist yet. Without it, `options.model_config_file` lists the models. name: the model's name
+        in requests; the last part of `base_path` by default. options: how to listen, find and load versions,
+        and compute. listener: called with a model's name and a version's new status, from the thread that
+        changed it.
 
         Raises:
-            UsageError: the options, or a file that they name, cannot be used.
+            UsageError: there is no model, or the options, or a file that they name, cannot be used.
             ServerError: it cannot listen.
         """
         from serving.optional_libraries import require_libraries
@@ -488,7 +487,8 @@ class ModelService:
             return self._calls.status(request)
 
     def HandleReloadConfigRequest(self, request: Proto, call: Call) -> Proto:
-        """Serve other models, versions or labels; return when every new model is available.
+        """Serve other models, versions or labels; return a `ReloadConfigResponse` when every new model is
+        available.
 
         It waits until the caller's deadline, or ten minutes without one. An error ends the call with its
         status.

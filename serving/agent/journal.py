@@ -130,6 +130,7 @@ class Journal:
         """Add an event and pass it to all readers; a reader that fails (on a full disk, say) misses it."""
         with self._lock:
             self._events[event.what].append(event)
+            # Inside the lock: readers get events one at a time, in the order in which they are kept.
             for reader in self._readers:
                 with suppress(Exception):
                     reader(event)

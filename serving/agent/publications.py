@@ -109,7 +109,7 @@ class Publications:
 
         With `reads_ahead` a new version's mapped tables are read in a thread.
         """
-        with self._looking:
+        with self._looking:  # of two looks at once, the older listing could replace the newer one
             before = self.current
             found = self.current = self._listed(before)
         self._tell_untrusted()
