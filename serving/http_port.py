@@ -478,7 +478,7 @@ class _Connection:
     def _parts(self, response: HttpResponse, length: int) -> Iterator[bytes]:
         """Yield the bytes of a response in parts of at most about 512 KiB; a small one is one part.
 
-        `length` is that of the body, in bytes.
+        `length` is the body's, in bytes.
         """
         code, _, reason = response.status.partition(" ")
         headers = [*response.headers, ("Content-Length", str(length)), ("Date", formatdate(usegmt=True))]

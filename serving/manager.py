@@ -142,8 +142,9 @@ class VersionManager:
         self._thread.start()
 
     def stop(self, grace_seconds: float) -> None:
-        """Unload everything, and wait; requests and loads in progress have `grace_seconds` before they are
-        cut off.
+        """Unload everything, and wait; requests in progress have `grace_seconds` before they are cut off.
+
+        A load in progress is waited for as long.
         """
         deadline = time.monotonic() + grace_seconds
         with self._changed:

@@ -41,7 +41,7 @@ class ServedModels:
     def stop(self, grace_seconds: float) -> None:
         """Unload everything, and refuse further configurations.
 
-        It waits; requests and loads in progress have `grace_seconds` in all before they are cut off.
+        It waits; requests in progress have `grace_seconds` in all before they are cut off.
         """
         with self._configuring:
             self._is_stopping = True

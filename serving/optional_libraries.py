@@ -11,7 +11,7 @@ from exporter.errors import UsageError, to_install
 def require_libraries(extra: str, purpose: str, *names: str) -> None:
     """Import the libraries of an extra, before anything starts that would have to be stopped without them.
 
-    `purpose`, the part of the program that needs them, begins the error; `names` are those of modules;
+    `purpose`, the part of the program that needs them, begins the error; `names` are names of modules;
     `extra` is named in the hint.
 
     Raises:

@@ -72,7 +72,7 @@ def first_step(wanted: Proto, known: Mapping[str, Labels]) -> Proto | None:
 def problem_of(model: Proto, statuses: Sequence[VersionStatus]) -> str | None:
     """Return the reason why the server does not yet serve a model as its entry requires; None if it does.
 
-    `statuses` are those of all its versions on the server.
+    `statuses` has all its versions on the server.
     """
     states = {status.version: status for status in statuses}
     for version in sorted(needed_versions(model)):

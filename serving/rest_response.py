@@ -26,9 +26,10 @@ _BLOCK = 1 << 16
 
 
 def texts(outputs: Mapping[str, NDArray[Any]], *, by_row: bool) -> Iterator[bytes]:
-    """Yield the JSON of `rows` or `columns` as bytes in parts.
+    """Yield the JSON of `rows` or `columns` in parts, as bytes, to save memory.
 
-    So only a part of a long response is Python objects. When iterated, it raises ValueError as these do.
+    Only a part of a long response is Python objects at a time. Iterating raises ValueError as `rows` and
+    `columns` do.
     """
     _require_types(outputs)
     size = sum(map(_items, outputs.values()))

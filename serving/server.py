@@ -147,7 +147,7 @@ class ModelServer:
         """Fail health checks, drain, refuse new calls, let calls in progress end, unload; may be called
         repeatedly.
 
-        It waits for all of that. Calls and loads that take longer are cut off.
+        It waits for all of that. Calls that take longer are cut off.
 
         Args: grace_seconds: the time for calls in progress, without a drain before; by default the options
         give both times.

@@ -108,10 +108,7 @@ class StockFlags(Struct, frozen=True):
     ] = field(default_factory=dict)
 
     def put_into(self, options: ServerOptions, network: NetworkOptions) -> ServerOptions:
-        """Return the options of a server with those of its network, and the fields that the flags set.
-
-        A field of the same name in `options` or `network` is replaced.
-        """
+        """Return a copy of `options` with this network, and with the fields of both that the flags set."""
         own = {name: value for name, value in self.fields.items() if hasattr(options, name)}
         others = {name: value for name, value in self.fields.items() if name not in own}
         return replace(options, **own, network=replace(network, **others))

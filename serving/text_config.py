@@ -47,7 +47,7 @@ def read_text_config(option: str, path: Path, message: str, *, is_secret: bool =
     """Read a message in text form from a file; UsageError if it cannot be read, or has other content.
 
     Args: option: the option that names the file, for errors. path: the file. message: the message's name, as
-    for `message_class`, or one of those that are defined here. is_secret: errors give only the place of a
+    for `message_class`, or a name that this module defines. is_secret: errors give only the place of a
     mistake, not the text there.
     """
     from google.protobuf import text_format

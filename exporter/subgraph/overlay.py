@@ -95,7 +95,7 @@ class OverlayNodes(Struct, frozen=True):
         """Add the initial values of the variables, for a model that is being loaded.
 
         Returns the value's node and its dtype, by node of the handle. Slots and rows are left uninitialized,
-        except for the first page of slots.
+        except, if there are pages, for the slots of the first page.
         """
         pages, sizes = _sizes(self.table_rows, self.capacity)
         slots = _empty(editor, self.slots, sizes, DType.INT32, is_zero=False)
@@ -159,7 +159,7 @@ def _name(handle: str) -> str:
 def _empty(editor: GraphEditor, handle: str, shape: tuple[int, ...], dtype: DType, *, is_zero: bool) -> str:
     """Add memory for a variable's first value and return its node; its content is zero only with `is_zero`.
 
-    `handle` is the node of the variable, `shape` and `dtype` are those of the value.
+    `handle` is the node of the variable's handle; the value has this shape and dtype.
     """
     sizes = editor.constant(f"{_name(handle)}/sizes", shape, DType.INT32)
     # Stateful: constant folding would compute a `Fill`, and keep it a second time.

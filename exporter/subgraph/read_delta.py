@@ -55,7 +55,7 @@ class DeltaForm(Struct, frozen=True):
 
     @property
     def variables(self) -> tuple[ServedVariable, ...]:
-        """Return all variables: `own`, then those of each group.
+        """Return all variables: `own`, then the variables of each group.
 
         A table that two variables of the graph hold can occur twice.
         """
@@ -475,7 +475,7 @@ def restore(path: Tensor, keys: Sequence[str], dtypes: Sequence[DType]) -> list[
 def restore_rows(path: Tensor, flags: Tensor, form: DeltaForm) -> tuple[Tensor, Tensor]:
     """Add nodes that read a delta's rows; return the fault and the rows, gathered.
 
-    `path` is the prefix of the delta's bundle; `flags`, int64 [], are those of its header. The fault is a
+    `path` is the prefix of the delta's bundle; `flags`, int64 [], is the field of its header. The fault is a
     string [], empty if there is none; the rows are the tensor of `DeltaForm.gather`. Running them fails if
     the delta cannot be read.
     """

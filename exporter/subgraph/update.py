@@ -260,7 +260,7 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
     """Add the loop that applies deltas, each time the one with the greatest end, until none applies.
 
     Returns the progress at the end; a refused delta is not tried again. If there is no delta and the base is
-    not `warm`, a missing one is read, which changes nothing.
+    not `warm`, the loop reads a delta that does not exist, which changes nothing.
     """
     published, start = outlook.published, outlook.start
     # A server prepares how a delta is read when it reads the first one: for 90 ms, beside the 15 that a delta
@@ -518,7 +518,7 @@ def _match(patterns: Tensor) -> Tensor:
 def _count_overlaid(target: UpdateTarget, places: DeltaPlaces) -> Tensor:
     """Return the number of a delta's rows that go into overlays, int64 []; 0 if the delta is refused.
 
-    `places` are those of `target.places`; a table with two overlays counts once.
+    `places` is a result of `target.places`; a table with two overlays counts once.
     """
     # A table that two variables hold has two overlays.
     tables = target.layout.overlays

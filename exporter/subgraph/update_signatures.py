@@ -226,8 +226,8 @@ def _unless_refused(
 ) -> list[str]:
     """Add a check of the refusal, the last of `outputs`; return the names of the other outputs behind it.
 
-    When run, a refusal that is not empty lets the call fail with it as the message. `dtypes` are those of the
-    other outputs.
+    When run, a refusal that is not empty lets the call fail with it as the message. `dtypes` are the dtypes
+    of the other outputs.
     """
     # The check is outside the function: inside, TensorFlow would put the function's name before the message.
     *results, refusal = outputs
@@ -312,7 +312,7 @@ def add_init(
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
     """Add the nodes of digests; return checksums string [n], positions before and after int64 [n], a refusal.
 
-    `numbers`, int64 [n], are those of the chunks, counted over all digested variables. A position is -1 while
+    `numbers`, int64 [n], are numbers of chunks, counted over all digested variables. A position is -1 while
     an update is unfinished. The refusal, string [], is empty, or the message with which the caller has to let
     the call fail: a chunk does not exist.
     """

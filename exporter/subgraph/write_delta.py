@@ -272,7 +272,7 @@ class UpdateTarget(Struct, frozen=True):
     def writes(self, delta: ReadDelta, places: DeltaPlaces) -> Writes:
         """Add nodes that unpack a delta, and return the writes that it needs; nothing is written yet.
 
-        `places` are those of `self.places`. Variables without elements need no writes.
+        `places` is the result of `self.places` for this delta. Variables without elements need no writes.
         """
         layout, handles = self.layout, self._handles()
         found, groups = layout.form.take(delta.tensors)
@@ -588,7 +588,7 @@ def _scatter_one_by_one(
 ) -> Tensor:
     """Add a loop that writes one chunk of one table per round; return a number that depends on all writes.
 
-    `places` are those of the tables' handles; `ids` and `rows` have all tables, one after the other, and
+    `places` are the places of the tables' handles; `ids` and `rows` have all tables, one after the other, and
     `counts` the number of rows for each.
     """
     # The same few nodes for any number of tables.

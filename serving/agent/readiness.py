@@ -75,8 +75,7 @@ def _went_back(before: Served | None, now: Served) -> bool:
 
 
 def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
-    """Return the positions that a version reaches by all visible deltas, and by those that it has not
-    refused.
+    """Return the position that a version reaches by all visible deltas, and the one without refused deltas.
 
     Without a visible log both are its present position.
     """

@@ -247,8 +247,8 @@ def next_action(
 ) -> Action:
     """Return the next action for a replica; see the module's table.
 
-    All times are monotonic seconds: `last_applied` and `last_audit` are those of the last update and audit,
-    `new_version_at` is when the newest version was first seen. `paced` matters only if `policy` has pacing.
+    All times are monotonic seconds: of the last update, of the last audit, and `new_version_at`, when the
+    newest version was first seen. `paced` matters only if `policy` has pacing.
     """
     if observed.failures and now < observed.retry_at:
         return Wait(observed.retry_at)
@@ -370,7 +370,7 @@ def _refused_or_past(replica: Observed, refusal: Refusal) -> bool:
 def needs_base(replicas: Iterable[Observed], published: Model) -> bool:
     """Return True if quarantined deltas keep a replica from its log's newest position.
 
-    The deltas that are not quarantined do not lead there.
+    The other deltas do not lead there.
     """
     replicas = tuple(replicas)
     stopping = quarantined(replicas, published)

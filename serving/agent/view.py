@@ -88,7 +88,7 @@ class ReplicaView(Struct, frozen=True):
 
     @property
     def others(self) -> tuple[VersionView, ...]:
-        """Return all versions except the served one, and except those that ended without an error."""
+        """Return all versions except the served one, and except versions that ended without an error."""
         ended = VersionState.END.name
         return tuple(
             version
