@@ -195,7 +195,8 @@ class AuditFlags(Struct, frozen=True):
         """Return a function that reads the servers' configuration, for rebuilds; None without
         --rebuild-config.
 
-        UsageError if nothing is audited, or the file cannot be used; the function raises it, too.
+        `models` are the agent's; `audit_seconds` is the time between audits, None without. UsageError if
+        nothing is audited, or the file cannot be used; the function raises it, too.
         """
         if self.rebuild_config is None:
             return None
@@ -310,8 +311,8 @@ class LabelFlags(Struct, frozen=True):
     def rules(self, models: Mapping[str, Path], *, is_trusting: bool) -> LabelRules | None:
         """Return the tag for each label, with the servers' configuration file; None without --label.
 
-        UsageError if keys are trusted, a value is not a pair or not a tag, or the file is not given or cannot
-        be used.
+        `models` has the agent's directories by name; `is_trusting` is True with --trust. UsageError if keys
+        are trusted, a value is not a pair or not a tag, or the file is not given or cannot be used.
         """
         if not self.label:
             return None
@@ -525,7 +526,10 @@ def agent(
 
 
 def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[FollowedModel]:
-    """Return the models that the agent follows; those in `fetched` are copies of stores."""
+    """Return the models that the agent follows: all of `paths`, by name.
+
+    A model named in `fetched` is a copy of a store.
+    """
     from serving.agent.publications import FollowedModel
 
     return [FollowedModel(name, path, is_copy=name in fetched) for name, path in paths.items()]
@@ -558,7 +562,10 @@ def _trust(
 def _settings(
     times: TimeFlags, pacing: PaceFlags, audits: AuditFlags, access: ServerAccess, models: Iterable[str]
 ) -> Settings:
-    """Return the settings of the fleet; UsageError if --rebuild-config cannot be used."""
+    """Return the settings of the fleet; UsageError if --rebuild-config cannot be used.
+
+    `models` are the models' names.
+    """
     from serving.agent.replica import Settings
     from serving.agent.rollout import RolloutPolicy
 

@@ -296,8 +296,9 @@ def update(
 def _position(named: str, published: Path | None, trusting: Trusting) -> int:
     """Return the position in `--up-to`, -1 for the newest published one; a name is looked up in `published`.
 
-    UsageError for a name without a model in which to look it up; PositionUnknown if the model has no such
-    name, NotUpdatable if it has no publications, other ExportErrors if it cannot be read.
+    With `trusting` only signed publications count. UsageError for a name without a model in which to look it
+    up; PositionUnknown if the model has no such name, NotUpdatable if it has no publications, other
+    ExportErrors if it cannot be read.
     """
     if re.fullmatch("-1|[0-9]{1,18}", named, re.ASCII):
         return int(named)
@@ -315,7 +316,7 @@ def _position(named: str, published: Path | None, trusting: Trusting) -> int:
 
 @contextmanager
 def _trusted(published: Path | None, trusting: Trusting) -> Iterator[PublishedModel]:
-    """Yield the model, read with trusted keys in force: only signed publications.
+    """Yield the model at `published`, read with trusted keys in force: only signed publications.
 
     UsageError if no model is named; ExportError if it cannot be read.
     """
@@ -463,7 +464,7 @@ def _ask(
 
 
 def _signature(client: ModelClient, metadata: Metadata, name: str) -> Proto:
-    """Return the signature of this name; UsageError if the version has none."""
+    """Return the signature `name` of the version in `metadata`; UsageError if it has none of that name."""
     if name not in metadata.signatures:
         raise UsageError(
             f"version {metadata.version} of {client.model} has no signature {name!r}",

@@ -343,8 +343,9 @@ class ModelClient:
     ) -> T:
         """Send a request, and return the result of `read` on the answer; answers are read nowhere else.
 
-        `response` is the answer's message type; `deadline_s` is the client's unless given. CallFailed if the
-        server did not respond, refused, or did not answer as a model server does.
+        `service` and `method` are names without a package, `response` is the answer's message type;
+        `deadline_s` is the client's unless given. CallFailed if the server did not respond, refused, or did
+        not answer as a model server does.
         """
         import grpc
         from google.protobuf.message import DecodeError
@@ -442,7 +443,10 @@ def _whole(found: T) -> T:
 
 
 def _version(found: Proto, asked: int | None) -> int:
-    """Return the version that answered; ValueError if another one was `asked` for (None: any)."""
+    """Return the version that answered; ValueError if another one was `asked` for (None: any).
+
+    `found` is an answer with a `model_spec`.
+    """
     version: int = found.model_spec.version.value
     if asked not in (None, version):
         raise ValueError(f"version {version} answers in place of {asked}")

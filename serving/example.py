@@ -205,7 +205,7 @@ def _value(key: str, info: Proto, sizes: tuple[int, ...], known: Sequence[Any] |
 
 
 def _dtype(name: str, info: Proto) -> DType:
-    """Return the type of an input; UsageError if this program does not know its number."""
+    """Return the type of the input `name`, given its `TensorInfo`; UsageError if its number is unknown."""
     try:
         return DType(info.dtype)
     except ValueError as error:
@@ -232,10 +232,11 @@ def written(
     version: int | None,
     access: ServerAccess = WITHOUT_TLS,
 ) -> str:
-    """Return the request as JSON, as a command line for the REST port, or as a Python program.
+    """Return the request as JSON, as a command line for the REST port, or as a Python program, by `form`.
 
-    It asks `version`, or the newest if that is None. `address` is HOST:PORT of gRPC, which the program
-    reaches by `access`; REST is assumed at port 8501 without TLS, as in TensorFlow Serving.
+    `request` is a result of `example` for this signature. It asks `version`, or the newest if that is None.
+    `address` is HOST:PORT of gRPC, which the program reaches by `access`; REST is assumed at port 8501
+    without TLS, as in TensorFlow Serving.
     """
     text = json.dumps(request)
     match form:

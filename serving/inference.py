@@ -77,7 +77,8 @@ def predict_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Run a signature without messages: arrays by input name in, arrays by output name out, sorted.
 
-    An empty name is the default signature's. StatusError as `predict`.
+    An empty name is the default signature's; an input may be left out if it has a default. Errors as
+    `predict`.
     """
     signature = _predict_signature(model, signature_name, how)
     _check_aliases(signature, set(inputs))

@@ -42,7 +42,10 @@ _REPLAYS: dict[str, tuple[Callable[[Model, Proto, Proto, Inference], None], str]
 def load_warm(
     directory: Path, loading: Loading = DEFAULT_LOADING, how: Inference = DEFAULT_INFERENCE
 ) -> LoadedModel:
-    """Load the SavedModel in `directory` and replay its warm-up requests; errors as `load` and `warm_up`."""
+    """Load the SavedModel in `directory` and replay its warm-up requests; return the model.
+
+    If a request fails, the model is closed. Errors as `load` and `warm_up`.
+    """
     model = load(directory, loading)
     try:
         warm_up(model, directory, how, iterations=loading.warmup_iterations)

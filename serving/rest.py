@@ -222,9 +222,9 @@ class RestInterface:
 
 
 def _require_types(inputs: Mapping[str, NDArray[Any]], signature: Proto) -> None:
-    """Raise NoJsonForm for arrays of types that TensorFlow Serving does not read from JSON.
+    """Raise NoJsonForm for inputs of types that TensorFlow Serving does not read from JSON.
 
-    An array without elements passes, whatever its type.
+    `inputs` are by name, types are the signature's. An array without elements passes, whatever its type.
     """
     for name, array in inputs.items():
         dtype = DType(signature.inputs[name].dtype)

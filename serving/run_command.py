@@ -171,8 +171,8 @@ def _the_model(
 ) -> tuple[Path | None, str | None]:
     """Return the path and name of the one model to serve; None for both if a file lists the models.
 
-    The name is also None if the path was given as an argument, without a name. UsageError for no path, two
-    different ones, or one that cannot be a model's.
+    `argument` is MODEL, `option` --model-base-path. The name is also None if the path was given as an
+    argument, without a name. UsageError for no path, two different ones, or one that cannot be a model's.
     """
     if config_file is not None:
         if argument or option or name:

@@ -393,7 +393,8 @@ def _services(calls: Calls, metrics: ServerMetrics, health: Health) -> Mapping[s
     """Return the methods of PredictionService, ModelService and the health service, by service and method
     name.
 
-    The services' names are full ones: `tensorflow.serving.ModelService`.
+    The services' names are full ones: `tensorflow.serving.ModelService`. Requests are counted in `metrics`;
+    `health` can make health checks fail.
     """
     found: dict[str, Mapping[str, Method]] = {_SERVICE: {"Check": _health_check(calls.models, health)}}
     for service in (PredictionService(calls, metrics), ModelService(calls)):

@@ -169,7 +169,10 @@ def run(client: ModelClient, published: Path | None, sink: Output) -> None:
 def client_of(
     connect: Callable[[str], ModelClient], model: str | None, published: Path | None
 ) -> ModelClient:
-    """Return a client of the named model, or else of the only one that the server serves (`find_model`)."""
+    """Return a client of the named model, or else of the only one that the server serves.
+
+    CallFailed as `find_model`, whose other arguments these are.
+    """
     return connect(model) if model else find_model(connect, published)
 
 
@@ -270,7 +273,10 @@ def _age(seconds: float | None) -> str:
 def _require_available(
     client: ModelClient, found: Sequence[ServedVersion], statuses: Sequence[VersionStatus]
 ) -> None:
-    """Raise ServerError unless a version is available, and still was when asked for its position."""
+    """Raise ServerError unless a version is available, and still was when asked for its position.
+
+    `found` are the versions as asked, `statuses` as listed, in the same order.
+    """
     if not any(one.state == VersionState.AVAILABLE.name for one in found):
         first, now = statuses[0], found[0]
         hint = "publish a version that loads, or wait for the version that is loading"

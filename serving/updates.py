@@ -83,7 +83,7 @@ def _served(version: int, found: Mapping[str, NDArray[Any]]) -> Served:
 
 
 def _number(found: Mapping[str, NDArray[Any]], name: str) -> int:
-    """Return the first number of the output `name`; ValueError if it is not an int64."""
+    """Return the first number of the output `name` in `found`; ValueError if it is not an int64."""
     if found[name].dtype != np.int64:
         raise ValueError(f"the output {name!r} is {found[name].dtype}, not int64")
     return int(found[name][0])

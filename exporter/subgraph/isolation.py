@@ -137,7 +137,8 @@ def _first_try_or(
 ) -> list[str]:
     """Add the branch between a clean first try and the function that retries; return the outputs' node names.
 
-    `fetches` are the tensors that the first try computes, with dtypes; the outputs have their order.
+    `signature` prefixes the nodes; `inputs` are the signature's. `fetches` are the tensors that the first try
+    computes, with dtypes; the outputs have their order. `retry` builds the function.
     """
     state, before = retry.isolation.state, retry.isolation.before
     after = [name.partition(":")[0] for name, _ in fetches]
@@ -244,8 +245,8 @@ class _Retry(Struct, frozen=True, dict=True):
     ) -> list[Tensor]:
         """Add the function's nodes, over the arguments of `inputs`; return the signature's outputs.
 
-        `vectors` has, for each vector of handles, the indices in `handles` of its elements. `others` are the
-        arguments after the state.
+        `vectors` has, for each vector of handles, the indices in `handles` of its elements. `sequence` to
+        `unsettled` are the handles of `_STATE`; `others` are the arguments after these.
         """
         warm, rest = others[: self.warmed], others[self.warmed :]
         packed, rest = dict(zip(map(tuple, vectors), rest, strict=False)), rest[len(vectors) :]

@@ -145,7 +145,10 @@ class OverlaidTable(Struct, frozen=True):
 
 
 def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int, ...], tuple[int]]:
-    """Return the shapes of `pages`, () if there is a slot for each row, and of `slots`."""
+    """Return the shapes of an overlay's variables `pages`, () if there is a slot for each row, and `slots`.
+
+    The table has `table_rows` rows, of which up to `capacity` may change.
+    """
     if table_rows <= MOST_ROWS_OF_A_PAGE:
         return (), (table_rows,)
     pages = -(-table_rows // PAGE_ROWS)

@@ -118,7 +118,9 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, form: DeltaForm, gathered: Tensor) -> RestoredRows:
-        """Unpack the tensor of `DeltaForm.gather`; the nodes fail when run if a shape does not fit."""
+        """Add nodes that unpack `gathered`, made by `form.gather`; they fail when run if a shape does not
+        fit.
+        """
         tables, own = form.tables, form.own
         kinds: list[tuple[DType, list[int | None]]] = []
         if tables:

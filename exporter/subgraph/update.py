@@ -424,7 +424,8 @@ def list_published(base: Tensor, log: Tensor) -> ListedDeltas:
 def list_step(base: Tensor, log: Tensor, start: Tensor, end: Tensor) -> ListedDeltas:
     """Return a listing with only the delta from `start` to `end`, int64 [], whether it is published or not.
 
-    Nothing is read: the hold is `NO_LIMIT`, and `unlisted` is false.
+    It is of the log `log` in the model's directory `base`. Nothing is read: the hold is `NO_LIMIT`, and
+    `unlisted` is false.
     """
     # For a call from `start` to the explicit target `end` the whole log's listing would choose this delta,
     # too; this costs the same however many deltas there are. An explicit target is not subject to the hold.

@@ -48,8 +48,8 @@ def add_update(
 ) -> Proto:
     """Add the nodes of `incremental_update` to the graph and return its signature.
 
-    `overlaid` and `joined` are keyed by node name of a handle. `texts` has the names of the log's directory
-    and the lineage, keyed `log` and `lineage`, in this order.
+    `overlaid` and `joined` are keyed by node name of a handle; `how` traces the update. `texts` has the names
+    of the log's directory and the lineage, keyed `log` and `lineage`, in this order.
     """
     up_to, outputs = _add_part(editor, state, served, overlaid, joined, "update", "up_to", how, texts)
     dtypes = (*[DType.INT64] * 4, DType.STRING)
@@ -179,8 +179,9 @@ def _add_part(
 ) -> tuple[str, list[str]]:
     """Add a call of the function `build`; return its placeholder's name and the names of its outputs.
 
-    `build` gets `argument`, int64 [n], which the placeholder feeds, the state, an `UpdateTarget`, and `texts`
-    as string [], in their order. It is traced once for all bases of one layout. `name` prefixes the nodes.
+    `build` gets `argument`, int64 [n], which the placeholder feeds, the state, an `UpdateTarget` of the
+    variables in `served`, and `texts` as string [], in their order. It is traced once for all bases of one
+    layout. `overlaid` and `joined` are keyed by node name of a handle. `name` prefixes the nodes.
     """
     schema = Schema.of(served)
     owners = tuple(variable for variable in schema.variables for _ in served[variable])

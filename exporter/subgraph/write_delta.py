@@ -255,7 +255,8 @@ class UpdateTarget(Struct, frozen=True):
     def _overlaid(
         self, own: Mapping[ServedVariable, Sequence[Tensor]], groups: Sequence[Sequence[Tensor]]
     ) -> dict[OverlayNodes, Sequence[Tensor]]:
-        """Return row numbers and rows that each overlay gets, of what `DeltaForm.take` returns.
+        """Return row numbers and rows that each overlay gets, from `own` and `groups` as `DeltaForm.take`
+        returns them.
 
         Overlays that several tables share also have the number of rows for each table.
         """
@@ -352,8 +353,9 @@ def write_snapshot(
     """Add the writes of all tensors while the sequence is odd; return the last operation, for others to wait
     for.
 
-    `start` and `end`, int64 [3], are the values of `position` during the writes and after them. Before the
-    sequence becomes odd, it waits for the quiet that readers ask for, at most 30 seconds.
+    `places` is the result of `target.places` for this delta. `start` and `end`, int64 [3], are the values of
+    `position` during the writes and after them. Before the sequence becomes odd, it waits for the quiet that
+    readers ask for, at most 30 seconds.
     """
     # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)
@@ -461,7 +463,8 @@ def write_rows(
 ) -> Tensor:
     """Add the writes of all tensors outside the sequence, tables in chunks; return the last operation.
 
-    `start` and `end`, int64 [3], are the values of `position` during the writes and after them.
+    `places` is the result of `target.places` for this delta. `start` and `end`, int64 [3], are the values of
+    `position` during the writes and after them.
     """
     writes = target.writes(delta, places)
     placed = [at for _, at, *_ in (*writes.overlaid, *writes.slots, *writes.pages)]
@@ -539,7 +542,8 @@ def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) ->
 def _scatter_chunks(target: UpdateTarget, delta: ReadDelta, places: DeltaPlaces) -> Tensor:
     """Add a loop that writes one chunk of every table per round, then one for slots and pages of overlays.
 
-    Returns a number that depends on all writes. Groups of `alike` tables are left out.
+    Returns a number that depends on all writes. `places` is the result of `target.places` for this delta.
+    Groups of `alike` tables are left out.
     """
 
     # The loop takes the delta as one tensor and holds a few raw ops for each table: a server prepares all of

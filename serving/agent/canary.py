@@ -227,8 +227,8 @@ def _send(
     on.
 
     `log` is without the canary's hold; `able` are the addresses of the replicas that can take a delta beyond
-    `approved`, in order; the others are as for `decide`. The action is Go, Idle while none can go, or
-    RollBack if too many stopped responding.
+    `approved`, in order; `now`, `patience_s` and `hangs` are as for `decide`. The action is Go, Idle while
+    none can go, or RollBack if too many stopped responding.
     """
     if trial is None:
         trial = Trial(approved, "", now)

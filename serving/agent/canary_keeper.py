@@ -420,7 +420,7 @@ class Canary:
         """Return True if the first call with these arguments was at least `patience_s` ago; record a first
         call.
 
-        Only the last 32 are remembered.
+        `what` and `about` identify the wait. Only the last 32 are remembered.
         """
         key, now = f"{what} {about}", time.monotonic()
         if key not in self._waiting_since:
@@ -547,7 +547,7 @@ def canary_rules(
     requests.
 
     NAME may be left out if there is one model. `models` has the directories. `drift` is the limit of `Gates`;
-    the other arguments go into all rules.
+    `patience_s` limits a canary's time to go first, `deadline_s` each call.
 
     Raises:
         UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its

@@ -88,7 +88,11 @@ def changed(path: str, position: int | None) -> tuple[int, tuple[VariableChange,
 
 
 def charted(view: FleetView, model: ModelView, recorder: Recorder, journal: Journal) -> Chart | None:
-    """Return the chart of a model's last hour; None if nothing is known of it."""
+    """Return the chart of a model's last hour; None if nothing is known of it.
+
+    It shows the hour before `view`, with the recorder's samples, and the journal's versions that became
+    available.
+    """
     available = re.compile(r"version [0-9]+ is AVAILABLE")
     swaps = [
         (event.at, f"{event.replica}: {event.message}")

@@ -219,7 +219,10 @@ def _went_first(group: Sequence[AgentEvent]) -> str:
 
 
 def _waited(applied: Iterable[AgentEvent], seconds: Callable[[float], str]) -> str:
-    """Return the time until a delta was served, the shortest and the longest, as a phrase; "" if unknown."""
+    """Return the time until a delta was served, the shortest and the longest, as a phrase; "" if unknown.
+
+    `applied` are the events of the replicas that applied it; `seconds` formats a duration.
+    """
     waits = [event.behind_seconds for event in applied if event.behind_seconds is not None]
     if not waits:
         return ""

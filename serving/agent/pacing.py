@@ -68,7 +68,7 @@ def p99(values: Sequence[float]) -> float | None:
 def next_pause(pause_s: float, found: Latencies, policy: PacePolicy) -> float:
     """Return the next pause between two deltas in seconds, 0 for none; see the module's table.
 
-    `pause_s` is the present pause.
+    `pause_s` is the present pause; `found` are the latencies of the last probes.
     """
     idle, applying = found.idle_p99_s, found.applying_p99_s
     if idle is None or applying is None:

@@ -68,7 +68,10 @@ def _place(version: Served) -> tuple[int, int | None]:
 
 
 def _went_back(before: Served | None, now: Served) -> bool:
-    """Return True if version or position is lower than before, which only a restart can cause."""
+    """Return True if `now` has a lower version or position than `before`, which only a restart can cause.
+
+    False without a version before.
+    """
     if before is None or now.number != before.number:
         return before is not None and now.number < before.number
     return now.position is not None and before.position is not None and now.position < before.position

@@ -88,7 +88,7 @@ class Pacer:
         """Return the pause, the time that the oldest applicable delta is pending, and whether the replica is
         measured.
 
-        `now` is in monotonic seconds.
+        `published` are the logs, limited to what the replica may apply; `now` is in monotonic seconds.
         """
         logs = published.logs
         pairs = [(version, logs[version.lineage]) for version in versions if version.lineage in logs]

@@ -134,8 +134,9 @@ class Observed(Struct, frozen=True):
     def failed(self, error: str, now: float, jitter: float, *, was_sent: bool = True) -> Observed:
         """Return the observation after a call failed: one failure more, a later retry, and `seen_at` None.
 
-        `jitter` is in 0..1, and spreads the retries of replicas that failed together over half of the
-        back-off. `was_sent` is False if the call cannot have reached the server.
+        `error` is the reason, `now` in monotonic seconds. `jitter` is in 0..1, and spreads the retries of
+        replicas that failed together over half of the back-off. `was_sent` is False if the call cannot have
+        reached the server.
         """
         longest = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** min(self.failures, 30))
         retry_at = now + longest * (0.5 + jitter / 2)
@@ -288,7 +289,10 @@ def _is_due(observed: Observed, newest: int | None) -> bool:
 
 
 def _pause_ends(policy: RolloutPolicy, paced: Paced, now: float, last_applied: float) -> float:
-    """Return the time at which the next delta may be applied (monotonic seconds; may be past)."""
+    """Return the time at which the next delta may be applied, which may be past.
+
+    Times are in monotonic seconds; `last_applied` is the time of the last delta.
+    """
     until = last_applied + (policy.step_s or 0.0)
     if policy.longest_delay_s is None:
         return until

@@ -282,7 +282,11 @@ class FleetView(Struct, frozen=True):
 
 
 def _unseen(model: ModelView, fresh_within_s: float) -> Iterator[str]:
-    """Yield the reasons why the published model is unknown; nothing if it is known."""
+    """Yield the reasons why the published model is unknown; nothing if it is known.
+
+    A store that cannot be read is a reason after `fresh_within_s`, or at once if the directory cannot be
+    read, either.
+    """
     if model.problem:
         yield model.problem
     store = model.store
@@ -331,9 +335,11 @@ def view(
 
 
 def _silence(found: Publications, puller: Puller | None, now: datetime, expected_s: float | None) -> Silence:
-    """Return the publisher's silence; of a copy by its store, unknown while the store cannot be read.
+    """Return the publisher's silence at `now`; of a copy by its store, unknown while the store cannot be
+    read.
 
-    A publication is expected every `expected_s` seconds, or by the publisher's habit if that is None.
+    `puller` is None unless the model is a copy. A publication is expected every `expected_s` seconds, or by
+    the publisher's habit if that is None.
     """
     if puller is None:
         return found.habit.silence(now, expected_s)
