@@ -25,7 +25,7 @@ from exporter.wire import protos
 
 
 def _sections() -> dict[str, frozenset[str]]:
-    """{section of `harmless_names.txt`: its names}."""
+    """Read `harmless_names.txt`; return {section without its brackets: the names listed in it}."""
     found, section = defaultdict[str, frozenset[str]](frozenset), ""
     for line in Path(__file__).with_name("harmless_names.txt").read_text().splitlines():
         if line.startswith("["):
@@ -59,14 +59,22 @@ Entry = dict[str, Any]
 
 
 def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
-    """Raise CodeRefused for a config that names a class or function that is neither listed nor known."""
+    """Raise CodeRefused if a config names a class or function that is neither listed as harmless nor known.
+
+    Also if a listed layer calls something that is not listed, or the config is nested more than 200 deep.
+    `path` is the archive, for messages; `config` is its config, parsed from JSON; `known` has the objects
+    that the user named, by name; `keras` is the Keras module that will read the config.
+    """
     for place, entry in entries(config):
         if not is_known(entry, known, keras):
             _require_listed(path, place or "/", entry)
 
 
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
-    """Raise CodeRefused for an entry that is not listed, or whose layer calls something that is not."""
+    """Raise CodeRefused for an entry that is not listed, or whose layer runs or calls something that is not.
+
+    `path` is the archive and `place` the entry's path in its config, both for the message alone.
+    """
     name = str(entry["class_name"])
     if name in _CARRIES_CODE:
         raise CodeRefused(f"{path} asks to run {_CARRIES_CODE[name]}: {name} at {place}")
@@ -91,7 +99,12 @@ def _require_listed(path: Path, place: str, entry: Entry) -> None:
 
 
 def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
-    """True if the user or the program named the class or function that Keras finds for an entry."""
+    """True if `known`, or Keras' registry, has the class or function that Keras finds for an entry.
+
+    `entry` is an object of a config with a "class_name", `known` the objects that the user named, by name.
+    Objects in `known` that Keras itself defines do not count, nor does a name that belongs to another class
+    than the entry's.
+    """
     kind = entry["class_name"]
     name = entry.get("config") if kind == "function" else entry.get("registered_name", kind)
     if not isinstance(name, str):
@@ -105,9 +118,11 @@ def is_known(entry: Entry, known: Mapping[str, Any], keras: Any) -> bool:
 
 
 def entries(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Entry]]:
-    """Yield (place, object) for every object in a config that names a class, outer ones first.
+    """Yield (place, object) for every object in a config that has a "class_name", outer ones first.
 
-    CodeRefused if it is nested too deeply.
+    `value` is the config, parsed from JSON. A place is the path of keys and list positions to the object,
+    each after a slash; it is "" for `value` itself. `place` and `depth` are those of `value` and are passed
+    in recursion only. CodeRefused, during the iteration, if it is nested more than 200 deep.
     """
     if depth > _MAX_DEPTH:
         raise CodeRefused(f"the config is nested more than {_MAX_DEPTH} deep at {place[:99]}")
@@ -138,7 +153,11 @@ def _is_listed(entry: Entry) -> bool:
 
 
 def _is_of_keras(entry: Entry) -> bool:
-    """True if Keras looks an entry's name up among its own: it names no other module, and no second name."""
+    """True if Keras looks up an entry's class or function only among its own objects.
+
+    Then its "module" is absent, `builtins` or Keras', and its "registered_name" is absent or repeats its
+    name.
+    """
     module, name = entry.get("module"), entry["class_name"]
     own = (None, name, entry.get("config") if name == "function" else name)
     is_own_module = module in (None, "builtins") or str(module).partition(".")[0] in KERASES
@@ -155,7 +174,10 @@ def _full_name(entry: Entry) -> str:
 
 
 def _function(config: Entry) -> str | None:
-    """Return the symbol that a layer calls; None if it is listed."""
+    """Return `tf.<name>` of the function that a layer calls; None if it is listed as harmless.
+
+    `config` is the config of a TFOpLambda or SlicingOpLambda, which has the name under "function".
+    """
     name = config.get("function")
     if isinstance(name, str) and (name in GRAPH_FUNCTIONS or _name_of_today(name) in GRAPH_FUNCTIONS):
         return None
@@ -163,9 +185,10 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
-    """Return the name that today's TensorFlow or Keras has for a function, given any of its names.
+    """Return the name that today's TensorFlow or Keras gives a function, without `tf.`, given any of its
+    names.
 
-    None if there is none.
+    Names of TensorFlow 1 begin with `compat.v1.`. None if neither has such a function.
     """
     from tensorflow.python.util import tf_export
 
@@ -179,20 +202,32 @@ def _name_of_today(name: str) -> str | None:
 
 
 def _class_method(config: Entry) -> str | None:
-    """Return the class method that a layer calls; None if it is listed."""
+    """Return `tf.<class>.<method>` of the class method that a layer calls; None if it is listed as harmless.
+
+    `config` is the config of a ClassMethod, with the names under "cls_symbol" and "method_name".
+    """
     owner, name = config.get("cls_symbol"), config.get("method_name")
     is_listed = owner == "RaggedTensor" and name in RAGGED_MAKERS
     return None if is_listed else f"tf.{owner}.{name}"
 
 
 def _member(config: Entry) -> str | None:
-    """Return the property or method of a tensor that a layer calls; None if it is listed."""
+    """Return `<name> of a tensor` for the property or method that a layer uses; None if it is listed as
+    harmless.
+
+    `config` is the config of an InstanceProperty or InstanceMethod, with the name under "attr_name".
+    """
     name = config.get("attr_name")
     return None if name in TENSOR_MEMBERS else f"{name} of a tensor"
 
 
 def _operation(config: Entry) -> str | None:
-    """Describe the operation of a NodeDef; None if it is harmless and calls no function."""
+    """Return a phrase that names the operation of a layer's NodeDef; None if it is harmless and calls no
+    function.
+
+    `config` is the config of a TensorFlowOpLayer, with the NodeDef under "node_def", as a JSON object or as
+    serialized text. For one that cannot be parsed the phrase says so.
+    """
     text = config.get("node_def")
     try:
         if isinstance(text, dict):

@@ -47,12 +47,18 @@ _CHOOSE_KERAS = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
 
 
 def archived_graph(path: Path, request: GraphRequest) -> Built:
-    """The graph of an archive's model, which Keras makes in a process with limits, unless it is trusted.
+    """Return the graph of the model that an archive describes, made by Keras in a process with limits.
+
+    The process may be kept for further archives. An archive that is trusted (`--allow code`), or that names
+    objects registered with Keras in this program, is read in this process, without limits.
 
     Raises:
-        UnsafeArchive: Keras came to no end with it, or took too much memory.
-        BuilderError, CodeRefused, AccessRefused: Keras cannot make it, or it asks for what is not allowed.
+        UnsafeArchive: Keras exceeded its time or memory, or the process ended otherwise.
+        BuilderError: Keras cannot make the model, or no process can be started.
+        CodeRefused, AccessRefused: the archive asks for what is not allowed.
+        CheckpointError: the archive cannot be read (and subclasses).
         UsageError: the archive holds no model, or a module of `--custom-objects` cannot be imported.
+        TensorFlowNeeded: no supported TensorFlow is installed.
     """
     if request.allows("code") or names_registered(path):
         return _graph_here(path, request)
@@ -83,10 +89,10 @@ def archived_graph(path: Path, request: GraphRequest) -> Built:
 
 
 def _work(request: GraphRequest) -> LimitedWork:
-    """Describe the process that makes graphs from archives, with its limits.
+    """Return the description of the process that makes graphs from archives, with its limits.
 
-    The process is kept for further archives, as long as the working directory, the import path, the choice of
-    Keras, and the custom objects are the same.
+    Such a process is used for further archives while the working directory, the import path, the choice of
+    Keras in the environment, and the custom objects are the same.
     """
     return LimitedWork(
         program=__name__,
@@ -100,7 +106,9 @@ def _work(request: GraphRequest) -> LimitedWork:
 
 
 def _error(path: Path, ended: Ended) -> ExportError:
-    """The error that says why the process with an archive ended."""
+    """Return the error for an archive whose process ended: BuilderError if the process refused, else
+    UnsafeArchive.
+    """
     if (refusal := ended.refusal) is not None:
         return BuilderError(f"{path}{refusal['message']}", cause=refusal["cause"], hint=refusal["hint"])
     ending = f"came to no end with it in {ended.limit}" if ended.limit else f"ended its process {ended.how}"
@@ -117,9 +125,11 @@ class _There(Exception):
 
 
 def _graph_here(path: Path, request: GraphRequest) -> Built:
-    """Make the graph of an archive's model in this process, without limits.
+    """Make the graph of the model that an archive describes in this process, without limits.
 
-    Raises as `archived_graph`.
+    Raises BuilderError if Keras cannot make it, CodeRefused or AccessRefused if it asks for what is not
+    allowed, UsageError if it holds no model or a module of custom objects cannot be imported, and
+    CheckpointError and subclasses if it cannot be read.
     """
     with importable(), recording():
         make = archive_builder(
@@ -135,7 +145,13 @@ def _graph_here(path: Path, request: GraphRequest) -> Built:
 
 
 def _answer(memory_bytes: int, asked: Mapping[str, Any], _deadline: Deadline) -> Iterator[bytes]:
-    """How many bytes the graph of an archive's model takes, as a line, and the graph; or its error."""
+    """Yield the answer to one request: a line of JSON, then the graph's bytes if Keras made it.
+
+    The line has "size", the number of the graph's bytes (a `Built` in MessagePack). For an ExportError or
+    MemoryError the size is 0, and the line has "error" (the name of the class), "message", "cause", "hint"
+    and "traceback"; other errors are raised. `asked` has the path under "archive" and the fields of the
+    GraphRequest; `memory_bytes` is the process's limit, for the message.
+    """
     request = GraphRequest(
         custom_objects=tuple(asked["custom_objects"]),
         allow=tuple(asked["allow"]),
@@ -161,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
-    """True if an error is, or came from, one that says that there is not enough memory."""
+    """True if an error, or one in its chain of causes and contexts, is a MemoryError; False for None."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -169,6 +185,10 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """What answers requests for the graphs of archives."""
+    """Yield the function that answers this process's requests: given one and its deadline, it yields bytes.
+
+    `config["memory_bytes"]` is the process's limit of memory. First `site.main` runs, which may change
+    `sys.path`.
+    """
     site.main()  # editable installations find the user's modules by what `site` runs
     yield partial(_answer, config["memory_bytes"])

@@ -51,10 +51,12 @@ from exporter.wire.dtypes import DType
 
 
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
-    """{variable's node: the tensors that a weights file has for it}; empty for what is no Keras model.
+    """Return {variable's node: the tensors that a weights file has for it}, in the order in which Keras loads
+    them.
 
-    A file has several of a variable that several layers hold. Keras loads them in this order, so that the
-    last one counts. `node_of` names the variables of a model that was built outside of a graph.
+    A file has several tensors of a variable that several layers hold; the last one counts. `node_of` names
+    the variables of a model that was built outside of a graph. Variables without a fully known shape are left
+    out. Empty if `model` is not a Keras model, or if a layer's own save method fails.
     """
     import tensorflow as tf
 
@@ -76,7 +78,13 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
 
 
 def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
-    """(path in a weights file, names of the layers on the way, value) for each variable of a Keras model."""
+    """Yield (path in a weights file, names of the layers around it, value) for each variable of a Keras
+    model.
+
+    The names are joined by slashes, "" if the innermost one is unknown. The value is the variable; a lookup
+    that weighs tokens (tf-idf) is its own value. Yields nothing for other objects. Raises whatever a layer's
+    own save method raises.
+    """
     store = _Recorder()
     if (keras := keras_of(model)) is not None:
         saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
@@ -100,7 +108,11 @@ class _Recorder:
         return True
 
     def make(self, path: str, metadata: Any = None) -> Any:
-        """Begin the values of the object at `path`; returns the store, as Keras' own does."""
+        """Let the values that are set next belong to the object at `path`; return this store, as Keras' own
+        does.
+
+        `metadata` may be a mapping with the object's "name".
+        """
         self._path = path
         if path and metadata:
             self._names[path] = metadata["name"]
@@ -110,7 +122,9 @@ class _Recorder:
         self.values.append((self._path, key, value))
 
     def owner(self, path: str) -> str:
-        """The names of the layers on a path, "" if the last one is unknown."""
+        """Return the names of the objects on a path, outermost first, joined by slashes; "" if the last is
+        unknown.
+        """
         parts = path.split("/")
         scopes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
         names = [self._names[scope] for scope in scopes if scope in self._names]
@@ -119,9 +133,12 @@ class _Recorder:
 
 @cache
 def _symbols_saved(keras: Any) -> WhileNeeded:
-    """Let layers of Keras 2, and lookups that weigh tokens, give a `_Recorder` variables, not values.
+    """Return a context manager in which Keras' walk gives a `_Recorder` variables instead of their values.
 
-    The optimizer of a compiled model gives it nothing: in a graph its variables have no values to save.
+    While any thread is in it, `save_own_variables` is replaced in Keras' lookups and optimizers, and for
+    Keras 2 in layers; stores of other classes get what they always get. A lookup that weighs tokens gives
+    itself, and an optimizer gives nothing: in a graph its variables have no values. One for each Keras
+    module, memoised.
     """
 
     def save_variables(layer: Any, store: Any) -> None:
@@ -152,7 +169,7 @@ def _symbols_saved(keras: Any) -> WhileNeeded:
 
 
 def _in_recorders(save: Callable[[Any, Any], None], before: Callable[[Any, Any], None]) -> Any:
-    """A method that calls `save` for stores that are recorders, and `before` for those of other threads."""
+    """Return a method `save_own_variables` that calls `save` if its store is a `_Recorder`, else `before`."""
 
     def save_own_variables(self: Any, store: Any) -> None:
         (save if isinstance(store, _Recorder) else before)(self, store)
@@ -181,7 +198,20 @@ Builder = Callable[[], Any]
 def archive_builder(
     path: Path, *, allow_code: bool = False, custom_objects: Iterable[str] = (), trust: Trust = ANY_FILES
 ) -> Builder:
-    """A function that makes an archive's model in the default graph; refuses code that is not trusted."""
+    """Return a function that makes an archive's model, without its weights, in the default graph.
+
+    `custom_objects` are modules, or paths of files, that are imported here; what they define, the archive may
+    use. With `allow_code` so may it use all code, and the modules that it names are imported, too. `trust`
+    says which files its layers may read. The function raises BuilderError if Keras cannot make the model, and
+    CheckpointError and subclasses if its vocabularies cannot be read.
+
+    Raises:
+        UsageError: the archive has weights alone, or one of the modules cannot be imported.
+        BuilderError: its Keras is not installed, its config is not JSON, or it mixes Keras 2 and 3.
+        CodeRefused: it names code that is not allowed.
+        AccessRefused: it names a file that it may not read.
+        CheckpointError: it cannot be read (and subclasses).
+    """
     described = read_config(path)
     if described is None:
         raise UsageError(f"{path} holds weights and no model", hint="name the model too: --model pkg.mod:fn")
@@ -227,7 +257,11 @@ def archive_builder(
 
 
 def names_registered(path: Path) -> bool:
-    """True if an archive names a class or function that this program registered with Keras."""
+    """True if an archive names a class or function that this program registered with Keras.
+
+    False if no Keras is imported, or if the archive has weights alone. Raises CheckpointError and subclasses
+    if it cannot be read, BuilderError if its config is not JSON, CodeRefused if that is nested too deeply.
+    """
     imported = [sys.modules[name] for name in KERASES if name in sys.modules]
     if not imported or (described := read_config(path)) is None:
         return False
@@ -236,8 +270,10 @@ def names_registered(path: Path) -> bool:
 
 
 def model_builder(model: Any) -> Builder:
-    """A function that makes a Keras model of this program once more, without weights, in any graph.
+    """Return a function that makes a Keras model of this program again, without weights, in the default
+    graph.
 
+    The model's vocabularies are written to a temporary directory, which is deleted with the function.
     BuilderError if Keras cannot describe the model; the function raises it if Keras cannot make it again.
     """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
@@ -271,10 +307,12 @@ def model_builder(model: Any) -> Builder:
 
 
 def model_digest(path: Path, *, as_written: bool = False) -> str:
-    """The SHA-256 of the model that an archive describes, with its vocabularies and without its training.
+    """Return the SHA-256, in hexadecimal, of the model that an archive describes, without its training.
 
-    Neither the model's own name counts, nor how far Keras had counted when it named the layers; they do
-    `as_written`, as in the releases before 0.3.0. BuilderError if it holds weights alone.
+    Vocabularies count. The model's own name and the numbers in names that Keras gave to layers count only
+    with `as_written`, as in the releases before 0.3.0. BuilderError if the archive has weights alone or its
+    config is not JSON, CodeRefused if that is nested too deeply, CheckpointError and subclasses if it cannot
+    be read.
     """
     described = read_config(path)
     if described is None:
@@ -298,23 +336,29 @@ def model_digest(path: Path, *, as_written: bool = False) -> str:
 
 
 def _serve_tables(config: Any) -> None:
-    """Let a config make its tables by keys as they are served, in place."""
+    """Change a config, in place, so that its trained tables by keys become layers `ServedEmbedding`.
+
+    CodeRefused if the config is nested more than 200 deep.
+    """
     for _, entry in entries(config):
         if entry.get("registered_name") == _TRAINED_TABLE:  # by its name, as what is registered comes first
             entry |= {"registered_name": _SERVED_TABLE, "class_name": ServedEmbedding.__name__}
 
 
 def _forget_training(config: Any) -> None:
-    """Remove losses, metrics and optimizers from a config, in place."""
+    """Remove losses, metrics and optimizers from a config, in place.
+
+    CodeRefused if the config is nested more than 200 deep.
+    """
     for _, entry in entries(config):
         entry.pop("compile_config", None)
 
 
 def _count_anew(config: Any) -> None:
-    """Give layers that Keras named the names of a program that made no other model, in place.
+    """Rename, in place, the layers of a config that Keras named, as if the program had made no other model.
 
-    Their numbers begin at 0 and keep their order. Names that a program gave stay as they are, and so do all
-    if two layers would have one name.
+    Their numbers begin at 0 for each kind and keep their order; number 0 is not written. Names that a program
+    gave stay as they are, and so do all names if two layers would get the same one.
     """
     found: dict[str, tuple[str, int]] = {}
     given = set[str]()
@@ -340,7 +384,10 @@ def _count_anew(config: Any) -> None:
 
 
 def _counted(name: str, class_name: str) -> tuple[str, int] | None:
-    """(stem, number) of a name that Keras gave to an object of this class; None for any other name."""
+    """Return (stem, number) of a name that Keras gave to an object of this class; None for any other name.
+
+    `dense_2` of a Dense gives ("dense", 2); the number is 0 if the name has none.
+    """
     found = re.fullmatch(r"((?:forward_|backward_)?(.+?))(?:_([0-9]+))?", name)
     if found is None:
         return None
@@ -355,7 +402,10 @@ _NAMED_OTHERWISE = {"InputLayer": "input", "Functional": "model"}
 
 
 def _rename_layers(value: Any, renames: Mapping[str, str]) -> None:
-    """Rename layers in a config, and where other layers name them as their inputs, in place."""
+    """Rename layers in a config, in place, also where other layers name them as their inputs.
+
+    `renames` is {old name: new name}; other names stay.
+    """
     if isinstance(value, dict):
         for each in (value, value.get("config")) if "class_name" in value else ():
             if isinstance(each, dict) and isinstance(name := each.get("name"), str):
@@ -372,7 +422,12 @@ def _rename_layers(value: Any, renames: Mapping[str, str]) -> None:
 
 
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
-    """Load the vocabularies that an archive's layers keep beside their weights into a model."""
+    """Load the vocabularies that a Keras archive keeps beside its weights into a model's layers.
+
+    Weights of lookups that weigh tokens become zeros of the archive's shapes. Does nothing if the archive has
+    no such files. BuilderError if a layer refuses its vocabulary; CheckpointError and subclasses if the
+    archive cannot be read.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
             _shape_weights(model, {name: ref.shape for name, ref in read_keras(path).tensors.items()})
@@ -380,7 +435,12 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
 
 
 def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Give lookups with `output_mode="tf_idf"` zeros of these shapes, by place; weights come later."""
+    """Set the weights of a model's lookups with `output_mode="tf_idf"` to zeros; their values are loaded
+    later.
+
+    `shapes` is {path in a weights file: shape}. Lookups that it lacks are not changed, nor are those of Keras
+    2 whose weights have a known shape.
+    """
     import tensorflow as tf
 
     for name, lookup in _weighing_lookups(model).items():
@@ -395,14 +455,20 @@ def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _weighing_lookups(model: Any) -> dict[str, Any]:
-    """{place of its weights in a weights file: lookup}, for lookups with `output_mode="tf_idf"`."""
+    """Return {path of its weights in a weights file: lookup}, for a model's lookups with
+    `output_mode="tf_idf"`.
+    """
     if all(getattr(layer, "output_mode", None) != "tf_idf" for layer in model._flatten_layers()):
         return {}
     return {name: value for name, _, value in _walk(model) if name.endswith(f"/{_WEIGHTS}")}
 
 
 def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> None:
-    """Load the vocabularies in a directory into a model's layers, by Keras' own walk, or BuilderError."""
+    """Load the vocabularies in a directory into a model's layers, by Keras' own walk.
+
+    `directory` has the files of an archive's `assets/`; `label` names the model in the error. BuilderError if
+    a layer refuses its vocabulary.
+    """
     saving_lib = importlib.import_module(f"{keras.__name__}.src.saving.saving_lib")
     store = saving_lib.DiskIOStore(str(directory), mode="r")
     inner = (getattr(layer, "_lookup_layer", None) for layer in model._flatten_layers())
@@ -418,7 +484,10 @@ def _load_vocabularies(label: str, model: Any, keras: Any, directory: Path) -> N
 
 
 def _keras(described: ModelConfig) -> Any:
-    """The Keras that wrote a config, imported: tf-keras for Keras 2; BuilderError if it is not installed."""
+    """Import and return the Keras that wrote a config: tf_keras for Keras 2, else keras.
+
+    BuilderError if it is not installed.
+    """
     name = "tf_keras" if described.keras_version.startswith("2.") else "keras"
     try:
         return importlib.import_module(name)
@@ -431,7 +500,10 @@ def _keras(described: ModelConfig) -> Any:
 
 
 def _read_legacy(keras: Any, text: str, known: Mapping[str, Any]) -> Any:
-    """The model of a legacy file's config, which writes `...` and tuples in its own way."""
+    """Make the model that the JSON `text` of a legacy HDF5 file describes, by Keras' reader of legacy files.
+
+    `known` are the custom objects that it may use, by name. Raises whatever Keras raises.
+    """
     names = ("keras.src.legacy.saving.saving_utils", "keras.src.legacy.saving.json_utils")
     if keras.__name__ == "tf_keras":
         names = ("tf_keras.models", "tf_keras.src.saving.legacy.saved_model.json_utils")
@@ -440,7 +512,7 @@ def _read_legacy(keras: Any, text: str, known: Mapping[str, Any]) -> Any:
 
 
 def _parsed(path: Path, described: ModelConfig) -> Any:
-    """An archive's config as a new value, or BuilderError."""
+    """Parse an archive's config, JSON, into a new value, free to change; BuilderError if it is not JSON."""
     try:
         return json.loads(described.text)
     except (ValueError, RecursionError) as error:
@@ -448,7 +520,11 @@ def _parsed(path: Path, described: ModelConfig) -> Any:
 
 
 def _named_files(config: Any) -> Iterator[str]:
-    """Yield the files that layers would read while they are made: vocabularies, and models of tokenizers."""
+    """Yield each string in a config that names a file which its layer reads while it is made.
+
+    These are vocabularies and models of tokenizers, as the config has them. CodeRefused if the config is
+    nested more than 200 deep.
+    """
     for _, entry in entries(config):
         given = entry.get("config")
         if isinstance(given, dict):
@@ -456,8 +532,9 @@ def _named_files(config: Any) -> Iterator[str]:
 
 
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, class or function) of modules, which are imported, and may register some with Keras.
+    """Import modules and yield (name, object) for everything callable in them.
 
+    Each is `pkg.mod` or the path of a file. Importing runs its code, which may register classes with Keras.
     UsageError if one cannot be imported.
     """
     for name in modules:
@@ -474,7 +551,9 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _named_modules(config: Any) -> list[str]:
-    """The modules outside of Keras that a config names, each once."""
+    """Return the names of the modules outside of Keras and `builtins` that a config names, each once, in its
+    order.
+    """
     named = dict.fromkeys(entry.get("module") for _, entry in entries(config))
     foreign = (name for name in named if isinstance(name, str))
     return [name for name in foreign if name.partition(".")[0] not in KERASES | {"builtins"}]
@@ -483,7 +562,12 @@ def _named_modules(config: Any) -> list[str]:
 def _require_one_keras(
     path: Path, described: ModelConfig, config: Any, known: Mapping[str, Any], keras: Any
 ) -> None:
-    """Refuse classes of Keras 3 in a model that Keras 2 saved, and the other way round: they do not mix."""
+    """Raise BuilderError if a config names, through `known`, a layer class of the other Keras: 2 and 3 do not
+    mix.
+
+    `keras` is the Keras that the archive needs, `known` the custom objects by name. Does nothing if the other
+    one is not imported. `path` and `described` are for the message.
+    """
     other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
     for _, entry in entries(config):
         found = known.get(str(entry.get("registered_name"))) or known.get(str(entry["class_name"]))
@@ -500,9 +584,10 @@ def _require_one_keras(
 
 
 def _foreign(config: Any, known: Mapping[str, Any], keras: Any) -> tuple[str, str] | None:
-    """(name, place) of the first class or function in a config that is neither Keras' own nor in `known`.
+    """Return (name, place) of the first object in a config that nothing defines; None if there is none.
 
-    None if there is none.
+    That is a function that is not in `known`, or a class that is neither in `known` nor in a loaded module of
+    Keras. The place is its path in the config. Names that begin with `__` do not count.
     """
     loaded = [module for name, module in sys.modules.items() if name.startswith(f"{keras.__name__}.")]
     for place, entry in entries(config):

@@ -69,7 +69,11 @@ _GRAPHS: WeakSet[Any] = WeakSet()
 
 @contextlib.contextmanager
 def _known() -> Iterator[None]:
-    """Let `size` and `export` of builders' static tables return values, as in eager execution."""
+    """Let `size` and `export` of builders' static tables return values, as in eager execution, until the end.
+
+    It replaces both methods of TensorFlow's StaticHashTable for all threads; tables that are not in a
+    builder's graph, and tables that cannot be filled yet, are answered as before.
+    """
     from tensorflow.python.ops.lookup_ops import StaticHashTable
 
     size, export = StaticHashTable.size, StaticHashTable.export
@@ -93,9 +97,10 @@ known_contents = WhileNeeded(_known)
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """Return the values of a table's method once it is filled.
+    """Fill a static table in a session of its own and return the values of `method`, its `size` or `export`.
 
-    None outside of builders' graphs, or on failure.
+    None if the table is not in a builder's graph, or if TensorFlow cannot run it. Adds the method's nodes to
+    that graph.
     """
     import tensorflow as tf
 
@@ -113,7 +118,7 @@ def _read(table: Any, method: Callable[[Any], Any]) -> Any:
 
 
 def _eager(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return eager tensors of these values, made by a thread that has no default graph."""
+    """Return eager tensors of these values, in order, made in another thread, which has no default graph."""
     import tensorflow as tf
 
     with ThreadPoolExecutor(1) as outside:
@@ -130,16 +135,19 @@ _EXPECTED = (
 
 
 def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
-    """Run the request's builder; return its graph, with the signatures that it returns.
+    """Run the request's builder and return its graph, with the signatures that it returns.
 
-    UsageError if the request names tensors, too; BuilderError if it fails, or its files are edited meanwhile.
+    `label` names the builder in messages; without it `pkg.mod:fn` does. UsageError if the request names
+    tensors, too, or gives arguments that the builder does not take; BuilderError if the builder fails, or its
+    files are edited meanwhile; GraphError and subclasses if its signatures cannot be served. An ExportError
+    of its own code passes unchanged.
     """
     require_no_tensors(request)
     return source_of(run_builder(request, label), request)
 
 
 def require_no_tensors(request: GraphRequest) -> None:
-    """Refuse a request that names tensors of a builder's graph, or of an archive's; UsageError."""
+    """Raise UsageError if a request names tensors or signatures: a builder returns its signatures itself."""
     if request.inputs or request.outputs or request.signatures:
         raise UsageError(
             "--input, --output and --signatures name tensors of a .meta file or a SavedModel",
@@ -163,9 +171,12 @@ class Built(Struct, frozen=True):
 
 
 def run_builder(request: GraphRequest, label: str = "") -> Built:
-    """Import a request's builder, unless it is a function, and run it in a fresh graph; `label` names it.
+    """Import a request's builder, unless it is a function, and run it in a fresh graph.
 
-    UsageError for arguments that it does not take; BuilderError as of `load_builder`.
+    `label` names it in messages; without it `pkg.mod:fn` does. UsageError for arguments that it does not
+    take, or a signature that TensorFlow Serving could not answer; BuilderError if it cannot be imported,
+    fails, returns something else, or its files are edited meanwhile. An ExportError of its own code passes
+    unchanged.
     """
     import tensorflow  # noqa: F401  # a builder runs in it: that it is missing is not the builder's error
 
@@ -179,7 +190,11 @@ def run_builder(request: GraphRequest, label: str = "") -> Built:
 
 
 def source_of(built: Built, request: GraphRequest) -> SourceGraph:
-    """The graph that a builder made as the graph stage goes on with it."""
+    """Return what a builder made as a source graph, with its signatures, objects, tables and code.
+
+    The MetaGraphDef in `built` is changed. UsageError if there are no signatures; GraphError and subclasses
+    if they cannot be served.
+    """
     source = with_signatures(built.meta_graph, request, label=built.label, directory=Path.cwd())
     source = replace(source, code=built.code)
     if built.tables:
@@ -193,7 +208,12 @@ def source_of(built: Built, request: GraphRequest) -> SourceGraph:
 
 
 def _main(model: str | Builder | None) -> BuilderFile | None:
-    """Return the file of a builder; None if it has none, or is a model or a function of this program."""
+    """Return the Python file of a builder; None if there is none, or it is not a user's.
+
+    Given as text, the builder is `pkg.mod:fn` or `path/file.py:fn`, and BuilderError is raised if the file or
+    the top-level module does not exist. A function's file is the file that defines it, an object's that of
+    its class.
+    """
     if isinstance(model, str):
         return find_builder(model.rpartition(":")[0])
     _, found = named_function(model)
@@ -201,9 +221,10 @@ def _main(model: str | Builder | None) -> BuilderFile | None:
 
 
 def resolve(model: str | Builder | None) -> tuple[Builder, str]:
-    """Import the function `pkg.mod:fn` or `path/file.py:fn`; return it, and its name for messages.
+    """Return a builder's function and its name for messages (`pkg.mod:fn`).
 
-    BuilderError if there is no such file or function, or importing it fails.
+    A function is returned as it is; text (`pkg.mod:fn` or `path/file.py:fn`) is imported, which runs the
+    module's code. BuilderError if there is no such file or function, or importing it fails.
     """
     if callable(model):
         return model, f"{getattr(model, '__module__', '?')}:{getattr(model, '__qualname__', repr(model))}"
@@ -232,9 +253,12 @@ def resolve(model: str | Builder | None) -> tuple[Builder, str]:
 
 
 def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) -> dict[str, Any]:
-    """Return a builder's arguments: `--model-arg` texts converted by annotation or default.
+    """Return the keyword arguments to call a builder with, by name.
 
-    Training flags are False. UsageError for one that it does not accept, or one without a value.
+    `given` has the texts of `--model-arg` by name: they are converted to the type of the annotation or
+    default. Flags for training that are not given are False. `label` names the builder in messages.
+    UsageError for an argument that the builder does not accept, a text that does not convert, or a required
+    argument without a value.
     """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -256,9 +280,9 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
 
 
 def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
-    """Return a builder's parameters, with annotations as types if they can be resolved.
+    """Return a builder's parameters by name, with annotations as types if they can be resolved.
 
-    None for some builtins.
+    Empty for builtins without a signature.
     """
     for eval_str in (True, False):
         with contextlib.suppress(NameError, AttributeError, SyntaxError, ValueError, TypeError):
@@ -267,9 +291,11 @@ def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
-    """Convert a `--model-arg` to the parameter's bool, int, float or str.
+    """Convert the text of `--model-arg NAME=TEXT` to the parameter's bool, int or float; UsageError if it is
+    not one.
 
-    UsageError if that is impossible.
+    The type is the annotation's, else the default's. It stays text for other types, and if `parameter` is
+    None.
     """
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):
@@ -284,10 +310,11 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> Built:
-    """Return the result of a builder in a fresh graph, or raise its BuilderError.
+    """Call a builder in a fresh graph and return what it made.
 
-    It runs a second time if it failed and asked for TensorFlow 2; if that fails, too, the first error is
-    raised.
+    If that raises BuilderError after its code opened an init scope, it is called again, in another graph,
+    with eager execution in such scopes; if that fails, too, the first error is raised, with a hint about
+    eager execution if the causes differ. UsageError for a signature that TensorFlow Serving could not answer.
     """
     import tensorflow as tf
 
@@ -308,7 +335,12 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
 def _build(
     builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
 ) -> Built:
-    """Return the result of a builder in the scopes' graph; BuilderError if it fails."""
+    """Call a builder once, in the scopes' graph, and return what it made.
+
+    `naming` is how the checkpoint names tensors. BuilderError if it fails, returns something else, or its
+    graph has more than 2 GiB of constants; UsageError for a signature that TensorFlow Serving could not
+    answer.
+    """
     import tensorflow as tf
 
     graph = scopes.graph
@@ -340,7 +372,11 @@ def _build(
 
 
 def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of a builder, with names that do not depend on what this process made before."""
+    """Call a builder and return its result; names in it do not depend on what this process made before.
+
+    If it raises ValueError because layers' names are not unique, it is called again, with names counted on.
+    Raises whatever the builder raises.
+    """
     try:
         with counted_anew():
             return builder(**kwargs)
@@ -351,7 +387,11 @@ def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
-    """Yield (node, names in a checkpoint) for each table that a Saver of this graph would store."""
+    """Yield (table's node, the names of its keys and values in a checkpoint) for each table that a Saver
+    stores.
+
+    The tables are those that `graph` lists as saveable objects.
+    """
     import tensorflow as tf
 
     for saveable in graph.get_collection(tf.compat.v1.GraphKeys.SAVEABLE_OBJECTS):
@@ -362,7 +402,12 @@ def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
 
 
 def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
-    """Return {name: SignatureDef} of the tensors that a builder returned; BuilderError for anything else."""
+    """Return {name: SignatureDef} of what a builder returned: a tuple is `serving_default`, a dict has them
+    by name.
+
+    A tuple is (inputs, outputs), both dicts of tensors by alias, with the method as an optional third; the
+    tensors are to be in `graph`. `label` names the builder in messages. BuilderError for anything else.
+    """
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
     if not isinstance(named, Mapping) or not named:
         raise BuilderError(f"builder {label} returned {_described(result)}", cause=_EXPECTED)
@@ -394,7 +439,9 @@ def _signature(entry: Any, graph: Any, where: str) -> Proto:
 
 
 def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (alias, tensor), or for a sparse or ragged tensor each component: `ids`, `ids_1` ..."""
+    """Yield (alias, tensor), or for a sparse or ragged tensor each of its components in order: `ids`, `ids_1`
+    ...
+    """
     import tensorflow as tf
 
     # `tf.saved_model.save` gives them these names; TensorFlow Serving cannot answer with composite tensors.
@@ -408,7 +455,8 @@ def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
     """Return the TensorInfo of a dense tensor, or of a variable's value, in the builder's graph.
 
-    Otherwise BuilderError.
+    `where` names it in messages. A variable's read is added to the graph. BuilderError for a value that is
+    neither, or is in another graph.
     """
     import tensorflow as tf
 

@@ -96,9 +96,10 @@ class CalledBody:
         self._dead = self._find_dead()
 
     def value(self, tensor: str) -> Array | None:
-        """Return the value of a tensor that is always the same, and at most 32 KiB.
+        """Return the value of a tensor if it is the same for every request and has at most 32 KiB; else None.
 
-        None for any other tensor.
+        None also for values that take operations which are not computed here, or too many of them (64
+        nested). The answer is memoised.
         """
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
@@ -110,17 +111,19 @@ class CalledBody:
         return self._values[tensor]
 
     def number(self, tensor: str) -> Any:
-        """Return the scalar that a tensor, or the constant that it repeats, always is.
+        """Return the one number that a tensor always holds, or that all its elements are, as a Python scalar.
 
-        None if it may vary.
+        None if it may vary, or if there are several numbers.
         """
         value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
 
     def repeated_value(self, tensor: str) -> Array | None:
-        """Return the value of a tensor, or of the constant that it repeats or rearranges.
+        """Return the constant value of a tensor, or of the constant that it repeats or rearranges, in that
+        one's shape.
 
-        None if it may vary.
+        For zeros or ones like another tensor this is the array of 0 or 1 without a dimension. None if it may
+        vary.
         """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -137,16 +140,19 @@ class CalledBody:
         return None
 
     def is_of_request(self, tensor: str) -> bool:
-        """True if a tensor's values, not only its shape, may depend on the request."""
+        """True if the values of a tensor's node, not only their shapes, may depend on the request."""
         return node_of(tensor) in self._of_request
 
     def chosen(self, name: str) -> bool:
-        """True if the request decides whether this node runs."""
+        """True if the request decides whether the node `name` runs: it, or the whole body, is in a branch."""
         return self._is_chosen or name in self._chosen
 
     @cached_property
     def live(self) -> frozenset[str]:
-        """The names of the nodes that run and the arguments that are used; finding them records the calls."""
+        """Return the names of the nodes that run for the roots, and of the arguments that they use; memoised.
+
+        Computing it records the calls that run, which `bodies` returns.
+        """
         found, pending = set[str](), [*self._roots]
         while pending:
             name = node_of(pending.pop())
@@ -158,11 +164,17 @@ class CalledBody:
         return frozenset(found)
 
     def bodies(self) -> Iterable[CalledBody]:
-        """Return this body and the bodies of all calls that run, each once."""
+        """Return this body first, then the bodies of all calls that run, directly or through others, each
+        once.
+        """
         return closure([self], lambda body: body._called if body.live else ())
 
     def computed_from(self, names: Iterable[str]) -> Collection[str]:
-        """Return the nodes `names`, and those computed from their values; shapes are not values."""
+        """Return the nodes `names`, then those that read or wait for them, directly or through others,
+        nearest first.
+
+        Operations that read only a tensor's shape do not count.
+        """
         return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in SHAPES))
 
     @cached_property
@@ -171,7 +183,11 @@ class CalledBody:
 
     @cached_property
     def _chosen(self) -> Collection[str]:
-        """The nodes in branches that the request chooses; repeating a loop is not a choice."""
+        """The nodes in branches that the request chooses, and the outputs (`switch:1`) of the Switch nodes
+        before them.
+
+        A loop's condition is not such a choice. Memoised.
+        """
         found = set[str]()
         for predicate, switches in self._switches.items():
             node = self.nodes.get(node_of(predicate))
@@ -203,7 +219,11 @@ class CalledBody:
         return self._result(node, tensor)
 
     def _result(self, node: Proto, tensor: str) -> Array | None:
-        """Return the value of a call's result; None if it is not always the same, or not known."""
+        """Return the value of a tensor that a call of a function gives; None if it may vary or is not known.
+
+        None also if `node` is not such a call, or the request decides which function it runs. IndexError if
+        the function has no such result.
+        """
         called = self._one_function(node)
         if called is None:
             return None
@@ -213,7 +233,9 @@ class CalledBody:
         return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
 
     def _returns(self, tensor: str, merge: str) -> bool:
-        """True if a loop passes `tensor` on unchanged, from its `merge` back to it."""
+        """True if `tensor` is the Merge node `merge` passed on unchanged, by at most 8 Switch, Identity or
+        such nodes.
+        """
         for _ in range(_MAX_STEPS):
             node = self.nodes.get(node_of(tensor))
             if node is None or node.op not in _PASSED_ON:
@@ -223,7 +245,7 @@ class CalledBody:
 
     @cached_property
     def _switches(self) -> dict[str, list[str]]:
-        """The names of the Switch nodes by the tensor that decides."""
+        """Return {the tensor that decides: the names of its Switch nodes}."""
         found: dict[str, list[str]] = {}
         for node in self.nodes.values():
             if node.op in SWITCHES and len(inputs := input_names(node)) == 2:
@@ -231,7 +253,11 @@ class CalledBody:
         return found
 
     def _find_dead(self) -> frozenset[str]:
-        """Find the nodes, and the outputs (`switch:1`) of Switch nodes, that are never computed."""
+        """Set and return the names of the nodes, and the outputs (`switch:1`) of Switch nodes, that are never
+        computed.
+
+        Memoised values are cleared.
+        """
         self._dead = frozenset[str]()
         for _ in range(_ROUNDS if self._switches else 0):  # a branch that is off may settle another flag
             self._values.clear()
@@ -247,7 +273,8 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add to `dead`, in place, all nodes that directly or indirectly read one of its nodes; return it.
+        """Add to `dead`, in place, all nodes that read or wait for one of its nodes, directly or not; return
+        `dead`.
 
         A Merge is added only if all its inputs are dead.
         """
@@ -267,13 +294,14 @@ class CalledBody:
         return readers_of(self.nodes.values(), waiting=True)
 
     def _is_among(self, tensor: str, dead: Collection[str]) -> bool:
-        """True if a tensor, or its node, is among the dead."""
+        """True if `dead` has a tensor's node or, of a Switch, the output (`switch:0` or `switch:1`)."""
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """Return the inputs that a running node needs; for a call, the inputs that its function uses.
+        """Return the tensors and control inputs that a running node needs; for a call, those that its
+        function uses.
 
-        The call is recorded.
+        Control inputs are without `^`. The call is recorded.
         """
         inputs = input_names(node)
         if node.op in MERGES:
@@ -296,9 +324,9 @@ class CalledBody:
         return inputs
 
     def _one_function(self, node: Proto) -> tuple[str, list[str]] | None:
-        """Return the function that a call certainly runs, once, and its arguments.
+        """Return (name, argument tensors) of the function that a call certainly runs, exactly once.
 
-        None for any other node.
+        None for any other node: no call, a loop, or a conditional whose branch the request chooses.
         """
         inputs = input_names(node)
         if node.op in _CONDITIONALS and inputs and (taken := self.number(inputs[0])) is not None:
@@ -310,7 +338,9 @@ class CalledBody:
         return (name, inputs) if name in self._library else None
 
     def _constant_inputs(self, node: Proto, inputs: list[str]) -> list[str]:
-        """Return the tensor that each argument of a node's functions always gets, "" if it may differ."""
+        """Return, for each argument of a node's functions, the tensor that it gets in every call; "" if it
+        may differ.
+        """
         if node.op in _CONDITIONALS:
             return inputs[1:]
         body = self._library.get(attr(node, "body").func.name) if node.op in LOOPS else None
@@ -324,9 +354,11 @@ class CalledBody:
     def _run(
         self, name: str, inputs: list[str], *, is_asked: bool = False, is_chosen: bool = False
     ) -> CalledBody | None:
-        """Return the body of a call that runs, and record it; None if it is too deep.
+        """Return the body of the function `name` as called with `inputs`, and record the call.
 
-        For `is_asked` see `_passed`.
+        `inputs` has the tensor of each argument, "" if it may differ between calls; `is_asked` says whether
+        these depend on the request, `is_chosen` whether the request decides that the call runs. None if calls
+        are nested more than 48 deep.
         """
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:
@@ -334,9 +366,10 @@ class CalledBody:
         return body
 
     def _passed(self, name: str, inputs: list[str], *, is_asked: bool = False) -> dict[str, Array | bool]:
-        """Return {argument: its constant, or whether it depends on the request}.
+        """Return {argument: its constant value, or else whether it depends on the request} of a call.
 
-        `is_asked` is the answer for "".
+        `inputs` has the tensor of each argument, "" if it may differ between calls; for these the answer is
+        `is_asked`.
         """
         parameters = (argument.name for argument in self._library[name].signature.input_arg)
         passed: dict[str, Array | bool] = {}
@@ -374,20 +407,26 @@ class CalledBody:
 
 
 def is_by_batch(node: Proto) -> bool:
-    """True for a FusedBatchNorm that normalises by the batch, which is the default without `is_training`."""
+    """True for a FusedBatchNorm that normalises by the batch, which is also the default without
+    `is_training`.
+    """
     if _FUSED.fullmatch(node.op) is None:
         return False
     return "is_training" not in node.attr or bool(node.attr["is_training"].b)
 
 
 def _position(tensor: str) -> int:
-    """Return the number at a tensor's end: of a node's output or, in a function, in the named output."""
+    """Return the number at the end of a tensor's name: of its output or, in a function, within a named
+    output.
+
+    0 if there is none.
+    """
     last = tensor.rpartition(":")[2]
     return int(last) if ":" in tensor and last.isdecimal() else 0
 
 
 def _output(nodes: Mapping[str, Proto], tensor: str) -> str:
-    """Return `switch:0` or `switch:1` for an output of a Switch, "" for any other tensor."""
+    """Return `switch:0` or `switch:1` for a tensor that is an output of a Switch, "" for any other tensor."""
     name, _, output = tensor.partition(":")
     node = nodes.get(name)
     if node is None or node.op not in SWITCHES:

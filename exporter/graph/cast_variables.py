@@ -40,9 +40,11 @@ class _Cast(Struct, frozen=True):
         return self.stored is DType.INT8
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Change a node that takes the handle so that its readers get the same values as before.
+        """Change, in place, a node that takes the variable's handle so that its readers get the graph's dtype
+        again.
 
-        MappingError unless the node is known to read.
+        MappingError unless the node is known to read, or asks only for the shape or state. `extra_handles` is
+        not used.
         """
         if self.is_in_8_bits and node.op == "VariableShape":
             become_shape(body, node, self.shape)
@@ -56,7 +58,7 @@ class _Cast(Struct, frozen=True):
             _cast_read(body, node, self)
 
     def refusal(self, node: Proto) -> MappingError:
-        """Return the error for a node that cannot be changed."""
+        """Return the error that names a node which takes the handle and cannot be changed."""
         return MappingError(
             f"variable {self.variable!r} cannot be cast to {self.stored.label}: "
             f"node {node.name!r} ({node.op}) takes its handle",
@@ -66,7 +68,7 @@ class _Cast(Struct, frozen=True):
         )
 
     def returned(self, function: str) -> MappingError:
-        """Return the error for a function that returns the handle."""
+        """Return the error that names a function which returns the handle."""
         return MappingError(
             f"variable {self.variable!r} cannot be cast: function {function!r} returns its handle",
             hint="leave that variable out of --cast",
@@ -75,6 +77,8 @@ class _Cast(Struct, frozen=True):
 
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     """Store variables in the dtypes of `stored` ({VarHandleOp: dtype}), in place, and cast them when read.
+
+    Variables that it lacks, or that have this dtype, are not changed. In int8 a row gets longer by its scale.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
@@ -92,7 +96,9 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
 
 
 def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
-    """Let `node` yield the stored dtype under a new name, and give its old name to a Cast."""
+    """Let a read yield the stored dtype under a new name, and add a Cast to the graph's dtype with its old
+    name.
+    """
     output_name, output = node.name, _READS[node.op]
     body.rename(node, next(new for n in count() if (new := f"{output_name}/stored_{n}") not in body.by_name))
     node.attr["dtype"].type = int(cast.stored)
@@ -105,7 +111,8 @@ def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
 def _multiply_rows(body: Body, node: Proto, cast: _Cast) -> None:
     """Let a gather yield codes and scales under a new name, and give its old name to their product.
 
-    MappingError for another read.
+    The product is in the graph's dtype; the nodes that compute it are added to `body`. MappingError unless
+    the node is a ResourceGather of rows of a matrix.
     """
     if node.op != "ResourceGather" or attr(node, "batch_dims").i or len(cast.shape) != 2:
         raise cast.refusal(node)

@@ -44,27 +44,28 @@ class UseChange(Protocol):
         """The VarHandleOps of further variables whose handles the changed nodes take."""
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Change, in place, a node that takes the handle.
+        """Change, in place, a node of `body` that takes the variable's handle.
 
-        `extra_handles` are the other handles in its body.
+        `extra_handles` are the tensors in this body with the further handles, in the order of the property.
+        Raises `refusal` for a node that cannot be changed.
         """
 
     def refusal(self, node: Proto) -> ExportError:
-        """Return the error for a node that takes the handle in an unknown way."""
+        """Return the error to raise for a node that takes the handle and cannot be changed."""
 
     def returned(self, function: str) -> ExportError:
-        """Return the error for a function that returns the handle."""
+        """Return the error to raise for a function, by name, that returns the handle."""
 
 
 class RowReads(Struct, frozen=True):
     """The errors of a change of gathers of rows: other nodes that take or return the handle are refused."""
 
     def refusal(self, node: Proto) -> ExportError:
-        """Return the error for a node that cannot be changed."""
+        """Return the NotServable that names a node which takes the handle and cannot be changed."""
         return NotServable(f"{node.op} {node.name!r} takes it")
 
     def returned(self, function: str) -> ExportError:
-        """Return the error for a function that returns the handle."""
+        """Return the NotServable that names a function which returns the handle."""
         return NotServable(f"function {function!r} returns it")
 
 
@@ -73,9 +74,10 @@ _Here = tuple[UseChange, tuple[str, ...]]
 
 
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
-    """Change, in place, all uses of the variables of these VarHandleOps, also in (copies of) functions.
+    """Change, in place, all uses of variables in a graph, and in copies of the functions that it calls.
 
-    Raises a change's `refusal` or `returned`, whose message names the use that cannot be changed.
+    `changes` is {VarHandleOp: its change}. Raises a change's `refusal` or `returned`, whose message names the
+    use that cannot be changed.
     """
     if changes:
         handles = {f"{node}:0": (change, change.extra_handles) for node, change in changes.items()}
@@ -91,10 +93,10 @@ class _Library:
         self.functions = {function.signature.name: function for function in proto.function}
 
     def specialise(self, name: str, changes: Mapping[int, UseChange], *, passes_on: bool) -> str:
-        """Copy a function with `changes` made, by argument number; return its name.
+        """Add a copy of a function in which `changes` (by argument number) are made, and return its name.
 
         Equal changes share a copy. The further handles are its last arguments and, with `passes_on` (for a
-        loop's body), its last results.
+        loop's body), its last results. Raises a change's `refusal` or `returned` if a use cannot be changed.
         """
         key = (name, tuple(changes.items()), passes_on)
         if key not in self._copies:
@@ -110,9 +112,10 @@ class _Library:
 
 
 def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
-    """Return the changed handles of a function, by argument; `changes` are by the argument's number.
+    """Return {argument of a function: (its change, the arguments with the further handles)}.
 
-    Arguments for further handles are added, in place; with `passes_on` also results, which return them.
+    `changes` are by the argument's number. Arguments for further handles are added to the function, in place;
+    with `passes_on` also results, which return them.
     """
     signature = function.signature
     owners = [argument.name for argument in signature.input_arg]
@@ -136,9 +139,11 @@ def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: 
 
 
 def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
-    """Change every node of a body that takes one of the handles, or a tensor that forwards one.
+    """Change, in place, every node of a body that takes one of the handles, or a tensor that forwards one.
 
-    Raises the change's `refusal` for a node that takes the handle other than first, and `returned`.
+    `handles` is {tensor: (its change, the tensors with the further handles)}; forwarding tensors are added to
+    it. Raises the change's `refusal` for a node that cannot be changed, and `returned` if a function returns
+    a handle.
     """
     _follow(body, handles)
     for node in list(body.nodes):
@@ -158,9 +163,10 @@ def _rewrite(body: Body, handles: dict[str, _Here], library: _Library) -> None:
 
 
 def _follow(body: Body, handles: dict[str, _Here]) -> None:
-    """Add to `handles` every tensor that forwards one of them; for further handles, add twin nodes.
+    """Add to `handles` every tensor that forwards one of them, with its change.
 
-    Raises the change's `refusal` for a loop that forwards such a handle.
+    For further handles, twins of the forwarding nodes are added to the body. Raises the change's `refusal` if
+    a loop returns a handle that has further ones and something reads it.
     """
     found = True
     while found:
@@ -186,7 +192,9 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
 
 
 def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
-    """Yield (output, input) for each output of a node that is the same handle as the input."""
+    """Yield (output, input) for each output of a node that is the same handle as the input; none for most
+    nodes.
+    """
     if node.op in _FORWARDS:
         for index in range(_FORWARDS[node.op]):
             yield body.output(node, index), body.canonical(node.input[0])
@@ -196,7 +204,9 @@ def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
 
 
 def _twin(body: Body, node: Proto, handle: str) -> Proto:
-    """Add a copy of `node` that forwards another handle, into the same frame or branch."""
+    """Add to a body a copy of `node` that forwards `handle` instead, in the same frame or branch; return the
+    copy.
+    """
     twin = deepcopy(node)
     twin.name = free_name(body.by_name, f"{node.name}_beside")
     twin.input[0] = handle
@@ -204,10 +214,11 @@ def _twin(body: Body, node: Proto, handle: str) -> Proto:
 
 
 def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _Library) -> None:
-    """Let a call use copies of its functions in which the handles' uses are changed, with further handles.
+    """Let a call use copies of its functions in which the uses of handles are changed, with further handles.
 
-    Raises a change's `refusal` for an unknown function, or one that XLA compiles if further handles are
-    needed.
+    `here` is {position among the call's inputs: (the handle's change, the tensors with the further handles)}.
+    Raises a change's `refusal` for a function that the graph lacks, for one that XLA compiles if it needs
+    further handles, and for uses in a function that cannot be changed, or `returned`.
     """
     before = CALLS[node.op]
     changes = {index - before: change for index, (change, _) in here.items()}
@@ -232,9 +243,10 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
 
 
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
-    """Raise the change's `returned` error if a function returns a handle of `handles` (by tensor).
+    """Raise the `returned` error of a change if a function returns a handle of `handles` ({tensor: its
+    change}).
 
-    A loop's body may return its argument in the same place.
+    A result may return the handle of the argument with the same number, as a loop's body does.
     """
     signature = function.signature
     arguments = [argument.name for argument in signature.input_arg]
@@ -245,7 +257,7 @@ def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
 
 
 def become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
-    """Turn a VariableShape into a constant: the graph's shape, not the stored variable's."""
+    """Turn a VariableShape, in place, into a constant: `shape`, the graph's, not the stored variable's."""
     handle = body.producer(node.input[0])
     out_type = attr_dtype(node, "out_type") or DType.INT32
     known = constant(node.name, np.array(shape, out_type.numpy), out_type)
@@ -257,7 +269,10 @@ def become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
 
 
 def rename_output(function: Proto, before: str, after: str) -> None:
-    """Rename an output in a function's body and results; a graph's inputs do not name outputs."""
+    """Rename an output in a function, in place, where other nodes and results read it.
+
+    `before` and `after` are the beginnings of its references, `node:output:`.
+    """
     for consumer in function.node_def:
         for position, reference in enumerate(consumer.input):
             if reference.startswith(before):
