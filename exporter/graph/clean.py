@@ -103,7 +103,11 @@ _DROPPED_ATTRS = [
 
 
 def clean(source: SourceGraph) -> InferenceGraph:
-    """Make the inference graph of a source, which is not changed; GraphError if it cannot be served."""
+    """Make the inference graph of a source, whose graph is not changed.
+
+    It may run the graph in a process of its own, for up to minutes, to find out which batch sizes it accepts.
+    GraphError and subclasses if it cannot be served; UsageError if `--feed` fixes an input of a signature.
+    """
     index = GraphIndex.of(source.meta_graph)
     signatures = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
     chosen = _choose(source, index, signatures.values())
@@ -194,7 +198,10 @@ class _Chosen(Struct, frozen=True):
 
 
 def _choose(source: SourceGraph, index: GraphIndex, ends: Collection[SignatureEnds]) -> _Chosen:
-    """Choose the nodes to keep; GraphError if some of them cannot be served."""
+    """Choose the nodes of a source's graph to keep; `ends` are the tensors of its signatures.
+
+    GraphError and subclasses if some of them cannot be served; UsageError if `--feed` fixes an input.
+    """
     nodes = _with_constants(index, source, ends)
     is_any = source.trust.foreign_ops
     foreign = frozenset[str]() if is_any else foreign_ops(index.nodes.values(), index.functions)
@@ -216,8 +223,11 @@ def _choose(source: SourceGraph, index: GraphIndex, ends: Collection[SignatureEn
 def _servable_copies(
     source: SourceGraph, index: GraphIndex, ends: Collection[SignatureEnds], chosen: _Chosen
 ) -> tuple[dict[str, Proto], dict[Endpoint, Endpoint]]:
-    """Copy the chosen nodes, with resource variables and gathered rows; return the copies, and by tensor of
-    the source the tensor that has its values now.
+    """Copy the chosen nodes, with resource variables in place of reference variables, and with gathered rows.
+
+    Returns the copies by name, and {tensor of the source: the tensor of the copies that has its values} for
+    tensors that others replaced. ForeignOperations if an attribute that only DeepRec has changes what a node
+    does.
     """
     kept, importing = _copies(chosen.nodes, chosen.needed), chosen.state.importing
     for name in importing:  # a library restores its state in an order: clear, then import
@@ -236,9 +246,10 @@ def _servable_copies(
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """Return the graph's nodes, with constants for placeholders fixed by `--feed`, and for assets' paths.
+    """Return the graph's nodes by name, with constants for placeholders fixed by `--feed`, and for assets'
+    paths.
 
-    UsageError if a signature has such a placeholder as input.
+    `signatures` are the tensors of the signatures. UsageError if one has such a placeholder as input.
     """
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
@@ -254,9 +265,12 @@ def _with_constants(
 def _cut(
     index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Refuse nodes that no signature may run, and cut the signatures' inputs off.
+    """Check the nodes that each signature runs, and add a placeholder to `nodes` for each input that is
+    computed.
 
-    Returns {input: its placeholder}.
+    Returns {input: its placeholder}, without inputs that another signature computes. `foreign` are operations
+    that stock TensorFlow lacks. NotServable, or its subclass ForeignOperations, if a server cannot run a
+    node; GraphError if one reads a node that is missing.
     """
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
@@ -276,9 +290,11 @@ def _settled(
     moved: Mapping[Endpoint, Endpoint],
     filling: Filling,
 ) -> BatchSize:
-    """Find the batch sizes that requests may have.
+    """Return the batch sizes that requests may have, found by running the graph in a process of its own if
+    needed.
 
-    Constants that fix training's are made dynamic, in place.
+    Constants that fix training's batch size are made dynamic in `kept`, in place. `moved` is {tensor of the
+    source: the tensor in `kept` with its values}; `filling` says how the graph's tables are filled.
     """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
@@ -290,13 +306,17 @@ def _settled(
 
 
 def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpoint]) -> Ends:
-    """Return the tensors of a signature in the served graph."""
+    """Return a signature's tensors in the served graph, the inputs with their served shapes and dtypes.
+
+    `moved` is {tensor of the source: the served tensor with its values}. GraphError if an input's dtype is
+    unknown.
+    """
     inputs = {tensor: InputKind(served_shape(index, tensor), index.dtype(tensor)) for tensor in ends.inputs}
     groups = sparse_inputs(inputs, ends.inputs)
     parts = {tensor for group in groups for tensor in group}
 
     def is_loose(tensor: Endpoint) -> bool:
-        """True for a sparse tensor's values (output 1) if its indices and shape are not inputs."""
+        """True for a sparse tensor's values (output 1, a vector) if its indices and shape are not inputs."""
         return tensor not in parts and tensor.output == 1 and index.shape(tensor) == (-1,)
 
     sparse = [tuple(moved.get(t, t) for t in group) for group in groups]
@@ -309,7 +329,10 @@ def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpo
 
 
 def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
-    """Return the nodes of the signatures' tensors, replaced as in `moved`, first the nodes of outputs."""
+    """Return the nodes of the signatures' tensors, each once, first those of outputs.
+
+    `moved` is {tensor: the tensor to count in its place}.
+    """
     outputs = [tensor for ends in signatures for tensor in ends.outputs]
     inputs = [tensor for ends in signatures for tensor in ends.inputs]
     return [*dict.fromkeys(moved.get(tensor, tensor).node for tensor in [*outputs, *inputs])]
@@ -322,10 +345,14 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """Return the nodes that outputs need, initialisers of their tables and state, and that state's makers.
+    """Return the nodes that outputs need, the names of the nodes that fill their tables and state, and its
+    makers.
+
+    `replaced` is {tensor: the tensor to read in its place}; `roots` are the nodes of the signatures' tensors.
 
     Raises:
-        GraphError: there is a cycle outside of loops, or a table that only training fills.
+        GraphError: there is a cycle outside of loops, or a node is missing.
+        NotServable: a table gets its contents only from training.
     """
     filling: list[str] = []
     while True:  # initialisers may need more tables
@@ -342,7 +369,9 @@ def _needed(
 
 
 def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
-    """Copy the needed nodes, in the graph's own order, with the inputs that they need."""
+    """Return copies of the needed nodes by name, in the order of `nodes`, reading only the inputs that they
+    need.
+    """
     kept = {}
     for name, node in nodes.items():
         if name in needed.inputs:
@@ -352,14 +381,14 @@ def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
 
 
 def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
-    """Yield notes on placeholders that keep a default value because no signature feeds them."""
+    """Yield a note for each placeholder in `kept` with a default value that is not among the nodes `fed`."""
     for name, node in kept.items():
         if node.op == "PlaceholderWithDefault" and name not in fed:
             yield f"placeholder {name!r} keeps its default value; fix another with --feed {name}=VALUE"
 
 
 def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
-    """Yield notes on signatures with dtypes for which TensorFlow Serving's REST has no JSON."""
+    """Yield a note for each signature, by name, with dtypes for which TensorFlow Serving has no JSON."""
     for name, signature in sorted(signatures.items()):
         found = [
             f"{alias} is {base_dtype(info.dtype).label}"
@@ -371,7 +400,10 @@ def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:
-    """Yield notes on requirements of a server beyond stock TensorFlow and the version's own files."""
+    """Yield notes on what the graph requires of a server beyond stock TensorFlow and the version's own files.
+
+    `foreign` are operations that stock TensorFlow lacks, `outside` those that reach out of the version.
+    """
     for each in outside:
         yield f"when served, {each}"
     if foreign:
@@ -386,7 +418,12 @@ def _meta_graph(
     *,
     allow_foreign: bool,
 ) -> Proto:
-    """Make a MetaGraphDef of kept nodes and functions, with the parts of the description that still apply."""
+    """Make a MetaGraphDef of the nodes `kept`, whose devices and hints for training are removed in place.
+
+    It has the functions that they call, pruned, and what still applies of the description of `source`.
+    `filling` are the names of the nodes that run at load. GraphError and subclasses if a function cannot be
+    served, among them operations that TensorFlow lacks unless `allow_foreign`.
+    """
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
     for node in kept.values():
@@ -411,7 +448,11 @@ def _meta_graph(
 def _served_signature(
     index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
 ) -> Proto:
-    """Return the signature with the served graph's tensors, of any batch size, or the only possible one."""
+    """Return a copy of a signature with the served graph's tensors, of any batch size, or the only possible
+    one.
+
+    `moved` is {tensor of the source: the served tensor with its values}.
+    """
     served = deepcopy(signature)
     batch_sizes = set()
     for role, _, info in signature_tensors(served):
@@ -443,7 +484,7 @@ class StateMakers(Struct, frozen=True):
 
     @classmethod
     def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:
-        """Find the makers among the `needed` nodes."""
+        """Return the makers of other libraries' state among the nodes named `needed`."""
         ops = foreign_ops(protos.all_nodes(index.graph_def), index.functions)
         own = [name for name, f in index.functions.items() if any(node.op in ops for node in f.node_def)]
         foreign = ops | callers(index.functions, own)
@@ -452,17 +493,23 @@ class StateMakers(Struct, frozen=True):
         return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
 
     def taken_by(self, node: Proto) -> set[str]:
-        """Return the resources whose handles a node takes from makers."""
+        """Return the identities of the resources whose handles a node takes from makers; empty for most
+        nodes.
+        """
         nodes = self.index.nodes
         taken = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
         return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
 
     def is_foreign(self, node: Proto) -> bool:
-        """True for a foreign operation, or a call of a function that runs one."""
+        """True for an operation that stock TensorFlow lacks, and for a call of a function that runs one."""
         return not called_functions(node).isdisjoint(self.foreign)
 
     def initialisers(self, init_op: str | None) -> list[str]:
-        """Return nodes under the init op that fill such state, or are foreign like outputs; graph order."""
+        """Return the names of the nodes under the init op that fill such state, in the graph's order.
+
+        If outputs need a foreign operation, all foreign operations under the init op are among them. Empty
+        without an init op.
+        """
         under = {*waited_for(self.index.nodes, [init_op] if init_op else [])}
         return [
             name
@@ -471,7 +518,7 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Raise NotServable for state that none of the nodes `filling` fills."""
+        """Raise NotServable if none of the nodes named `filling` fills one of these resources."""
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:
@@ -487,8 +534,9 @@ def keep_restores(
 ) -> KeptState:
     """Let `nodes`, in place, restore the makers' state, reading only the tensors that are imported.
 
-    Returns the nodes that import, and the tensors; empty if there is none. NotServable if it is unknown what
-    is read.
+    Functions that restore are written out into `nodes`, and a placeholder is added for the checkpoint's
+    prefix. Returns the nodes that import, the placeholder, and the tensors' names; an empty KeptState if
+    nothing restores such state. NotServable if it is unknown what is read.
     """
     importing: list[str] = []
     restore = endpoint(saver_def.restore_op_name).node
@@ -506,7 +554,10 @@ def keep_restores(
 
 
 def _makes_state(index: GraphIndex, node: Proto, foreign: Collection[str]) -> bool:
-    """True for a node without inputs whose operation makes state that only its own library restores."""
+    """True for a node without inputs whose operation makes state that only its own library restores.
+
+    `foreign` are the operations that stock TensorFlow lacks.
+    """
     is_stock, op_def = _STOCK_MAKERS.fullmatch(node.op) is not None, index.op_def(node.op)
     is_stateful = node.op in foreign and (op_def is None or op_def.is_stateful)
     return (is_stock or is_stateful) and not data_inputs(node)
@@ -519,7 +570,10 @@ def _identity(node: Proto) -> str:
 def _written_out(
     index: GraphIndex, nodes: dict[str, Proto], call: Proto, function: str, makers: StateMakers
 ) -> list[str]:
-    """Copy the nodes of a called function that take makers' handles into `nodes`; return their names."""
+    """Copy the nodes of a called function that take makers' handles, and what they read, into `nodes`.
+
+    Returns the names of the copies that take handles. NotServable if an output to copy cannot be numbered.
+    """
     body = {node.name: node for node in index.functions[function].node_def}
     arguments = [argument.name for argument in index.functions[function].signature.input_arg]
     given = dict(zip(arguments, (source.as_input for source in data_inputs(call)), strict=False))
@@ -529,9 +583,9 @@ def _written_out(
     scope = free_name(nodes, f"kept_state/{call.name}")
 
     def moved(text: str) -> str:
-        """Return an input in the body with its name in the graph.
+        """Return an input of a node in the body as the graph writes it.
 
-        NotServable if outputs cannot be counted.
+        NotServable for an output of an operation that has several.
         """
         name, *output = text.removeprefix("^").split(":")
         if text.startswith("^"):
@@ -555,7 +609,9 @@ def _written_out(
 def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
     """Let the RestoreV2 nodes before others read, in place, only tensors that these use.
 
-    Return the tensors' names. NotServable if another node uses the prefix.
+    `importing` are the others, `prefix` is the node with the checkpoint's path. Returns the tensors' names in
+    the checkpoint, each once. NotServable if anything but RestoreV2 reads the path, or it is unknown what a
+    RestoreV2 reads.
     """
 
     def sources(name: str) -> list[str]:
@@ -573,7 +629,8 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
     """Let a RestoreV2 node read, in place, only tensors that the nodes `before` use.
 
-    Return the tensors' names. NotServable if the names and slices are not constants.
+    Returns the tensors' names in the checkpoint, in the order of the node's outputs. NotServable if the names
+    and slices are not constants.
     """
     node = nodes[name]
     names, slices = (
@@ -610,9 +667,11 @@ def _unclear(node: Proto) -> NotServable:
 def remember_paths(
     nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
 ) -> list[str]:
-    """Put assets' paths that `roots` need, but not `filling`, into variables, in place.
+    """Put the paths of assets that the nodes `roots` need into variables, in place, from which requests read
+    them.
 
-    Returns the names of the operations that assign them; empty if no path is needed.
+    The nodes `filling`, which run at load, still read the paths themselves. Returns the names of the
+    operations that assign the variables, to be run at load, too; empty if `roots` need no path.
     """
     served = reach(nodes, dict.fromkeys(roots)).inputs
     needed = [asset.node for asset in assets if asset.node in served]
@@ -638,7 +697,10 @@ def remember_paths(
 def _part_from_loading(
     nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
 ) -> None:
-    """Give the nodes `filling` copies, in place, of nodes behind a path that requests use as well."""
+    """Give the nodes `filling` copies, in place, of the nodes that read a path and that requests run as well.
+
+    `served` has the nodes that requests run, `paths` the constants with the paths.
+    """
     loading = reach(nodes, filling).inputs
     changed = {*paths}
     copies: dict[str, str] = {}
@@ -659,7 +721,7 @@ def _part_from_loading(
 
 
 def _replace_input(node: Proto, source: str, replacement: str) -> None:
-    """Let a node read the outputs of `replacement` instead of the same ones of `source`, in place."""
+    """Let a node read output n of `replacement` where it reads output n of `source`, in place."""
     for position, text in enumerate(node.input):
         tensor = endpoint(text)
         if tensor.node == source and tensor.output >= 0:

@@ -53,7 +53,7 @@ _IMPORTING = threading.RLock()  # one builder at a time: modules of two that hav
 
 
 def _in_child() -> None:
-    """Replace the lock: a fork has none of the threads that may hold it."""
+    """Replace the lock of imports after a fork: the child has none of the threads that may hold it."""
     global _IMPORTING
     _IMPORTING = threading.RLock()
 
@@ -62,7 +62,12 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def import_code(where: str) -> Any:
-    """Import the module `pkg.mod`, or the file `path/file.py` as one, anew if its files were edited."""
+    """Import and return the module `pkg.mod`, or the file `path/file.py` as a module.
+
+    It is imported anew if files of builders were edited since; all their modules are then removed from
+    `sys.modules`. Waits while another thread imports a builder. Raises whatever the import raises:
+    ImportError, FileNotFoundError, or an error of the module's own code.
+    """
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import will report the error
             if (found := find_builder(where)) is not None:
@@ -75,7 +80,9 @@ def import_code(where: str) -> Any:
 
 
 def _forget_edited() -> None:
-    """Forget all modules that builders imported if the file of one of them was edited since."""
+    """Remove all modules of builders from `sys.modules` if the file of one of them was edited since its
+    import.
+    """
     # Modules that were imported before this process loaded a builder belong to the program, and stay.
     if all(digest_at(file) == digest for file, digest in _imported.items()):
         return
@@ -87,7 +94,10 @@ def _forget_edited() -> None:
 
 
 def _forget_namesakes(root: Path) -> None:
-    """Forget modules that another builder imported from its own directory, under names that `root` has."""
+    """Remove modules that another builder imported from its own directory from `sys.modules`.
+
+    That is only if `root`, the directory of the next builder, has modules or packages of the same names.
+    """
     for name, module in [*sys.modules.items()]:
         if (file := file_of(module)) not in _imported or Path(file).resolve().is_relative_to(root):
             continue
@@ -104,9 +114,10 @@ def _forget_module(name: str) -> None:
 
 
 def _import_file(path: Path) -> Any:
-    """Import a file as a module, with its directory first on the path.
+    """Import a file as a module, in `sys.modules`, with its directory first on the path, and return it.
 
-    FileNotFoundError, or ImportError, if it is not a Python file.
+    It has the file's name, or `builder_<name>` if that is in use. FileNotFoundError or ImportError if it is
+    not a Python file; also whatever its code raises.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
@@ -125,7 +136,10 @@ _OURS = {"exporter", "serving"}
 
 
 def _is_free_name(name: str, path: Path) -> bool:
-    """True if importing this module shadows neither the program's modules nor ours."""
+    """True if importing the file `path` as module `name` shadows neither ours nor a loaded module of others.
+
+    Modules that builders imported, and the file itself, may be replaced.
+    """
     file = file_of(sys.modules.get(name))
     is_builders = file in _imported or (file != "" and Path(file).resolve() == path.resolve())
     return name not in _OURS and (name not in sys.modules or is_builders)
@@ -140,16 +154,19 @@ class Recorder:
         self._path = [*sys.path]
 
     def note(self, module: ModuleType) -> None:
-        """Record a module right before it is executed, with the digest of its file."""
+        """Record a module right before it is executed, with the digest of its file, unless the file is not a
+        user's.
+        """
         if (file := file_of(module)) and is_users(file):
             _imported[file] = digest_at(file)
             self.modules.append(module)
 
     def code(self, model: object, main: BuilderFile | None, *, is_loaded: bool) -> Code:
-        """Return the code behind a graph that `model` made.
+        """Return the code behind a graph that `model` (a function, a model or a text) made.
 
-        With `is_loaded` this process imported it for this purpose. BuilderError if it did, and a file was
-        edited meanwhile. Otherwise modules that differ from their files have no digest.
+        `main` is the builder's own file, None if it has none. With `is_loaded` this process imported it for
+        this purpose: then BuilderError if a file was edited meanwhile. Otherwise modules that differ from
+        their files have no digest.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])
@@ -200,7 +217,13 @@ class Recorder:
         )
 
     def _opened(self, root: Path, modules: set[str]) -> Iterator[tuple[str, Path]]:
-        """Yield name and path of each file that was read; below the root its name is its path."""
+        """Yield (name, absolute path) of each file that was read, without the modules' own and files above 16
+        MiB.
+
+        A file below `root` has its path there as name, another the shortest end of its path that is not
+        taken. Of the files that libraries opened, only those below `root` count. `modules` are the resolved
+        paths of modules.
+        """
         names = set[str]()
         for file, is_by_user in self.opened.items():
             path = Path(file)
@@ -220,7 +243,9 @@ class Recorder:
 
 
 def _beside(builder: Path, place: Path) -> str:
-    """Return the path from a builder's directory to a place, by given or resolved paths, the shorter one."""
+    """Return the path from a builder's directory to `place`: with links resolved or not, whichever has fewer
+    `..`.
+    """
     ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
     return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
 
@@ -230,7 +255,11 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record the code and the files that this thread uses; a nested `recording` uses the outer recorder."""
+    """Yield a recorder of the modules and files that this thread uses in the block; a nested one yields the
+    outer.
+
+    In the block, Python's functions that import modules and open files are replaced for all threads.
+    """
     if (outer := _RECORDER.get()) is not None:
         yield outer
         return
@@ -245,7 +274,11 @@ def recording() -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[None]:
-    """Record modules and files with the recorder of the thread that executes or opens them."""
+    """Replace the functions that import modules and open files until the end, so that recorders note their
+    use.
+
+    A use counts for the recorder of the thread that it happens in; without one it is not noted.
+    """
     import builtins
     import io
     from zipimport import zipimporter
@@ -322,7 +355,11 @@ def _noting_gfile(before: Callable[..., None]) -> Callable[..., None]:
 
 
 def _note_opened(file: object, mode: object) -> None:
-    """Record a file opened for reading, and whether a user's code does so, perhaps by Python's library."""
+    """Record a file that was opened for reading, and whether a user's code did so, also by Python's own
+    library.
+
+    Does nothing if no recorder is set, `file` is a descriptor, `mode` allows writing, or an import opens it.
+    """
     recorder = _RECORDER.get()
     if recorder is None or not isinstance(file, str | bytes | os.PathLike) or {*str(mode)} & {*"wax+"}:
         return
@@ -352,7 +389,11 @@ class _Reached:
         self._main = main
 
     def follow(self, modules: Iterable[ModuleType]) -> None:
-        """Add modules, and all that they import or hold values of."""
+        """Add the users' modules and the libraries among `modules`, and among all that users' modules lead
+        to.
+
+        A user's module leads to the modules that it imports or holds values of.
+        """
         pending = [*modules]
         while pending:
             module = pending.pop()
@@ -366,7 +407,7 @@ class _Reached:
                 self.libraries.add(_name_of(module).partition(".")[0])
 
     def _is_builders(self, file: str) -> bool:
-        """True for a module of the builder's own package, which may be installed."""
+        """True for a file of the builder's own package, a user's even if it is installed."""
         if self._main is None or not self._main.package:
             return False
         path = Path(file).resolve()
@@ -374,7 +415,11 @@ class _Reached:
 
 
 def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
-    """Yield the loaded modules that a module imports by its text, or holds values of, and its packages."""
+    """Yield the loaded modules that a module's source imports, its packages, and those of values that it
+    holds.
+
+    `file` is the module's file, whose import statements are read unless it cannot be parsed.
+    """
     name = _name_of(module)
     parts = name.split(".")
     names = [".".join(parts[:end]) for end in range(1, len(parts))]
@@ -393,7 +438,10 @@ def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Yield the names that import statements may import, anywhere in the module, with their packages."""
+    """Yield the names that import statements may import, anywhere in a module, each after its packages.
+
+    `package` is the module's own package, for relative imports. A name may be one of a function or class.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -409,7 +457,11 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _modules_of(value: object, *, inside: bool = True) -> Iterator[ModuleType]:
-    """Yield a given module, or the modules that define a value's class or function, and its items'."""
+    """Yield the module that a value is, or else the loaded modules of its class or function, and of its
+    items'.
+
+    With `inside`, at most 1,000 items (values of a dict) of a collection are looked at, one level deep.
+    """
     if isinstance(value, ModuleType):
         yield value
         return
@@ -429,7 +481,12 @@ _MOST_ITEMS = 1000  # of a registry of layers; longer ones are data
 
 
 def _modules_of_builder(model: object) -> Iterator[ModuleType]:
-    """Yield the modules that a builder's code comes from, given a function or a model."""
+    """Yield the loaded modules that a builder's code comes from, given a function or a model; none for a
+    text.
+
+    For a function these are its own module, the modules of values that it names, and of a partial's
+    arguments; for a model the modules of its classes and its layers'.
+    """
     if isinstance(model, str):
         return
     while isinstance(model, functools.partial):
@@ -458,7 +515,7 @@ def _has_contents(cell: Any) -> bool:
 
 
 def _inside(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and all that are inside it."""
+    """Yield a code object, then all code objects in its constants, at any depth."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -466,7 +523,10 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 
 def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
-    """The digests of a module's file and of its code; () if the file is not what was imported."""
+    """Return the digests of a module's file and of its code; () if the file is not what was imported.
+
+    `real` is the file's resolved path.
+    """
     content = content_of(file)
     if content is None or not _is_as_imported(module, file, content):
         return ()
@@ -474,7 +534,11 @@ def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
 
 
 def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:
-    """True if a module's functions and plain constants equal its file's."""
+    """True if `content`, the bytes of a module's file now, is what was imported.
+
+    Of a builder's module the digest is known. Of any other the functions and plain constants are compared
+    with the file's; for one without source it is assumed.
+    """
     if file in _imported:
         return _imported[file] == digest_of(content)
     if not file.endswith(".py"):
@@ -496,7 +560,7 @@ def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, object]]:
-    """Yield the names that a module sets to a literal once, on its first level, and the literals."""
+    """Yield (name, literal) for each name that a module sets once, to a literal, on its first level."""
     assigned = [
         node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     ]
@@ -508,7 +572,7 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, object]]:
 
 
 def _name_of(module: ModuleType) -> str:
-    """The name by which other programs import a module."""
+    """Return the name by which other programs import a module; for `__main__` that of its spec or file."""
     name = str(vars(module).get("__name__"))
     if name != "__main__":
         return name
@@ -517,13 +581,13 @@ def _name_of(module: ModuleType) -> str:
 
 
 def _places_of(root: Path, name: str) -> tuple[Path, Path]:
-    """Return the two files below a directory in which a module of this name may be."""
+    """Return the two files below `root` that a module may be in: `<name>.py`, then `<name>/__init__.py`."""
     place = root.joinpath(*name.split("."))
     return place.with_name(f"{place.name}.py"), place / "__init__.py"
 
 
 def _module_at(path: str) -> str:
-    """The name of the module with a path below its root."""
+    """Return the name of the module with this path, which is relative to its root and has slashes."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -543,7 +607,9 @@ def _ours() -> tuple[str, ...]:
 
 @functools.cache
 def _is_installation(directory: str) -> bool:
-    """True for a directory that an installer writes to."""
+    """True if a directory has a `.dist-info`, which an installer writes; memoised. False if it cannot be
+    listed.
+    """
     try:
         return any(each.suffix == ".dist-info" for each in Path(directory).iterdir())
     except OSError:
@@ -561,7 +627,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _is_pythons(file: str) -> bool:
-    """True for files of Python's own library, and for code without a file."""
+    """True for a file of Python's own library, and for code that is frozen into the interpreter."""
     return file.startswith("<frozen ") or (
         os.path.realpath(file).startswith(_pythons()) and not _is_installed(file)
     )
@@ -572,13 +638,19 @@ def _is_ours(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """True for files that belong neither to Python, an installed library, this program, nor the kernel."""
+    """True for a file that belongs neither to Python, an installed library, this program, nor the kernel.
+
+    False for code without a file.
+    """
     is_other = file.startswith(("<", "/proc/", "/sys/", "/dev/")) or not file
     return not (is_other or _is_installed(file) or _is_pythons(file) or _is_ours(file))
 
 
 def _distributions(libraries: Iterable[str]) -> dict[str, str]:
-    """Return {name of the distribution: version} of libraries, given the names that are imported."""
+    """Return {distribution: its version}, sorted, of libraries given by the names that are imported.
+
+    Libraries of no installed distribution are left out.
+    """
     from importlib.metadata import packages_distributions, version
 
     known = packages_distributions()

@@ -21,9 +21,11 @@ def is_computed(op: str) -> bool:
 
 
 def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
-    """Compute one output of a node, given its inputs' values; it may be a view of one.
+    """Compute one output of a node from the values of its inputs, in order; it may be a view of one of them.
 
-    ValueError above `most_bytes`.
+    `output` is the number of the output. Raises KeyError if `is_computed` is False for the operation,
+    ValueError if the value has more than `most_bytes`, and ValueError, TypeError, IndexError or
+    ArithmeticError if the inputs do not fit the operation.
     """
     with np.errstate(all="ignore"):  # kernels divide by 0 without a warning
         if node.op in _OUTPUTS:
@@ -36,7 +38,7 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
 
 
 def extent(sizes: Iterable[float]) -> float:
-    """Return the number of a shape's elements, in which a size of 0 counts as 1."""
+    """Return the number of elements of a shape, counting each size of 0 as 1; infinite if a size is."""
     # An empty tensor may have other, unbounded sizes, which a later operation may use.
     return math.prod(max(float(size), 1.0) for size in sizes)
 
