@@ -103,8 +103,10 @@ class Converted(Struct, frozen=True):
 def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Converted:
     """Rewrite, in place, the lookups in embedding variables that the signatures' outputs need.
 
-    Returns the tables that these become, and notes. NotServable for a variable that cannot become one,
-    UsageError for a wrong rule in `absent_keys`.
+    `absent_keys` is {regular expression for names of variables: the number that absent keys read}. Returns
+    the tables that these variables become, in the graph's order, and notes; both empty if the graph is not
+    DeepRec's. NotServable for a variable that cannot become a table, UsageError for a wrong rule in
+    `absent_keys`.
     """
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
@@ -137,7 +139,11 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
 
 
 def looked_up(meta_graph: Proto, index: GraphIndex) -> tuple[str, ...]:
-    """Return the names of the embedding variables that a graph gathers from; slots are not among them."""
+    """Return the names of the embedding variables that a graph gathers from, each once; slots are not among
+    them.
+
+    Variables of which only groups are looked up come last.
+    """
     found = _embedding_variables(meta_graph, index)
     owners = {handle.name: name for name, handles in found.items() for handle in handles}
     gathers = [node for node in index.nodes.values() if node.op in GATHERS and data_inputs(node)]
@@ -162,14 +168,14 @@ class _Conversion:
 
     @property
     def nodes(self) -> dict[str, Proto]:
-        """Return the graph's nodes by name, including nodes that were added before others."""
+        """Return the graph's nodes by name, including new nodes that rewritten nodes read."""
         added = (node for before in self._before.values() for node in before)
         return self._index.nodes | {node.name: node for node in added}
 
     def handle_of(self, gather: Proto) -> str | None:
-        """Return the first part's handle of the variable that a gather reads from.
+        """Return the handle's node of the variable that a gather reads from: the first part's.
 
-        None for any other gather.
+        None if the node reads no embedding variable, or has fewer than three inputs.
         """
         inputs = data_inputs(gather)
         handle = through_identities(self._index.nodes, inputs[0].node) if len(inputs) > 2 else ""
@@ -180,8 +186,9 @@ class _Conversion:
         """Turn a node, in place, into the lookup of `ids` in the table that a variable becomes.
 
         `handle` is the one that `handle_of` returns. `default` has a row for each id, to read if the table
-        lacks the key; None: the table's default rows, which are also read if the variable filters keys.
-        The table and the nodes that the lookup needs are added to `tables` and `nodes`.
+        lacks the key; None: the table's default rows, which are also read if the variable filters keys. The
+        table and the nodes that the lookup needs are added to `tables` and `nodes`. NotServable if the
+        variable cannot become a table.
         """
         variable = self._owners[handle]
         if variable not in self.tables:
@@ -199,9 +206,11 @@ class _Conversion:
         node.CopyFrom(last)
 
     def _made(self, variable: str) -> GraphDynamicTable:
-        """Return the table that a variable becomes; adds its handles, and a note on its default rows.
+        """Return the table that a variable becomes; adds its handles to the new nodes, and a note on its
+        default rows.
 
-        NotServable for a block of a dynamic-dimension variable, or if its default rows are unknown.
+        NotServable for a block of a dynamic-dimension variable, or if its kind cannot be served or its
+        default rows are unknown.
         """
         handles = self._variables[variable]
         key_dtype, value_dtype, dim = _kind(variable, handles)
@@ -233,7 +242,9 @@ class _Conversion:
                     yield node
 
     def place(self, graph_def: Proto) -> None:
-        """Add the new nodes to the graph, in an order in which each follows its inputs."""
+        """Add the new nodes to the graph: the tables' handles first, others right before the node that reads
+        them.
+        """
         placed = [*self._handles]
         for node in graph_def.node:
             placed += [*self._before.get(node.name, ()), node]
@@ -241,7 +252,7 @@ class _Conversion:
 
 
 def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, list[Proto]]:
-    """Return {embedding variable: the handles of its parts, in order}."""
+    """Return {embedding variable: the handle nodes of its parts, in order}."""
     collected = dict(_from_collections(meta_graph))
     found: dict[str, dict[int, Proto]] = {}
     for node in index.nodes.values():
@@ -254,7 +265,9 @@ def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, list
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield (handle, (the whole variable's name, the part's number)) for each part in a collection."""
+    """Yield (handle, (the whole variable's name, the part's offset)) for each part in the graph's
+    collections.
+    """
     for variable in collected_variables(meta_graph, _COLLECTIONS):
         info = variable.save_slice_info_def
         if info.full_name and info.var_offset:
@@ -262,9 +275,9 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]
 
 
 def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
-    """Return the dtypes of a variable's keys and values, and its dimension.
+    """Return (dtype of the keys, dtype of the values, dimension) of a variable with these handles.
 
-    NotServable if no dynamic table can have them, or parts differ.
+    NotServable if no dynamic table can have them, or if parts differ.
     """
     kinds = set()
     for handle in handles:
@@ -291,7 +304,9 @@ def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
 
 
 def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
-    """Return the nodes that run for the outputs of some signature, up to its inputs."""
+    """Return the names of the nodes that run for the outputs of some signature, up to its inputs, nearest
+    first.
+    """
     found: dict[str, None] = {}
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -302,9 +317,9 @@ def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
 def _parted(
     index: GraphIndex, stitch: Proto, handle_of: Callable[[Proto], str | None]
 ) -> tuple[str, Endpoint, Endpoint | None] | None:
-    """Return (handle, ids, absent keys' rows if given) of a lookup that a stitch of all parts equals.
+    """Return (handle, ids, absent keys' rows or None) of the one lookup that equals a stitch of all parts.
 
-    None if there is no such lookup.
+    `handle_of` returns the first part's handle for a gather. None if the stitch is not of such a lookup.
     """
     inputs = data_inputs(stitch)
     count = len(inputs) // 2
@@ -328,12 +343,16 @@ def _parted(
 
 
 def _uses_default(gather: Proto) -> bool:
-    """True if an absent key reads the row of `default_value` at the key's own position."""
+    """True if a key that the variable lacks reads the row of the gather's third input at the key's own
+    position.
+    """
     return bool(attr(gather, "is_use_default_value_tensor").b)
 
 
 def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, Endpoint] | None:
-    """Return the tensor that was partitioned into exactly `parts`, in order, and its assignments; or None."""
+    """Return (data, assignments) of the DynamicPartition whose outputs are exactly `parts`, in order; else
+    None.
+    """
     found = [tensor_behind(index.nodes, tensor) for tensor in parts]
     node = index.nodes.get(found[0].node)
     if node is None or node.op != "DynamicPartition" or len(data_inputs(node)) < 2:
@@ -347,7 +366,7 @@ def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, En
 
 
 def _counts_up(index: GraphIndex, places: Endpoint, ids: Endpoint) -> bool:
-    """True if `places` is `range(size(ids))`."""
+    """True if the tensor `places` is `range(size(ids))`."""
     node = index.nodes.get(places.node)
     if node is None or node.op != "Range" or len(data_inputs(node)) < 3:
         return False
@@ -372,7 +391,10 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 
 
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
-    """Let nodes read, in place, the tensors put into stages, not those taken out, except tensors `given`."""
+    """Let nodes read, in place, the tensors that are put into stages, instead of those that are taken out.
+
+    A stage of which `given` has a tensor taken out, and one that nothing fills, stay as they are.
+    """
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:
         return
@@ -392,16 +414,17 @@ def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
 
 
 def _name(node: Proto) -> tuple[str, str]:
-    """The container and name of a stage, equal for all its nodes."""
+    """Return the container and name of a stage, which are equal for all its nodes."""
     return attr_text(node, "container"), attr_text(node, "shared_name") or str(node.name)
 
 
 def _lookup(
     name: str, table: GraphDynamicTable, ids: Endpoint, default: Endpoint | None, scope: str
 ) -> list[Proto]:
-    """Make the nodes that look up ids, under `scope`.
+    """Return new nodes that look up `ids` in a table; the last is called `name` and gives a row for each id.
 
-    The last has the `name` and returns a row for each id.
+    The others are under `scope`. `default` has a row for each id, to read if the table lacks the key; None:
+    the table's default rows. No graph is changed.
     """
     made, dtype, keys = protos.GraphDef(), table.value_dtype, ids.as_input
 
@@ -428,9 +451,11 @@ def _lookup(
 def _default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> tuple[Array, str]:
-    """Return the rows [d, dim] for absent keys in a table of these parts, and a note or "".
+    """Return the rows [d, dim] that absent keys read in a table of these parts, and a note for the user or
+    "".
 
-    If `given` is set, it is used. NotServable if the graph does not have them, or has different ones.
+    With `given` there is one row of this number. NotServable if the graph does not have default rows, or if
+    the parts have different ones.
     """
     if given is not None:
         return _constant(given, dtype, dim), ""
@@ -476,14 +501,15 @@ class AbsentKeys:
                 )
 
     def of(self, name: str) -> float | None:
-        """Return the number of the first rule that matches a table's name; None if none does."""
+        """Return the number of the first rule that matches a table's whole name; None if none does."""
         return next((number for pattern, number in self._rules if pattern.fullmatch(name)), None)
 
 
 def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> tuple[Array, str] | None:
-    """Return the default rows of one part, and "" or why its own cannot be known.
+    """Return the default rows [d, dim] of one part, and "" or the reason why its own cannot be known.
 
-    None if the graph has none. NotServable if the initial value does not consist of rows of `dim` numbers.
+    In that case they are one row of `default_value_no_permission`. None if nothing in the graph initialises
+    the part. NotServable if the initial value does not consist of rows of `dim` numbers.
     """
     made = _initialiser(index, handle.name)
     if made is None:
@@ -514,7 +540,9 @@ def _constant(value: float, dtype: DType, dim: int) -> Array:
 
 
 def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
-    """Return the operation that sets an embedding variable's initial value; None if the graph has none."""
+    """Return the operation that sets the initial value of the variable at `handle`; None if the graph has
+    none.
+    """
     # DeepRec's second generation has two: the initialiser, which has the attributes, goes first.
     readers = [index.nodes[name] for name, position in index.consumers[handle] if position < 2]
     for ops in (INITIALISERS, {_IMPORT}):
@@ -530,7 +558,11 @@ def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
 
 
 def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Array | None, str]:
-    """Return the value of a tensor computed from constants, or None with the reason why it is not."""
+    """Return (value, "") of a tensor computed from constants, or (None, the reason why it cannot be
+    computed).
+
+    `depth` is the number of nodes between this tensor and the initial value; above 64 there is no value.
+    """
     node = index.nodes.get(tensor.node)
     if node is None or depth > _MAX_DEPTH:
         return None, "its initializer is not in the graph"

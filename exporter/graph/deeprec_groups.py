@@ -51,9 +51,10 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Split, in place, the group lookups among the nodes `needed` that can be split.
+    """Split, in place, the group lookups among the nodes `needed` that can be split into one lookup for each
+    table.
 
-    Return the graph's index.
+    Returns the index of the graph as it is then: a new one if there were any.
     """
     read = _outputs_read(index, meta_graph, needed)
     groups = {
@@ -77,16 +78,16 @@ def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[s
 
 
 def group_handles(node: Proto) -> list[str]:
-    """Return the handles' nodes of the embedding variables that a group lookup reads.
+    """Return the handles' nodes of the embedding variables that a group lookup reads, in order.
 
-    None for any other node.
+    Empty for any other node, a group of ordinary variables, and a group that cannot be split.
     """
     group = _Group.of(node)
     return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []
 
 
 def is_convertible_group(node: Proto) -> bool:
-    """True for a group lookup that can be split."""
+    """True for a group lookup that can be split, as far as its own attributes and inputs tell."""
     return _Group.of(node) is not None
 
 
@@ -134,7 +135,7 @@ class _Group(Struct, frozen=True):
 
 
 def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str]) -> Mapping[str, set[int]]:
-    """Return {group lookup: the numbers of its outputs that needed nodes or signatures use}."""
+    """Return {group lookup: the numbers of its outputs that the nodes `needed` or signatures use}."""
     read = [tensor for name in needed for tensor in data_inputs(index.nodes[name])]
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -148,14 +149,16 @@ def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str])
 
 
 def _is_of_old_form(index: GraphIndex, group: _Group) -> bool:
-    """True if the operation takes one batch size for all tables, by the graph's own description of it."""
+    """True if a lookup of sparse ids takes one batch size for all tables, as the graph's own OpDef of it
+    says.
+    """
     described = index.op_def(group.node.op)
     arguments = described.input_arg if described is not None and group.shapes else ()
     return any(each.name == "dense_shape" and not each.number_attr for each in arguments)
 
 
 def _describe(meta_graph: Proto) -> None:
-    """Add IdentityN, which replaced the groups, to the graph's descriptions of its operations."""
+    """Add an OpDef of IdentityN, which replaced the groups, to the graph's own, in place, if they lack it."""
     described = meta_graph.meta_info_def.stripped_op_list.op
     if not any(op.name == "IdentityN" for op in described):
         made = described.add(name="IdentityN")
@@ -171,7 +174,10 @@ class _Parts:
         self._group, self._names, self._made = group, names, list[Proto]()
 
     def nodes(self) -> list[Proto]:
-        """Return the nodes to replace the group; the last has its name and outputs."""
+        """Return the nodes to replace the group; the last has its name and outputs.
+
+        Their names are added to the set given at the beginning. To be called once.
+        """
         group = self._group
         if group.shapes:
             self._zero = self._constant("zero", np.array(0, np.int32))
@@ -182,7 +188,9 @@ class _Parts:
         return [*self._made, new_node(group.node.name, "IdentityN", rows, after=after, T=types)]
 
     def _lookup(self, number: int) -> str:
-        """Add the lookup in one table, combined if its ids are sparse; return the result's name."""
+        """Add the lookup in table `number` of the group, combined if its ids are sparse; return the result's
+        name.
+        """
         group = self._group
         rows = self._rows(number)
         if not group.shapes:
@@ -205,7 +213,7 @@ class _Parts:
         return self._add("combined", "DivNoNan", total, divisor, T=dtype)
 
     def _rows(self, number: int) -> str:
-        """Add the gather of each id's row in one table; return its name."""
+        """Add the gather of each id's row in table `number` of the group; return its name."""
         group = self._group
         table, ids = group.tables[number].as_input, group.ids[number].as_input
         if group.is_keyed:
@@ -216,7 +224,9 @@ class _Parts:
         return self._add("rows", "GatherV2", table, ids, axis, **types)
 
     def _gather(self, name: str, params: str, axis: str, dtype: DType) -> str:
-        """Add the gather of element 0 along an axis: a matrix's first column, or a vector's first element."""
+        """Add the gather of element 0 along `axis`, a matrix's first column or a vector's first element;
+        return its name.
+        """
         types = {"Tparams": dtype, "Tindices": DType.INT32, "Taxis": DType.INT32}
         return self._add(name, "GatherV2", params, self._zero, axis, **types)
 

@@ -36,22 +36,32 @@ def is_deeprec(op: str) -> bool:
 
 
 def is_convertible(op: str) -> bool:
-    """True for an operation of DeepRec's that `deeprec_conversion` rewrites if outputs need it."""
+    """True for an operation of DeepRec's that `deeprec_conversion` rewrites if outputs need it; groups do not
+    count.
+    """
     return op == HANDLE or op in GATHERS
 
 
 def is_fused(op: str) -> bool:
-    """True for an operation of DeepRec's that fuses a whole lookup, or those in a group of tables."""
+    """True for an operation of DeepRec's that fuses a whole lookup, or those in a group of tables, by its
+    name.
+    """
     return _FUSED.fullmatch(op) is not None
 
 
 def is_deeprecs(nodes: Iterable[Proto]) -> bool:
-    """True for a graph that DeepRec made, by an operation of DeepRec's or the attribute of its SaveV2."""
+    """True if DeepRec made a graph: it has an operation of DeepRec's, or a node with the attribute of its
+    SaveV2.
+    """
     return any(is_deeprec(node.op) or _SAVES_KEYS in node.attr for node in nodes)
 
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
-    """Remove DeepRec's attributes of stock operations, in place; ForeignOperations if one has an effect."""
+    """Remove DeepRec's attributes of stock operations from nodes, in place.
+
+    `op_defs` are the graph's own OpDefs. ForeignOperations if an attribute is not their default, so that it
+    may have an effect.
+    """
     # An attribute with the default value in the graph's own OpDefs has no effect.
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}
     for node in nodes:
@@ -65,9 +75,10 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """Return a node's attributes that its stock operation lacks, except `_names`.
+    """Return the names of a node's attributes that its stock operation lacks, except those that begin with
+    `_`.
 
-    None for a foreign operation.
+    Empty for an operation that stock TensorFlow lacks.
     """
     known = stock_attributes(node.op)
     if known is None:

@@ -37,7 +37,8 @@ class GraphEditor(Struct):
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
         """Return an editor that adds nodes under `wanted`, or `wanted_<n>` if the graph has names there.
 
-        `wanted` is in lower case, as names that differ in case alone count as one.
+        `wanted` is in lower case, as names that differ in case alone count as one; `owner` becomes part of
+        the names of resources.
         """
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
@@ -46,7 +47,9 @@ class GraphEditor(Struct):
         return cls(graph_def, next(free), owner)
 
     def _spell(self, name: str) -> str:
-        """Return a valid, unique name for a node; a signature's may be `default:None`."""
+        """Return a valid name for a node that the user may have named; the same for the same name, otherwise
+        unique.
+        """
         if name not in self._spelled:
             wanted = spelled = _NOT_IN_NAMES.sub("_", name)
             taken = {*self._spelled.values()} if wanted != name or wanted in self._spelled.values() else ()
@@ -66,30 +69,40 @@ class GraphEditor(Struct):
         device: str = "",
         **attrs: Any,
     ) -> str:
-        """Add a node and return its name, which is its first output; `after` are its control inputs."""
+        """Add a node in the editor's scope and return its full name, which is its first output as well.
+
+        `after` are its control inputs; `attrs` are as for `new_node`.
+        """
         full = f"{self.scope}/{self._spell(name)}"
         self.graph_def.node.append(new_node(full, op, inputs, after=after, device=device, **attrs))
         return full
 
     def constant(self, name: str, value: Any, dtype: DType) -> str:
-        """Add a constant on the CPU and return its name."""
+        """Add a constant of this dtype on the CPU and return its name."""
         tensor = message_class("TensorProto")()
         fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))
         return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
 
     def resource(self, name: str, op: str, **attrs: Any) -> str:
-        """Add the handle of a new resource on the CPU, and return its name."""
+        """Add the handle of a new resource, made by the operation `op`, on the CPU, and return its name.
+
+        Its shared name is unique to the editor's scope and owner.
+        """
         shared = f"{self.scope}/{name}/{self.owner}".encode()
         return self.node(name, op, device=CPU, shared_name=shared, container=b"", **attrs)
 
     def variable(self, name: str, dtype: DType, shape: tuple[int, ...] = ()) -> str:
-        """Add the handle of a new variable and return its name."""
+        """Add the handle of a new variable on the CPU and return its name; nothing initialises it."""
         return self.resource(name, "VarHandleOp", dtype=dtype, shape=shape)
 
     def pack(
         self, name: str, handles: Sequence[str], *, after: Iterable[str] = ()
     ) -> dict[tuple[int, ...], str]:
-        """Add vectors of handles, one for each of their devices; return them by the handles' numbers."""
+        """Add, for each device that some of the handles are on, a vector of those handles, in order.
+
+        Returns {numbers of a vector's handles, by their positions in `handles`: the vector's name}. The
+        vectors wait for the nodes `after`.
+        """
         nodes = {node.name: node for node in self.graph_def.node}
         by_device: dict[str, list[int]] = {}
         for number, handle in enumerate(handles):
@@ -111,7 +124,7 @@ class GraphEditor(Struct):
         }
 
     def placeholder(self, name: str, dtype: DType, shape: tuple[int | None, ...]) -> str:
-        """Add a placeholder and return its name."""
+        """Add a placeholder and return its name; None in the shape is any length."""
         return self.node(name, "Placeholder", dtype=dtype, shape=shape)
 
     def call(
@@ -123,9 +136,9 @@ class GraphEditor(Struct):
         device: str = "",
         stateful: bool = True,
     ) -> list[str]:
-        """Add a call and return the names of its outputs.
+        """Add a call of a function on these inputs and return the names of its outputs, in order.
 
-        A call that is not `stateful` may be left out, or made once for several.
+        TensorFlow may leave out a call that is not `stateful`, or make it once for several equal ones.
         """
         op = "StatefulPartitionedCall" if stateful else "PartitionedCall"
         node = self.node(
@@ -149,17 +162,18 @@ class GraphEditor(Struct):
         inline: bool = True,
         as_written: bool = False,
     ) -> PlacedFunction:
-        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), and add it.
+        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), and add it as a
+        function.
 
-        It returns tensors, and calls functions of the graph by the names from `privately_named`. With
+        `part` returns tensors, and calls functions of the graph by the names from `privately_named`. With
         `as_written` TensorFlow's graph optimizers skip it: optimizing a large function at its first call
         costs seconds, and gains nothing if the work is reading files and writing rows. `inline` is as in
-        `place`.
+        `place`. Raises whatever `part` raises.
         """
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
     def place(self, name: str, traced: TracedFunction, *, inline: bool = True) -> PlacedFunction:
-        """Add a traced function and the functions that it calls, under names of this editor.
+        """Add a traced function, and the functions that it calls, under names of this editor, and return it.
 
         TensorFlow does not put its body in the place of its calls unless `inline` is True.
         """
@@ -190,7 +204,10 @@ class TracedFunction(Struct, frozen=True):
 def trace(
     part: Callable[..., Any], inputs: Mapping[str, tuple[DType, Any]], *, as_written: bool = False
 ) -> TracedFunction:
-    """Trace the functions of a part, as in `GraphEditor.function`, to be added to any graph."""
+    """Trace the functions of a part, as in `GraphEditor.function`, to be added to any graph by `place`.
+
+    `inputs` is {argument: (dtype, static shape)}. Imports TensorFlow; raises whatever `part` raises.
+    """
     import tensorflow as tf
 
     specs = [
@@ -241,14 +258,17 @@ def _merge_constants(function: Proto) -> None:
 
 
 def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
-    """Return a reference to a node (`^node`) or its output, with the node's new name, if it has one."""
+    """Return a node's input (`^node`, `node`, `node:output`) with the node's name in `renamed` ({old: new}),
+    if any.
+    """
     control = "^" if reference.startswith("^") else ""
     node, colon, output = reference.removeprefix("^").partition(":")
     return control + renamed.get(node, node) + colon + output
 
 
 def _keep_as_written(function: Proto) -> None:
-    """Let graph optimizers skip a function, at loading and when it is called, in place.
+    """Let graph optimizers skip a function and the functions that it calls, at loading and when called, in
+    place.
 
     Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which skips functions of tf.data; the
     `config_proto` of a call decides how its function is optimized.
@@ -273,9 +293,10 @@ _BORROWED = re.compile("^borrowed_[0-9]+__")
 
 
 def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
-    """Make a GraphDef of `nodes` and the functions that they need, privately named, to import into a part.
+    """Make a GraphDef of copies of `nodes` and the functions that they need, to import into a part.
 
-    `GraphEditor.function` restores the functions' own names.
+    The functions, from `library`, get names that are unique in this process; `GraphEditor.function` restores
+    their own. GraphError if one of them is missing.
     """
     # A process of TensorFlow has only one function with a name, and it numbers those that it makes itself.
     graph_def = message_class("GraphDef")()
@@ -295,7 +316,10 @@ def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
 
 
 def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
-    """Rename a function and the functions that it calls, in place; a borrowed one gets its own name back."""
+    """Rename a function and the functions that it calls, in place, by `renames` ({old name: new name}).
+
+    A name that it lacks and that `privately_named` made becomes the function's own again.
+    """
     function.signature.name = _renamed(function.signature.name, renames)
     for node in function.node_def:
         _rename_called(node, renames)

@@ -52,9 +52,9 @@ class Feature(Struct, frozen=True):
 
 
 def read_features(where: str, entry: Any) -> tuple[Feature, ...]:
-    """Return the features of a JSON object (see the module), in order of their names.
+    """Return the features of a JSON object (the form is at the top of the module), in order of their names.
 
-    UsageError if the object is not valid.
+    `where` begins the message of the UsageError that is raised if the object is not valid.
     """
     if not isinstance(entry, dict) or not entry:
         raise UsageError(f"{where}: 'examples' is not an object of features", cause=_WANTED)
@@ -81,7 +81,7 @@ def _read_feature(where: str, name: str, entry: Any) -> Feature:
 def _triple(sparse: Any) -> list[Any]:
     """Return the names of indices, values and dense shape: a list of three, or a node's first three outputs.
 
-    Empty for anything else.
+    Empty if `sparse` is neither such a list nor a node's name; items of the list are not checked.
     """
     if isinstance(sparse, list):
         return sparse if len(sparse) == 3 else []
@@ -117,7 +117,8 @@ class ExampleParser(Struct, frozen=True):
 def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]) -> ExampleParser:
     """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder.
 
-    UsageError if a feature does not fit its tensors, or if two features name the same tensor.
+    Returns the placeholder's tensor, and the parsed ones. UsageError if a feature does not fit its tensors,
+    or two features name the same tensor; UnknownTensor if the graph lacks one.
     """
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
@@ -161,7 +162,8 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """Return the values for an Example without the feature, or the padding.
+        """Return the values of an Example that lacks the feature; for a feature of any length, the padding, a
+        scalar.
 
         Empty for a required feature. UsageError if the given value is not of the feature's type and shape.
         """
@@ -186,7 +188,10 @@ class _Resolved(Struct, frozen=True):
 
 
 def _natural(dtype: DType) -> DType | None:
-    """Return the dtype in which a tf.Example holds values of a dtype; None for resources and variants."""
+    """Return the dtype in which a tf.Example holds values of a dtype: string, int64 or float32.
+
+    Booleans are int64. None for resources and variants.
+    """
     if dtype is DType.STRING:
         return dtype
     if dtype in (DType.RESOURCE, DType.VARIANT):
@@ -195,7 +200,10 @@ def _natural(dtype: DType) -> DType | None:
 
 
 def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, ...]) -> None:
-    """Raise UsageError unless indices and dense shape are int64."""
+    """Raise UsageError unless the first and last of three tensors, indices and dense shape, are int64.
+
+    GraphError if the graph does not describe one of them.
+    """
     found = [index.dtype(tensor) for tensor in tensors]
     if found[0] is not DType.INT64 or found[2] is not DType.INT64:
         raise UsageError(
@@ -208,7 +216,7 @@ def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, 
 def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, ...]:
     """Return a dense feature's shape in one Example: the given one, else the tensor's without the batch.
 
-    UsageError if neither is known, or if they differ.
+    A first length of -1 is any number of values. UsageError if neither is known, or if they differ.
     """
     known = index.shape(tensor)
     shape = feature.shape
@@ -240,7 +248,11 @@ class _Nodes:
         self._scope = free_name(self._names, "parse_examples")
 
     def add_parsing(self, sparse: list[_Resolved], dense: list[_Resolved]) -> ExampleParser:
-        """Add the placeholder, the parsing node, and one parsed tensor for each tensor of a feature."""
+        """Add the placeholder, the parsing node, and one parsed tensor for each tensor of a feature.
+
+        Returns the placeholder's tensor, and {feature's tensor: its parsed tensor}. UsageError if a default
+        does not fit.
+        """
         name = free_name(self._names, "examples")
         examples = self._put(new_node(name, "Placeholder", dtype=DType.STRING, shape=(-1,)))
         keys = [("names", []), ("sparse_keys", sparse), ("dense_keys", dense), ("ragged_keys", [])]
@@ -267,9 +279,10 @@ class _Nodes:
     def _passed_on(
         self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]
     ) -> Endpoint:
-        """Add an Identity or a Cast of a parsed tensor, named after the feature.
+        """Add an Identity, or a Cast from `stored` to `wanted`, of the parsed tensor `source`; return its
+        output.
 
-        Its shape is an attribute.
+        It is named after the feature, and `shape` is recorded as its attribute.
         """
         leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
         name = free_name(self._names, f"{self._scope}/{leaf}")
@@ -291,7 +304,7 @@ class _Nodes:
 
 
 def _describe_outputs(node: Proto, sparse: list[_Resolved], dense: list[_Resolved]) -> None:
-    """Set the parsing node's attributes, even empty lists: the operation has no defaults for them."""
+    """Set the parsing node's attributes in place, also empty lists: the operation has no defaults."""
     node.attr["num_sparse"].i = len(sparse)
     for name, items in (("sparse_types", sparse), ("Tdense", dense)):
         node.attr[name].list.SetInParent()

@@ -71,10 +71,14 @@ _MOST_KEYS = 1 << 10  # of a vocabulary in the graph: an example needs only a fe
 
 
 def fed_lookups(meta_graph: Proto, signature: Proto) -> dict[str, tuple[Lookup, ...]]:
-    """Return {input of a signature: its lookups, nearest first}, for all inputs that are plain tensors.
+    """Return {input of a signature: its lookups, nearest first}, by alias, for all inputs that are plain
+    tensors.
+
+    An input that is not looked up has an empty tuple.
 
     Raises:
-        GraphError, CorruptFile: the graph, or its list of assets, is damaged.
+        GraphError: the graph is damaged.
+        CorruptFile: its list of assets is damaged.
     """
     graph = _Graph(meta_graph)
     return {
@@ -107,7 +111,7 @@ class _Graph:
                 self._fills.setdefault(table, node)
 
     def lookups(self, name: str) -> tuple[Lookup, ...]:
-        """Return the lookups that the values of an input node reach."""
+        """Return the lookups that the values of the node `name` reach, each once, nearest first."""
         handed_on = closure(
             [name], lambda n: (each for each in self._readers.get(n, ()) if self._nodes[each].op in _HANDS_ON)
         )
@@ -116,7 +120,7 @@ class _Graph:
         return tuple(dict.fromkeys(lookup for lookup in found if lookup is not None))
 
     def _by_keys(self, reader: str) -> ByKeys | None:
-        """Return the table by keys if the node is part of a lookup in one, joined or separate; else None."""
+        """Return the table by keys that the node `reader` looks keys up in, joined or separate; else None."""
         node = self._nodes[reader].proto
         if JOINED in node.attr:
             return ByKeys(attr_text(node, TABLE))
@@ -127,9 +131,10 @@ class _Graph:
         )
 
     def _vocabulary(self, find: _Node) -> Lookup | None:
-        """Return the vocabulary that a node looks keys up in.
+        """Return the vocabulary that a node looks keys up in: a file of the version, or the first 1,024
+        listed keys.
 
-        None if it does no lookup or the keys are not known.
+        None if it is no lookup, or the keys are not known.
         """
         table = self._table(find) if find.op in FINDS else None
         fill = self._fills.get(table) if table is not None else None
@@ -144,12 +149,12 @@ class _Graph:
         return None if keys is None else Listed(tuple(keys.ravel()[:_MOST_KEYS].tolist()))
 
     def _table(self, node: _Node) -> str | None:
-        """Return the lookup table that a node fills or finds keys in; None if it is not known."""
+        """Return the name of the lookup table that a node fills or finds keys in; None if it is not known."""
         name = self._behind(node.inputs[0]) if len(node.inputs) > 1 else None
         return None if name is None else attr_text(self._nodes[name].proto, "shared_name") or name
 
     def _behind(self, name: str) -> str | None:
-        """Return the node behind Identity and Enter nodes; None if it is not found."""
+        """Return the name of the node behind Identity and Enter nodes; None if it is not within 64 steps."""
         for _ in range(_MOST_STEPS):
             node = self._nodes.get(name)
             if node is None or node.op not in _SAME or not node.inputs:
@@ -159,7 +164,11 @@ class _Graph:
 
 
 def _inlined(meta_graph: Proto) -> dict[str, _Node]:
-    """Return a graph's nodes, and a copy of a called function's nodes for each call, with their inputs."""
+    """Return a graph's nodes by name, and a copy of a called function's nodes for each call, under a prefix.
+
+    Functions' arguments and results are Identity nodes. Calls are not expanded any more once there are more
+    than 262,144 nodes. GraphError if nodes' names are missing or not unique.
+    """
     functions = GraphIndex.of(meta_graph).functions
     found: dict[str, _Node] = {}
     pending = [("", meta_graph.graph_def.node)]

@@ -22,10 +22,10 @@ _SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sp
 
 
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`.
+    """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`; `feeds` is {NAME: VALUE}.
 
     A single value fills a known shape. UsageError if a name is not a placeholder's, or if its value does not
-    fit.
+    fit; UnknownTensor if the graph lacks it.
     """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
@@ -88,7 +88,9 @@ def _scalar(text: str, dtype: DType) -> Any:
 
 
 def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
-    """Return the text to type for a tensor of one value: `[1.0]`, with a pair of brackets per dimension."""
+    """Return the text to type for a tensor of one value: `[1.0]`, with a pair of brackets per dimension of
+    `shape`.
+    """
     item = value.item()
     text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
     return "[" * len(shape) + text + "]" * len(shape)
@@ -105,7 +107,7 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
-    """Replace the nodes named in `feeds` by constants, in place."""
+    """Replace the nodes named in `feeds` by constants of these values, in `nodes`, in place."""
     for name, value in feeds.items():
         nodes[name] = constant(name, value, index.dtype(Endpoint(name, 0)))
 
@@ -113,9 +115,10 @@ def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str
 def cut_inputs(
     index: GraphIndex, nodes: dict[str, Proto], inputs: Mapping[Endpoint, str]
 ) -> dict[Endpoint, Endpoint]:
-    """Add a placeholder, named after its alias, for each input that the graph computes.
+    """Add a placeholder to `nodes`, named after its alias, for each input that the graph computes.
 
-    Returns {input: it}.
+    `inputs` is {tensor: alias}. Returns {input: its placeholder}, without inputs that are placeholders.
+    GraphError if an input's dtype is unknown.
     """
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
@@ -131,14 +134,14 @@ def cut_inputs(
 
 
 def hands_over_batches(op: str) -> bool:
-    """Return True for an operation by which an input pipeline passes batches to a training graph."""
+    """True for an operation by which an input pipeline passes batches to a training graph."""
     return op == _SPARSE or _BATCHED.fullmatch(op) is not None
 
 
 def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
-    """Return a tensor's shape, with -1 for the fixed batch size of an input pipeline.
+    """Return a tensor's shape, with -1 for unknown lengths and for the fixed batch size of an input pipeline.
 
-    None if it is unknown.
+    None if its rank is unknown.
     """
     shape = index.shape(tensor)
     if shape and _BATCHED.fullmatch(index.nodes[tensor.node].op):
@@ -147,7 +150,7 @@ def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
 
 
 def pipeline_batches(index: GraphIndex) -> set[int]:
-    """Return the fixed batch sizes that a training graph's input pipeline delivers."""
+    """Return the fixed batch sizes that a training graph's input pipeline delivers; often empty."""
     sizes = set()
     for name, node in index.nodes.items():
         if _BATCHED.fullmatch(node.op):
@@ -159,7 +162,7 @@ def pipeline_batches(index: GraphIndex) -> set[int]:
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return {placeholder: "false"} for booleans that may switch training on.
 
-    These have a default value, or are fed with true.
+    These are all that have a default value, and those that `feeds` gives nothing but true.
     """
     defaults = (node for node in graph_def.node if node.op == "PlaceholderWithDefault")
     found = {node.name: "false" for node in defaults if attr_dtype(node, "dtype") is DType.BOOL}

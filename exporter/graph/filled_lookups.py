@@ -10,16 +10,16 @@ from exporter.wire.protos import Proto
 
 
 def differing_lookups(was: Proto, now: Proto) -> list[str]:
-    """Return the scopes of lookups (in Keras, of layers) in both graphs with other constants in their tables.
+    """Return the scopes of lookups in both graphs whose tables are filled with other constants, sorted.
 
-    Tables that are filled from files, or looked up in functions, do not count.
+    In Keras a scope is a layer's. Tables that are filled from files, or looked up in functions, do not count.
     """
     before, after = _filled(was), _filled(now)
     return sorted({_scope(name) for name in before.keys() & after.keys() if before[name] != after[name]})
 
 
 def _filled(graph_def: Proto) -> dict[str, bytes]:
-    """Return {node that looks keys up: digest of the nodes that fill its table}."""
+    """Return {node that looks keys up: SHA-256 of what fills its table}, without tables filled from files."""
     nodes = {node.name: node for node in graph_def.node}
 
     def sources(name: str) -> list[str]:
@@ -44,6 +44,8 @@ def _filled(graph_def: Proto) -> dict[str, bytes]:
 
 
 def _scope(lookup: str) -> str:
-    """Return the scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`, or its whole name."""
+    """Return the scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`; of any other node its whole
+    name.
+    """
     scope, _, rest = lookup.rpartition("/")[0].rpartition("/")
     return scope if scope and rest.endswith("_Lookup") else lookup
