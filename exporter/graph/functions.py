@@ -80,9 +80,10 @@ def served_library(
     *,
     allow_foreign: bool,
 ) -> Proto:
-    """Return the functions that a graph calls, pruned; functions of initialisers lose only assignments.
+    """Return a FunctionDefLibrary of the functions that a graph calls, pruned, in the order of `library`.
 
-    With `allow_foreign` they may use operations that TensorFlow lacks. GraphError, or one of its kinds, if a
+    `inference` are the nodes that requests run; functions of the nodes `initialisers` lose only assignments.
+    With `allow_foreign` they may use operations that TensorFlow lacks. GraphError and subclasses if a
     function cannot be served.
     """
     for_init = reachable(initialisers, library)
@@ -106,7 +107,7 @@ def _prune_reachable(
     keep_whole: set[str],
     stock: Collection[str] | None,
 ) -> dict[str, Proto]:
-    """Return pruned copies of the functions that nodes call, directly or not, by name.
+    """Return {name: pruned copy} of the functions that nodes call, directly or through others.
 
     Args:
         nodes: the nodes that call.
@@ -116,7 +117,7 @@ def _prune_reachable(
         stock: the graph's functions, which are no foreign operations; None allows foreign operations.
 
     Raises:
-        GraphError: one cannot be served.
+        GraphError: one cannot be served (and subclasses).
     """
     found: dict[str, Proto] = {}
     pending = [*nodes]
@@ -134,10 +135,15 @@ def _prune_reachable(
 
 
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None) -> Proto:
-    """Reduce a function, in place, to the nodes that its results need; with `stock`, these must be known.
+    """Reduce a function, in place, to the nodes that its results need, and return it.
 
-    A function with control flow is not changed. GraphError if a node cannot be served, or reads an input that
-    does not exist.
+    A function with TF1 control flow is not changed. `changing` are the functions that change state. `stock`
+    are the names of the graph's functions: other operations must be stock TensorFlow's; None allows all.
+
+    Raises:
+        ForeignOperations: a needed operation is not known.
+        NotServable: a server must not run a needed node, or it reads a variable after a change of it.
+        GraphError: a needed node reads an input that does not exist.
     """
     nodes = {node.name: node for node in function.node_def}
     if has_control_flow(nodes):
@@ -165,7 +171,10 @@ def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | No
 
 
 def needed_by(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
-    """Return the nodes of a function's body that results are computed from, without control inputs."""
+    """Return the nodes of a function's body that results are computed from, directly or not.
+
+    `results` are tensors as a FunctionDef writes them. Control inputs and arguments do not count.
+    """
 
     def makers(texts: Iterable[str]) -> Iterator[str]:
         return (name for text in texts if (name := text.partition(":")[0]) in nodes)  # `^name` is no node
@@ -183,7 +192,7 @@ def without_placement(function: Proto) -> Proto:
 
 
 def _without_assignments(function: Proto) -> Proto:
-    """Remove assignments of variables from a function, in place, and return it."""
+    """Remove the nodes that assign to resource variables from a function, in place, and return it."""
     drop_from_function(function, {node.name for node in function.node_def if node.op in _ASSIGNS})
     return function
 
@@ -191,15 +200,17 @@ def _without_assignments(function: Proto) -> Proto:
 def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
     """Return the names of the functions that `nodes` call, directly or through others.
 
-    GraphError for a call of a function that the library lacks.
+    `library` has the graph's functions by name. GraphError for a call of a function that it lacks.
     """
     return {*closure(_callees(nodes, library), lambda name: _callees(library[name].node_def, library))}
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """Return the functions that `nodes` call, directly or not, each after its callees.
+    """Return the names of the functions that `nodes` call, directly or through others, each after its
+    callees.
 
-    NotServable for recursion, and for functions that nest too deeply or expand to too many nodes.
+    GraphError for a call of a function that the library lacks; its subclass NotServable for recursion, and
+    for functions that nest too deeply or expand to too many nodes.
     """
     nodes = [*nodes]
     calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
@@ -220,7 +231,11 @@ def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[
 def _require_expandable(
     ordered: Iterable[str], calls: Mapping[str, Iterable[str]], library: Mapping[str, Proto]
 ) -> None:
-    """Raise NotServable if functions (`ordered`: callees first) nest too deeply or expand to too much."""
+    """Raise NotServable if functions nest more than 128 deep, or expand to more than 4,194,304 nodes.
+
+    `ordered` has their names, callees first, and `calls` is {name: the functions that it calls, once for each
+    call}.
+    """
     sizes, levels = dict[str, int](), dict[str, int]()
     for name in ordered:
         sizes[name] = len(library[name].node_def) + sum(sizes[callee] for callee in calls[name])
@@ -239,7 +254,10 @@ def _require_expandable(
 
 
 def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[str]:
-    """Yield the functions of the library that nodes call directly; GraphError for a call of a missing one."""
+    """Yield the functions of the library that nodes call directly, once for each call.
+
+    GraphError for a call of a function that the library lacks.
+    """
     for node in nodes:
         for key in _CALLEES if node.op in CALLS else ():
             name = attr(node, key).func.name
@@ -252,7 +270,7 @@ def _callees(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> Iterator[s
 
 
 def mutating(library: Mapping[str, Proto]) -> set[str]:
-    """Return the functions that write a variable or a table, directly or not.
+    """Return the names of the functions that write a variable or a table, directly or through others.
 
     A function that only fills its own tables with constants is not one of them.
     """
@@ -265,7 +283,7 @@ def mutating(library: Mapping[str, Proto]) -> set[str]:
 
 
 def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
-    """Return the functions `called`, and their callers, direct or through others."""
+    """Return the names of the functions `called`, and of their callers, direct or through others."""
     found = {*called}
     if not found:  # a large library takes time to walk
         return found
@@ -278,7 +296,10 @@ def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
 
 
 def terminating(library: Mapping[str, Proto]) -> list[str]:
-    """Return the functions without any recursion, each after its callees."""
+    """Return the names of the functions that neither recurse nor call one that does, each after its callees.
+
+    GraphError for a call of a function that the library lacks.
+    """
     calls = {name: {*_callees(function.node_def, library)} for name, function in library.items()}
     order = TopologicalSorter(calls)
     with suppress(CycleError):  # after it, get_ready still yields what depends on no cycle
@@ -304,7 +325,10 @@ def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
 
 
 def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> None:
-    """Make every user of a table wait for the node that fills it, in place."""
+    """Make every user of a table wait for the node that fills it, by a control input, in place.
+
+    `fills` is {filling node: table's node}.
+    """
     # The program's own control edge may have gone through nodes that are dropped.
     for node in nodes.values() if fills else ():
         if node.name not in fills and node.op != "Identity":
@@ -316,10 +340,11 @@ def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> Non
 def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
     """Remove from functions, in place, the fills of static tables that the init op has filled before.
 
-    Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each call of a signature. A static
-    table is filled once; a second fill is ignored if its contents are equal, and an error if they differ
-    (`InitializableLookupTable::Initialize` in tensorflow/core/framework/lookup_interface). A server runs the
-    init op before any signature.
+    Nothing is removed without an init op. Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables
+    in each call of a signature. A static table is filled once; a second fill is ignored if its contents are
+    equal, and an error if they differ (`InitializableLookupTable::Initialize` in
+    tensorflow/core/framework/lookup_interface). A server runs the init op before any signature. GraphError if
+    a function is called that the graph lacks.
     """
     graph = {node.name: node for node in meta_graph.graph_def.node}
     library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
@@ -347,7 +372,11 @@ def _arguments_that_are(
     served: Iterable[Proto],
     library: Mapping[str, Proto],
 ) -> dict[str, set[str]]:
-    """Return, for each function, the arguments to which every call passes one of these tables."""
+    """Return {function: its arguments to which every call passes one of these tables}.
+
+    `tables` are nodes of `graph`; `served` are the nodes of it whose calls count. A function that nothing
+    calls has all its arguments.
+    """
     behind = partial(through_identities, graph)
     arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
     found = {name: {*names} for name, names in arguments.items()}
@@ -373,9 +402,11 @@ def _arguments_that_are(
 
 
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Make every variable a VarHandleOp with explicit reads, in place.
+    """Make every variable a VarHandleOp with explicit reads, in place, and operations on references plain
+    ones.
 
-    Returns {reference variable: its value}.
+    Returns {reference variable's tensor: the tensor with its value}. Nodes with equal container and shared
+    name get the name of the first as shared name.
     """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
@@ -421,7 +452,7 @@ def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
 
 
 def _make_handle(node: Proto, shared_name: str) -> None:
-    """Replace a variable's node by a VarHandleOp with this shared name, in place."""
+    """Replace a variable's node by a VarHandleOp with this shared name, in place, and without a container."""
     # `allowed_devices` and `debug_name` are dropped: a server needs neither, and older ones do not know them.
     kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
     dtype = attr_dtype(node, "dtype") or DType.FLOAT
@@ -435,9 +466,11 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(
     nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str]
 ) -> tuple[GraphVariable, ...]:
-    """Return the variables of a graph's VarHandleOps, each once, except the nodes `without`.
+    """Return the variables of a graph's VarHandleOps, each once, in the graph's order, except the nodes
+    `without`.
 
-    NotServable if one has no static shape.
+    `keys` is {node: the name that its variable has in a checkpoint}, by default the node's own; a name that
+    several whole variables have becomes the node's. NotServable if one has no static shape.
     """
     found = []
     for name, node in nodes.items():
@@ -458,7 +491,11 @@ def graph_variables(
 
 
 def gather_rows(nodes: dict[str, Proto]) -> None:
-    """Turn gathers from variables' whole values into ResourceGather, in place, in a graph or a function."""
+    """Turn gathers from variables' whole values into ResourceGather, in place, in a graph or a function.
+
+    Only gathers of rows (along dimension 0, by int32 or int64) are turned. Nodes that forward a handle may be
+    added.
+    """
     twins: dict[str, str] = {}
     for node in list(nodes.values()):
         if node.op in _GATHERS and _is_row_lookup(nodes, node):
@@ -478,9 +515,11 @@ def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """Return the handle of the variable whose whole value `text` is, also behind Switch and Enter.
+    """Return the handle of the variable whose whole value the tensor `text` is; None if it is no such value.
 
-    None otherwise. A Switch or an Enter of the value gets a copy for the handle, which is added to `nodes`.
+    The value may have passed Identity, Switch and Enter, in at most `steps_left` steps. A Switch or Enter of
+    it gets a copy for the handle, which is added to `nodes`, and to `twins` as {node of the value: node of
+    the handle}.
     """
     name = node_of(text)
     node = nodes.get(name)

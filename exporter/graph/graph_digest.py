@@ -20,7 +20,7 @@ _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 
 
 def graph_digest(graph: InferenceGraph) -> str:
-    """Return the SHA-256 of the graph's computation, without the files that its tables read."""
+    """Return the SHA-256, in hexadecimal, of a graph's computation, without the files that tables read."""
     graph_def = graph.meta_graph.graph_def
     functions = {function.signature.name: function for function in graph_def.library.function}
     names = _FunctionNames(functions)
@@ -64,7 +64,9 @@ class _FunctionNames:
 
 
 def _forget_own_name(function: Proto) -> None:
-    """Remove a function's name, with its number, from the names of the inputs that a loop does not read."""
+    """Remove a function's name, with its number, from the names of its inputs that a loop does not read, in
+    place.
+    """
     # `<function>___redundant_placeholder0`: while_v2.py makes the inputs of condition and body alike.
     own = f"{function.signature.name.lower()}___"
     for argument in function.signature.input_arg:
@@ -73,7 +75,10 @@ def _forget_own_name(function: Proto) -> None:
 
 
 def _node(node: Proto, names: _FunctionNames, but_for: Collection[str] = ()) -> bytes:
-    """Return the bytes of a node, without the attributes that do not count."""
+    """Return the serialized bytes of a node without the attributes that do not count, nor those in `but_for`.
+
+    Functions that it calls are named by `names`, so by their digests.
+    """
     copy = deepcopy(node)
     copy.ClearField("experimental_debug_info")
     copy.op = names(copy.op)

@@ -21,10 +21,13 @@ TRAINING_TAGS = {"train", "eval"}
 def read_saved_model(path: Path) -> Proto:
     """Return the `protos.SavedModel` in a directory, its graphs without the nodes that `IncrementHook` added.
 
+    `saved_model.pb` is read, or `saved_model.pbtxt` if there is none.
+
     Raises:
-        CorruptFile: it is damaged.
+        CorruptFile: it is damaged, or has more than 2 GiB.
         UnsupportedFormat: it is split into chunks (`saved_model.cpb`).
-        UsageError: it does not exist, or cannot be read.
+        UsageError: it does not exist, or the system refuses to read it.
+        CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
     """
     if (path / SAVED_MODEL_PARTS_FILE).is_file():
         raise UnsupportedFormat(
@@ -48,7 +51,8 @@ def read_saved_model(path: Path) -> Proto:
 def read_graph_file(path: Path) -> bytes:
     """Return the bytes of a graph's file.
 
-    CorruptFile if there are more than 2 GiB, OSError if it cannot be read.
+    CorruptFile if there are more than 2 GiB; another CheckpointError (and subclasses) if it is a pointer of
+    Git LFS, or cannot be fetched from a store; OSError if it cannot be read.
     """
     try:
         return read_regular(path, MAX_MESSAGE_BYTES)
@@ -61,9 +65,10 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """Parse a protocol buffer of the private pool from a file's bytes; its field `nonempty` must be set.
+    """Parse a protocol buffer of type `kind`, of the private pool, from a file's bytes, or from its text
+    format.
 
-    CorruptFile if it cannot be parsed, or if that field is not set.
+    `path` is for messages alone. CorruptFile if it cannot be parsed, or if its field `nonempty` is not set.
     """
     from google.protobuf import text_format
 

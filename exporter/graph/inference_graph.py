@@ -55,7 +55,7 @@ class GraphVariable(Struct, frozen=True):
 
     @property
     def served_name(self) -> str:
-        """Return its name in a delta: its key, for a part followed by its slice."""
+        """Return its name in a delta: its key, for a part followed by its slice in brackets."""
         part = self.part
         return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
 
@@ -97,7 +97,9 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """Return its variables, with -1 for sizes that only the checkpoint gives."""
+        """Return its four variables in the order of `nodes`, with -1 for sizes that only the checkpoint
+        gives.
+        """
         dtypes = (DType.INT64, DType.INT32, DType.INT64, self.value_dtype)
         shapes: tuple[tuple[int, ...], ...] = ((-1,), (-1,), (-1,), (-1, self.dim))
         return tuple(
@@ -159,7 +161,9 @@ class TrainingMode(Struct, frozen=True):
     idle: frozenset[str] = frozenset()  # the nodes of variables that are read only in branches that never run
 
     def notes(self) -> Iterator[str]:
-        """Yield notes for the user, one line each."""
+        """Yield notes for the user, one line each: batch statistics, then dropout and noise, then random
+        numbers.
+        """
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
         for said in self.dropping():
@@ -168,7 +172,7 @@ class TrainingMode(Struct, frozen=True):
             yield f"{name} draws random numbers at each request: is it dropout?"
 
     def dropping(self) -> Iterator[str]:
-        """Yield sentences for the user on dropout and noise that are on."""
+        """Yield a sentence for the user for each dropout that is on, then for each noise."""
         for name, rate in self.dropouts:
             part = "a random part" if rate is None else f"a random {rate:.3g}"
             yield f"{name} drops {part} of its input at each request, as dropout does in training"

@@ -39,7 +39,12 @@ class InitScopes(Struct):
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
-        """Make the graph the default one, and choose the context of the init scopes in it."""
+        """Make the graph this thread's default in the block, and choose the context of init scopes opened
+        there.
+
+        With `are_eager` a scope that other code than TensorFlow or Keras opens is eager; every other one is
+        the graph's. Such a scope sets `are_asked_for`.
+        """
         from tensorflow.python.eager import context
 
         with self.graph.as_default():
@@ -60,7 +65,9 @@ class InitScopes(Struct):
 
 
 def _opened_by() -> str:
-    """Return the top-level package of the code that opens a scope."""
+    """Return the top-level package of the code that opens a scope, for instance "sonnet"; "" if it has no
+    name.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
         frame = frame.f_back
