@@ -115,7 +115,11 @@ class Experiment:
         self._runs = 0
 
     def opened(self, nodes: Mapping[str, Proto], slots: Iterable[Slot]) -> Opened:
-        """These nodes, where slots follow the request; CannotOpen for one that cannot."""
+        """Return these nodes, and the graph's functions, with copies in which slots follow the rows of a
+        request.
+
+        CannotOpen if a slot cannot be made to follow them.
+        """
 
         def counters(one: Ends) -> list[Counter]:
             shapes = [Counter(shape, is_shape=True) for _, _, shape in one.sparse]
@@ -125,10 +129,15 @@ class Experiment:
         return opened(nodes, self._library, slots, counting)
 
     def run(self, session: GraphSession) -> frozenset[Slot]:
-        """The slots to open; none if requests may have any size as it is.
+        """Run the graph in `session` with many sizes of requests, and return the slots to open so that any
+        size is right.
+
+        Batch sizes that attributes merely declare are always among them. Empty if requests may have any size
+        as it is.
 
         Raises:
             Failed: rows are mixed, or no slots make the graph answer requests of other sizes.
+            RunFailed: it does not run where its random numbers are replaced.
             Ended: a run exceeded its limits.
         """
         try:
@@ -143,9 +152,12 @@ class Experiment:
     def traced_rows(
         self, session: GraphSession, reshapes: Sequence[str], candidates: Sequence[int]
     ) -> int | None:
-        """The rows for which a Reshape has its numbers, or the one candidate that the graph takes.
+        """Return the number of rows for which a Reshape has its constant target, or the first candidate that
+        fits.
 
-        None if neither is found.
+        `reshapes` are nodes, tried in order, as `fixed_reshapes` returns them. Then a candidate fits if the
+        graph answers as many rows, but neither one less nor one more. None if neither is found. RunFailed if
+        the graph cannot be opened, Ended if a run exceeds its limits. The graph has one signature.
         """
         nodes = self._laboratory.nodes
         self._open(session, Opened(dict(nodes), dict(self._library)))
@@ -170,7 +182,9 @@ class Experiment:
         return None
 
     def _takes(self, session: GraphSession, rows: int) -> bool:
-        """True if the graph gives as many rows as it is asked, of some population."""
+        """True if the graph answers `rows` rows with as many in each output, for the first random rows that
+        it accepts.
+        """
         (ends,) = self._ends
         files, outputs = [*self._files.values()], [*map(str, ends.outputs)]
         for population in populations(self._laboratory.nodes, ends, self._laboratory.heights, rows, files):
@@ -194,7 +208,11 @@ class Experiment:
     # --- the graph as its author left it ---
 
     def _asked(self, session: GraphSession, ends: Ends) -> list[_Trial]:
-        """The answers at the graph's own size; Failed if it gives none, or mixes rows."""
+        """Return random rows for one signature with the answers at the graph's own size, first ordinary rows.
+
+        Failed if it answers none, mixes rows, or draws random numbers; RunFailed if it does not run with
+        others in their place.
+        """
         files, heights = [*self._files.values()], self._laboratory.heights
         failure, count = Failed("", "no requests could be made up"), 2 * self._batch + 1
         for population in populations(self._laboratory.nodes, ends, heights, count, files):
@@ -210,13 +228,20 @@ class Experiment:
         raise failure
 
     def _rarely(self, session: GraphSession, ends: Ends, population: Population) -> Iterator[_Trial]:
-        """Yield trials of rows that a graph may treat in another way; none of those that it refuses."""
+        """Yield trials of unusual rows, which a graph may treat in another way; none of rows that it refuses.
+
+        Failed if the graph mixes these rows.
+        """
         for strange in stranger(population, self._batch):
             with suppress(RunFailed):
                 yield self._answered(session, ends, strange)
 
     def _draws_nothing(self, session: GraphSession, ends: Ends, trial: _Trial) -> None:
-        """Failed if answers depend on random numbers, however rarely: these are given their extremes."""
+        """Raise Failed if answers depend on random numbers, however rarely: these are replaced by their
+        extremes.
+
+        RunFailed if the graph does not run with these.
+        """
         nodes, inside, rows = self._laboratory.nodes, self._in_branches(), np.arange(self._batch)
         before = all_before(nodes, ends.outputs, ends.inputs)
         drawing = [f"{name}:0" for name in before if nodes[name].op in _DRAWN and name not in inside]
@@ -250,7 +275,9 @@ class Experiment:
         return _Trial(population, answers)
 
     def _behind(self, ends: Ends) -> Iterator[str]:
-        """Yield the floats from which outputs of other types are made: a class hides what scores show."""
+        """Yield the tensors of floats from which outputs of other types are made: a class hides what its
+        scores show.
+        """
         nodes, inside = self._laboratory.nodes, self._in_branches()
         for output in ends.outputs:
             if output.node in nodes and not _is_float(nodes[output.node]):
@@ -259,14 +286,18 @@ class Experiment:
                 yield from (f"{name}:0" for name in shown if name not in inside)
 
     def _in_branches(self) -> Mapping[str, None]:
-        """The nodes in, and behind, loops and branches, whose values cannot always be fetched."""
+        """Return the nodes in, and behind, TF1 loops and branches, whose values cannot always be fetched."""
         loops = (name for name, node in self._laboratory.nodes.items() if node.op in ENTERS | SWITCHES)
         return closure(loops, lambda name: (reader.name for reader in self._readers.get(name, ())))
 
     def _in_chunks(
         self, session: GraphSession, tensors: Sequence[str], population: Population, rows: Array
     ) -> dict[str, list[Array]]:
-        """The values of tensors for these rows, as many at a time as the graph takes."""
+        """Return {tensor: its values for these rows}, one value for each request of the graph's own size.
+
+        `rows` are numbers of rows of the population. The last request repeats the last row until it is full.
+        RunFailed if the graph refuses one.
+        """
         found: dict[str, list[Array]] = {name: [] for name in tensors}
         for start in range(0, len(rows), self._batch):
             places = np.minimum(np.arange(start, start + self._batch), len(rows) - 1)
@@ -276,7 +307,11 @@ class Experiment:
         return found
 
     def _by_rows(self, name: str, chunks: Sequence[Array]) -> Array:
-        """The rows of an answer in chunks; the first chunk if it does not depend on the request."""
+        """Return the answers of the tensor `name` by rows, joined from its values for successive requests.
+
+        The first value alone if its first length is not a multiple of the graph's own size. RunFailed if
+        shapes differ between requests; Failed if such a value differs between requests.
+        """
         first = chunks[0]
         if any(chunk.shape != first.shape for chunk in chunks):  # as where nothing is for an empty last row
             node = endpoint(name).node
@@ -290,7 +325,10 @@ class Experiment:
         return first
 
     def _mixing(self, session: GraphSession, ends: Ends, population: Population, output: str) -> Failed:
-        """The failure at the first node whose rows change when other rows of the request do."""
+        """Return the failure at the first node whose rows change when other rows of the request do.
+
+        It is at the tensor `output`, whose rows change, if no such node is found. Runs the graph three times.
+        """
         nodes, inside, size = self._laboratory.nodes, self._in_branches(), self._batch
         asked = closure(
             (tensor.node for tensor in ends.inputs),
@@ -321,7 +359,11 @@ class Experiment:
     def _search(
         self, session: GraphSession, trials: Sequence[_Trial], chosen: frozenset[Slot]
     ) -> frozenset[Slot]:
-        """The slots, `chosen` among them, that make all sizes right; Failed where no slot helps."""
+        """Return slots, `chosen` among them, that make the answers of all sizes right.
+
+        It opens the graph at most 200 times and ends within about 300 seconds. Failed, at the first failure
+        that no slots help against, if none are found.
+        """
         until, stuck = time.monotonic() + _SECONDS, None
         failure = self._failure(session, trials, chosen)
         if failure is None:
@@ -342,7 +384,11 @@ class Experiment:
         raise stuck or failure
 
     def _moves(self, failure: Failed, chosen: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
-        """Yield sets of slots to open next: near the failure, each with others of its kind, then alone."""
+        """Yield the sets of slots to try next: those of each slot near a failure with others of its kind,
+        then it alone.
+
+        At last the nearest 2, 3 and up to 24 slots together. Slots in `chosen` are left out.
+        """
         before = closure([*self._places(failure.node)], self._sources)
         near = [slot for place in before for slot in self._slots.get(place, ()) if slot not in chosen]
         near = near[:_NEAREST]
@@ -357,7 +403,12 @@ class Experiment:
             yield frozenset(near[:last])
 
     def _places(self, node: str) -> Iterator[tuple[str, str]]:
-        """Yield a node that an error names, by its function: it may be written out in place of a call."""
+        """Yield (function, node) for each node that may be the one named in an error; the function is "" for
+        the graph.
+
+        In an error a called function's node has the call's name before its own; such calls in the graph come
+        last.
+        """
         if node in self._bodies[""]:
             yield "", node
             return
@@ -366,7 +417,11 @@ class Experiment:
         yield from (("", name) for name in self._bodies[""] if node.startswith(f"{name}/"))
 
     def _sources(self, place: tuple[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield the nodes that a node reads, then those of the functions that it calls."""
+        """Yield the (function, node) places that a node reads from, then all nodes of the functions that it
+        calls.
+
+        An argument of a function is read from the calls of it.
+        """
         scope, name = place
         node = self._bodies[scope][name]
         for text in node.input:
@@ -387,7 +442,9 @@ class Experiment:
         return {kind: frozenset(slots) for kind, slots in kinds.items()}
 
     def _kind(self, slot: Slot) -> object:
-        """Equal for slots that are read in the same way: a graph looks up many features alike."""
+        """Return a value that is equal for slots that are read in the same way: a graph looks up many
+        features alike.
+        """
         reader = next(iter(self._readers.get(slot.node, ())), None) if not slot.scope else None
         inputs: list[str] = [] if reader is None else [tensor.node for tensor in data_inputs(reader)]
         place = inputs.index(slot.node) if slot.node in inputs else -1
@@ -396,7 +453,9 @@ class Experiment:
     def _failure(
         self, session: GraphSession, trials: Sequence[_Trial], slots: frozenset[Slot]
     ) -> Failed | None:
-        """The first failure of the graph with these slots opened; None if all answers are right."""
+        """Open the graph with these slots and return its first failure; None if all answers of all sizes are
+        right.
+        """
         try:
             self._open(session, self.opened(self._laboratory.nodes, slots))
         except CannotOpen as error:
@@ -424,7 +483,9 @@ class Experiment:
 
 
 def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
-    """The Reshapes behind a signature's inputs whose constant targets leave no number open, inputs first."""
+    """Return the Reshapes behind a signature's inputs whose constant targets leave no length open, inputs
+    first.
+    """
     asked, found = _asked_from(nodes, ends), []
     for name in asked:
         inputs = data_inputs(nodes[name]) if nodes[name].op == "Reshape" else []
@@ -436,7 +497,10 @@ def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
 
 
 def fixed_sizes(nodes: Mapping[str, Proto], ends: Ends) -> list[int]:
-    """The numbers of rows that constants make or keep: one may be a batch size that no input says."""
+    """Return at most 8 numbers of rows that constants make or keep, greatest first; 1 is not among them.
+
+    One of them may be a batch size that no input tells.
+    """
     asked, found = _asked_from(nodes, ends), dict[int, None]()
     for name, node in nodes.items():
         inputs = data_inputs(node)
@@ -454,7 +518,7 @@ def fixed_sizes(nodes: Mapping[str, Proto], ends: Ends) -> list[int]:
 
 
 def _asked_from(nodes: Mapping[str, Proto], ends: Ends) -> Mapping[str, None]:
-    """The nodes behind a signature's inputs, inputs first."""
+    """Return the nodes of a signature's inputs and all that depend on them, inputs first."""
     readers = readers_of(nodes.values())
     return closure((t.node for t in ends.inputs), lambda name: (r.name for r in readers.get(name, ())))
 

@@ -67,11 +67,11 @@ class Ends(Struct, frozen=True):
     loose: Sequence[Endpoint] = ()
 
     def parts(self) -> set[Endpoint]:
-        """The inputs that are parts of sparse tensors."""
+        """Return the inputs that are parts of sparse tensors."""
         return {*self.loose, *(tensor for group in self.sparse for tensor in group)}
 
     def batched(self) -> list[Endpoint]:
-        """The dense inputs that may have any number of rows."""
+        """Return the dense inputs whose first dimension may have any length, in order."""
         parts = self.parts()
         found = (tensor for tensor, given in self.inputs.items() if given.shape and given.shape[0] < 0)
         return [tensor for tensor in found if tensor not in parts]
@@ -87,7 +87,8 @@ class InputKind(Struct, frozen=True):
 def sparse_inputs(
     inputs: Mapping[Endpoint, InputKind], names: Mapping[Endpoint, str]
 ) -> list[tuple[Endpoint, Endpoint, Endpoint]]:
-    """The inputs that make sparse tensors: (indices, values, dense shape) of one node, or of one prefix.
+    """Return (indices, values, dense shape) of each sparse tensor among the inputs: of one node, or of one
+    prefix.
 
     `names` are the inputs' aliases, of which the parts of one sparse input have the same.
     """
@@ -103,7 +104,9 @@ def sparse_inputs(
 
 
 def _sparse(group: Mapping[Endpoint, InputKind]) -> tuple[Endpoint, Endpoint, Endpoint] | None:
-    """The (indices, values, dense shape) that three inputs are; None if they are something else."""
+    """Return the (indices, values, dense shape) that a group of three inputs is; None if it is something
+    else.
+    """
     int64 = [tensor for tensor, kind in group.items() if kind.dtype is DType.INT64]
     indices = [tensor for tensor in int64 if len(group[tensor].shape or ()) == 2]
     vectors = [tensor for tensor, kind in group.items() if len(kind.shape or (0,)) == 1]
@@ -125,10 +128,13 @@ class Laboratory(Struct, frozen=True):
 
 
 def laboratory(nodes: Mapping[str, Proto], filled: Sequence[str]) -> Laboratory:
-    """The nodes with small random variables; the handles `filled` get their values from other operations.
+    """Return the nodes, changed ones as copies, with operations that give variables small random values.
+
+    Tables of which only rows are gathered have 61 rows, and ids are taken modulo 61; their heights before are
+    returned, too. The handles `filled` get their values from other operations.
 
     Raises:
-        NoLaboratory: the variables are too large, or of a dtype without random numbers.
+        NoLaboratory: the variables are too large, of unknown shape, or of a dtype without random numbers.
     """
     made, readers = dict(nodes), readers_of(nodes.values(), waiting=True)
     assigning, heights, elements = list[str](), list[int](), 0
@@ -173,7 +179,10 @@ def _take_modulo(nodes: dict[str, Proto], gather: Proto) -> None:
 
 
 def _assign(nodes: dict[str, Proto], name: str, shape: tuple[int, ...], dtype: DType, seed: int) -> str:
-    """Add operations that give a variable random values; returns the name of the last."""
+    """Add operations to `nodes` that give the variable `name` random values; returns the name of the last.
+
+    `seed` makes them differ between variables. NoLaboratory for a dtype without random numbers.
+    """
 
     def add(what: str, op: str, inputs: Sequence[str], **attrs: Any) -> str:
         node = new_node(free_name(nodes, f"{name}/{what}"), op, inputs, **attrs)
@@ -220,7 +229,7 @@ class Population(Struct, frozen=True):
     loose: Mapping[str, Sequence[Array]]
 
     def feeds(self, rows: Array) -> dict[str, Array]:
-        """A request with these rows, in this order."""
+        """Return {tensor: value} for a request of the rows with these numbers, in this order."""
         found = {name: values[rows] for name, values in self.dense.items()}
         for (indices, values, shape), (lists, rank) in self.ragged.items():
             chosen = [lists[row] for row in rows]
@@ -237,11 +246,12 @@ class Population(Struct, frozen=True):
 def populations(
     nodes: Mapping[str, Proto], ends: Ends, heights: Sequence[int], rows: int, files: Sequence[Path]
 ) -> Iterator[Population]:
-    """Yield `rows` random rows for a signature, of the greatest integers first, which a graph may refuse.
+    """Yield populations of `rows` random rows for a signature, with the greatest integers first.
 
-    Some rows have values far out, or zeros and ones alone, as long as a graph accepts them: rows may be mixed
-    only where a limit is exceeded or something is missing. Sparse rows and texts may be empty first, then
-    none is. `heights` are the numbers of its tables' rows, `files` those that fill its lookup tables.
+    A graph may refuse each, so they are to be tried in turn. Each is yielded with some rows far out, and some
+    of zeros and ones, and then without these: rows may be mixed only where a limit is exceeded or something
+    is missing. Sparse rows and texts may be empty first, then none is. `heights` are the numbers of its
+    tables' rows, `files` those that fill its lookup tables.
     """
     limits = {height for height in (*heights, sum(heights)) if height > 1}
     words = _words(nodes, files)
@@ -256,7 +266,10 @@ def populations(
 
 
 def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
-    """The rows of several populations, of which `kinds` says by which each row is drawn."""
+    """Return a population with the rows of several: row i is row i of population `kinds[i]`.
+
+    Values that are not by rows are those of the first.
+    """
     first, at = drawn[0], np.arange(len(kinds))
     dense = {name: np.array([each.dense[name] for each in drawn])[kinds, at] for name in first.dense}
     ragged = {
@@ -268,10 +281,11 @@ def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
 
 
 def stranger(population: Population, batch: int) -> Iterator[Population]:
-    """Yield the same rows with other numbers, for which a graph may do what it does rarely.
+    """Yield two populations of the same rows with other numbers, for which a graph may do what it does
+    rarely.
 
     Floats are large, of one sign in the first half of the rows, of the other in the second; integers meet
-    often among `batch` rows. A graph may refuse them.
+    often among `batch` rows; texts and booleans change rows. A graph may refuse them.
     """
     for seed, spread in enumerate(_SPREADS):
         random = np.random.default_rng(seed)
@@ -329,7 +343,9 @@ class _Drawing(Struct, frozen=True):
     scale: float
 
     def values(self, tensor: Endpoint, dtype: DType, shape: tuple[int, ...]) -> Array:
-        """An array of this dtype and shape; of strings that the graph parses, serialized Examples."""
+        """Return random values of this dtype and shape; for strings that the graph parses, serialized
+        Examples.
+        """
         if dtype is DType.STRING:
             parsers = [node for node in self.nodes.values() if _parses(node, tensor)]
             if not parsers:
@@ -362,7 +378,9 @@ def _parses(node: Proto, tensor: Endpoint) -> bool:
 
 
 def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-    """(name, dtype, shape) of the features that a node parses; sparse and ragged ones have any length."""
+    """Yield (name, dtype, shape) of the features that a node parses, -1 for any length: sparse and ragged
+    ones have it.
+    """
     is_second = parser.op == "ParseExampleV2"
     texts = [const_texts(nodes.get(tensor.node)) or [] for tensor in data_inputs(parser)]
     sparse = attr(parser, "num_sparse" if is_second else "Nsparse").i
@@ -380,7 +398,11 @@ def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, 
 
 
 def _words(nodes: Mapping[str, Proto], files: Sequence[Path]) -> Array:
-    """Words of the graph's own vocabularies and others; digits if it reads texts as numbers."""
+    """Return byte strings for inputs: words of the graph's own vocabularies and others, at most 1,000.
+
+    Three numbers as text if the graph reads texts as numbers. `files` are vocabularies; those that cannot be
+    read, or exceed 1 MiB, are skipped.
+    """
     found = [b"", b"a", b"word", b"17", b"another word"]
     if any(node.op in ("StringToNumber", "DecodeCSV") for node in nodes.values()):
         found = [b"3", b"17", b"0.5"]

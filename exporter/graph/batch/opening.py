@@ -57,11 +57,14 @@ def settle_batch(
     batch: int | None,
     filling: Filling,
 ) -> BatchSize:
-    """Make the numbers that fix the batch size follow the request, in place, if an experiment shows them.
+    """Make the numbers that fix the batch size follow the request, in `nodes`, in place, if an experiment
+    shows them.
 
-    `batch` is the batch size of the graph's input pipeline. Without one, requests may be of any size already
-    and nothing is run, unless a Reshape of the only input by rows leaves no number open, or a constant may
-    say how many rows there are.
+    The experiment runs the graph in a process of its own, for up to minutes. `batch` is the batch size of the
+    graph's input pipeline. Without one, requests may be of any size already and nothing is run, unless a
+    Reshape of the only input by rows leaves no length open, or a constant may say how many rows there are. If
+    the experiment is impossible or fails, the size stays, and a note says why. Functions in which numbers
+    follow are in the result's `library`. GraphError if a function is called that the graph lacks.
     """
     reshapes, sizes = list[str](), list[int]()
     if batch is None:
@@ -112,7 +115,9 @@ def settle_batch(
 
 
 def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: Filling) -> str:
-    """Why a graph is not run here, "" if it is harmless; operations that fill tables may read files."""
+    """Return why a graph is not run by this program, "" if it is harmless; operations that fill tables may
+    read files.
+    """
     loading = all_before(nodes, map(endpoint, filling.operations))
     bodies = [("", nodes.values())]
     bodies += [(name, library[name].node_def) for name in sorted(reachable(nodes.values(), library))]
@@ -125,7 +130,10 @@ def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: 
 
 
 def _only(batch: int | None, reason: str, how: str = "") -> BatchSize:
-    """The batch size that a graph keeps, with a note that says why; any if none is known."""
+    """Return the batch size that a graph keeps, with a note that says the `reason` and `how` to change it.
+
+    Without a `batch` it is any size, without a note.
+    """
     if batch is None:
         return BatchSize()
     rows = "1 row" if batch == 1 else f"{batch} rows"

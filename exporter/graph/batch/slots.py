@@ -67,7 +67,10 @@ class Slot(NamedTuple):
 
 
 def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
-    """Yield the numbers of a node that may stand for the batch; of a batch of 1, only ones."""
+    """Yield the slots of a node: the numbers that may be the batch size or a multiple of it; of 1, only ones.
+
+    `scope` is the function that the node is in, "" for the graph.
+    """
     if node.op == "Const":
         yield from _slots_of_constant(node, batch, scope)
         return
@@ -78,13 +81,15 @@ def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
 
 
 def _multiple(number: int, batch: int) -> int:
-    """How many times a number is the batch; 0 if it cannot stand for it."""
+    """Return how many times the batch size is in a number; 0 if the number cannot come from it."""
     is_one = number == batch if batch == 1 else number > 0 and number % batch == 0
     return number // batch if is_one else 0
 
 
 def _slots_of_constant(node: Proto, batch: int, scope: str) -> Iterator[Slot]:
-    """Yield the values, and the lengths of equal rows, that may stand for the batch."""
+    """Yield the slots of a Const: its integers, then the lengths of equal rows, that may come from the batch
+    size.
+    """
     tensor = attr(node, "value").tensor
     shape = shape_of(tensor.tensor_shape) or ()
     if min(shape, default=0) < 0:
@@ -100,7 +105,11 @@ def _slots_of_constant(node: Proto, batch: int, scope: str) -> Iterator[Slot]:
 
 
 def rows_are_equal(node: Proto, axis: int) -> bool:
-    """True if a constant's values are all equal along the dimension `axis`."""
+    """True if a constant's values are all equal along the dimension `axis`.
+
+    Also if it is stored as one value for all elements. False if other values are damaged, absent or above 8
+    MiB.
+    """
     shape = shape_of(node.attr["value"].tensor.tensor_shape) or ()
     if _is_one_value(node):
         return True
@@ -112,7 +121,9 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
 
 
 def _equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
-    """A constant's value reduced to length 1 along these dimensions; None if it differs along one."""
+    """Return a constant's value reduced to length 1 along `axes`; None if it differs along one, or cannot be
+    read.
+    """
     if not all(rows_are_equal(node, axis) for axis in axes):
         return None
     if _is_one_value(node):  # it is not filled up to the length that it has, which may be huge
@@ -159,10 +170,11 @@ def opened(
     slots: Iterable[Slot],
     counters: Sequence[tuple[Collection[str], Sequence[Counter]]],
 ) -> Opened:
-    """Copies of nodes and functions in which slots follow the rows that `counters` tell.
+    """Return copies of nodes and functions in which slots follow the rows of a request.
 
-    `counters` has, for each signature, the nodes that it reaches and what counts its requests' rows. Raises
-    CannotOpen for a slot that cannot be opened.
+    `counters` has, for each signature, the nodes that it reaches and what counts its requests' rows.
+    Functions with slots, and those that lead to them, are added under new names, with the number of rows as
+    their last argument. CannotOpen for a slot that cannot be opened.
     """
     by_scope: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
@@ -198,7 +210,7 @@ def _all_nodes(nodes: Mapping[str, Proto], library: Mapping[str, Proto]) -> Iter
 
 
 def _needing(nodes: Mapping[str, Proto], library: Mapping[str, Proto], found: Iterable[str]) -> set[str]:
-    """The functions `found`, those that lead to them, and those that the same nodes call beside them."""
+    """Return the functions `found`, their callers, and the functions that the same nodes call as well."""
     together = [called_functions(node) & library.keys() for node in _all_nodes(nodes, library)]
     needing, before = callers(library, found), set[str]()
     while needing != before:
@@ -209,7 +221,10 @@ def _needing(nodes: Mapping[str, Proto], library: Mapping[str, Proto], found: It
 
 
 def _pass_rows(scope: _Scope, names: Mapping[str, str]) -> None:
-    """Let calls of functions that need the count of rows name their new forms, and pass it."""
+    """Let calls in a scope, in place, name the new forms of functions, and pass them the number of rows.
+
+    `names` is {function: its new form}. CannotOpen for a call that cannot pass it.
+    """
     for name, old in [*scope.nodes.items()]:
         if not names.keys() & called_functions(old):
             continue
@@ -236,15 +251,26 @@ class _Scope:
         self.nodes = nodes
 
     def count(self, name: str, each: int, dtype: DType) -> str:
-        """A tensor, where the node `name` runs, with `each` times the number of rows of the request."""
+        """Return a tensor of `dtype`, for use by the node `name`, with `each` times the number of the
+        request's rows.
+
+        The nodes that compute it are added. CannotOpen if nothing counts the rows there.
+        """
         raise NotImplementedError
 
     def add(self, node: Proto, output: str = "output", after: Sequence[str] = ()) -> str:
-        """Add a node under a free name; returns its output as an input of others."""
+        """Add a node under a free name, waiting for the nodes `after`; return its output as an input of
+        others.
+
+        `output` is the output's name in the OpDef.
+        """
         raise NotImplementedError
 
     def follow(self, slots: Iterable[Slot]) -> None:
-        """Let slots follow the request; CannotOpen for one that cannot."""
+        """Replace, in place, the numbers in these slots by counts of the request's rows.
+
+        CannotOpen for a slot that cannot follow.
+        """
         grouped: dict[str, list[Slot]] = {}
         for slot in slots:
             grouped.setdefault(slot.node, []).append(slot)
@@ -259,7 +285,10 @@ class _Scope:
                 self._widen(name, {slot.at: slot.each for slot in found})
 
     def _follow(self, name: str, opened: Mapping[int, int]) -> None:
-        """Replace elements of a constant by counts of the request's rows."""
+        """Replace elements of the constant `name` by counts of the request's rows.
+
+        `opened` is {position of an element: how many times the rows}. CannotOpen if the value is unknown.
+        """
         old = self.nodes[name]
         value, dtype = const_value(old), attr_dtype(old, "dtype")
         if value is None or dtype is None:
@@ -273,7 +302,10 @@ class _Scope:
             self.nodes[name] = new_node(name, "Identity", [count], after=after, T=dtype)
 
     def _widen(self, name: str, opened: Mapping[int, int]) -> None:
-        """Replace a constant of equal rows by one row, broadcast to the rows of the request."""
+        """Replace a constant of equal rows by one row, broadcast to the rows of the request.
+
+        `opened` is {dimension: how many times the rows its length is}. CannotOpen if the value is unknown.
+        """
         old = self.nodes[name]
         dtype, row = attr_dtype(old, "dtype"), _equal_row(old, opened)
         if dtype is None or row is None:
@@ -364,7 +396,9 @@ class _GraphScope(_Scope):
         return self.add(new_node(base, "StridedSlice", [shape, zero, one, one], **attrs))
 
     def _counter_for(self, name: str) -> Counter:
-        """What counts rows in all signatures that need the node `name`, or CannotOpen."""
+        """Return the first counter of rows that all signatures that reach the node `name` have; CannotOpen if
+        none.
+        """
         wanted = [counters for reached, counters in self._counters if name in reached]
         shared = [one for one in (wanted or [[]])[0] if all(one in others for others in wanted)]
         if not shared:
@@ -376,7 +410,10 @@ _MOST_LOOPS = 16  # that lie in each other; a damaged graph may enter one withou
 
 
 def frames_of(nodes: Mapping[str, Proto]) -> dict[str, tuple[str, ...]]:
-    """{node in a TF1 loop: the names of the frames around it, outermost first}."""
+    """Return {node in a TF1 loop: the names of the frames around it, outermost first}.
+
+    Of a damaged graph, at most 16 frames.
+    """
     readers = readers_of(nodes.values(), waiting=True)
     frames: dict[str, tuple[str, ...]] = {}
 
