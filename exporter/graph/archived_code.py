@@ -185,10 +185,9 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
-    """Return the name that today's TensorFlow or Keras gives a function, without `tf.`, given any of its
-    names.
+    """Return the name that today's TensorFlow or Keras has for a function, given any of its names.
 
-    Names of TensorFlow 1 begin with `compat.v1.`. None if neither has such a function.
+    It is without `tf.`. Names of TensorFlow 1 begin with `compat.v1.`. None if neither has such a function.
     """
     from tensorflow.python.util import tf_export
 
@@ -212,8 +211,7 @@ def _class_method(config: Entry) -> str | None:
 
 
 def _member(config: Entry) -> str | None:
-    """Return `<name> of a tensor` for the property or method that a layer uses; None if it is listed as
-    harmless.
+    """Return `<name> of a tensor` for the property or method that a layer uses; None if it is listed.
 
     `config` is the config of an InstanceProperty or InstanceMethod, with the name under "attr_name".
     """
@@ -222,8 +220,7 @@ def _member(config: Entry) -> str | None:
 
 
 def _operation(config: Entry) -> str | None:
-    """Return a phrase that names the operation of a layer's NodeDef; None if it is harmless and calls no
-    function.
+    """Return a phrase for the operation of a layer's NodeDef; None if it is harmless and calls no function.
 
     `config` is the config of a TensorFlowOpLayer, with the NodeDef under "node_def", as a JSON object or as
     serialized text. For one that cannot be parsed the phrase says so.

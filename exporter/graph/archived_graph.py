@@ -106,9 +106,7 @@ def _work(request: GraphRequest) -> LimitedWork:
 
 
 def _error(path: Path, ended: Ended) -> ExportError:
-    """Return the error for an archive whose process ended: BuilderError if the process refused, else
-    UnsafeArchive.
-    """
+    """Return the error for an archive whose process ended: BuilderError if it refused, else UnsafeArchive."""
     if (refusal := ended.refusal) is not None:
         return BuilderError(f"{path}{refusal['message']}", cause=refusal["cause"], hint=refusal["hint"])
     ending = f"came to no end with it in {ended.limit}" if ended.limit else f"ended its process {ended.how}"

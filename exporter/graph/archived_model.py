@@ -51,8 +51,7 @@ from exporter.wire.dtypes import DType
 
 
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
-    """Return {variable's node: the tensors that a weights file has for it}, in the order in which Keras loads
-    them.
+    """Return {variable's node: the tensors that a weights file has for it}, in the order of loading.
 
     A file has several tensors of a variable that several layers hold; the last one counts. `node_of` names
     the variables of a model that was built outside of a graph. Variables without a fully known shape are left
@@ -78,8 +77,7 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
 
 
 def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield (path in a weights file, names of the layers around it, value) for each variable of a Keras
-    model.
+    """Yield (path in a weights file, names of the layers around it, value) for each variable of a model.
 
     The names are joined by slashes, "" if the innermost one is unknown. The value is the variable; a lookup
     that weighs tokens (tf-idf) is its own value. Yields nothing for other objects. Raises whatever a layer's
@@ -108,10 +106,9 @@ class _Recorder:
         return True
 
     def make(self, path: str, metadata: Any = None) -> Any:
-        """Let the values that are set next belong to the object at `path`; return this store, as Keras' own
-        does.
+        """Let the values that are set next belong to the object at `path`; return this store.
 
-        `metadata` may be a mapping with the object's "name".
+        So does Keras' own. `metadata` may be a mapping with the object's "name".
         """
         self._path = path
         if path and metadata:
@@ -122,8 +119,9 @@ class _Recorder:
         self.values.append((self._path, key, value))
 
     def owner(self, path: str) -> str:
-        """Return the names of the objects on a path, outermost first, joined by slashes; "" if the last is
-        unknown.
+        """Return the names of the objects on a path, outermost first, joined by slashes.
+
+        It is "" if the last one is unknown.
         """
         parts = path.split("/")
         scopes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
@@ -270,11 +268,11 @@ def names_registered(path: Path) -> bool:
 
 
 def model_builder(model: Any) -> Builder:
-    """Return a function that makes a Keras model of this program again, without weights, in the default
-    graph.
+    """Return a function that makes a Keras model of this program again, in the default graph.
 
-    The model's vocabularies are written to a temporary directory, which is deleted with the function.
-    BuilderError if Keras cannot describe the model; the function raises it if Keras cannot make it again.
+    It has no weights. The model's vocabularies are written to a temporary directory, which is deleted with
+    the function. BuilderError if Keras cannot describe the model; the function raises it if Keras cannot make
+    it again.
     """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
@@ -435,8 +433,7 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
 
 
 def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Set the weights of a model's lookups with `output_mode="tf_idf"` to zeros; their values are loaded
-    later.
+    """Set the weights of lookups with `output_mode="tf_idf"` to zeros; their values are loaded later.
 
     `shapes` is {path in a weights file: shape}. Lookups that it lacks are not changed, nor are those of Keras
     2 whose weights have a known shape.
@@ -455,9 +452,7 @@ def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _weighing_lookups(model: Any) -> dict[str, Any]:
-    """Return {path of its weights in a weights file: lookup}, for a model's lookups with
-    `output_mode="tf_idf"`.
-    """
+    """Return {path of its weights in a weights file: lookup} for lookups with `output_mode="tf_idf"`."""
     if all(getattr(layer, "output_mode", None) != "tf_idf" for layer in model._flatten_layers()):
         return {}
     return {name: value for name, _, value in _walk(model) if name.endswith(f"/{_WEIGHTS}")}
@@ -551,9 +546,7 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _named_modules(config: Any) -> list[str]:
-    """Return the names of the modules outside of Keras and `builtins` that a config names, each once, in its
-    order.
-    """
+    """Return the modules outside of Keras and `builtins` that a config names, each once, in its order."""
     named = dict.fromkeys(entry.get("module") for _, entry in entries(config))
     foreign = (name for name in named if isinstance(name, str))
     return [name for name in foreign if name.partition(".")[0] not in KERASES | {"builtins"}]
@@ -562,11 +555,10 @@ def _named_modules(config: Any) -> list[str]:
 def _require_one_keras(
     path: Path, described: ModelConfig, config: Any, known: Mapping[str, Any], keras: Any
 ) -> None:
-    """Raise BuilderError if a config names, through `known`, a layer class of the other Keras: 2 and 3 do not
-    mix.
+    """Raise BuilderError if a config names a layer class of the other Keras, since 2 and 3 do not mix.
 
-    `keras` is the Keras that the archive needs, `known` the custom objects by name. Does nothing if the other
-    one is not imported. `path` and `described` are for the message.
+    It names it through `known`. `keras` is the Keras that the archive needs, `known` the custom objects by
+    name. Does nothing if the other one is not imported. `path` and `described` are for the message.
     """
     other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
     for _, entry in entries(config):

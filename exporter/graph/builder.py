@@ -291,11 +291,10 @@ def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
 
 
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
-    """Convert the text of `--model-arg NAME=TEXT` to the parameter's bool, int or float; UsageError if it is
-    not one.
+    """Convert the text of `--model-arg NAME=TEXT` to the parameter's bool, int or float.
 
     The type is the annotation's, else the default's. It stays text for other types, and if `parameter` is
-    None.
+    None. UsageError if it cannot be converted.
     """
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):
@@ -387,8 +386,7 @@ def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
-    """Yield (table's node, the names of its keys and values in a checkpoint) for each table that a Saver
-    stores.
+    """Yield (table's node, names of its keys and values in a checkpoint) of each table that a Saver stores.
 
     The tables are those that `graph` lists as saveable objects.
     """
@@ -402,11 +400,11 @@ def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
 
 
 def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
-    """Return {name: SignatureDef} of what a builder returned: a tuple is `serving_default`, a dict has them
-    by name.
+    """Return {name: SignatureDef} of what a builder returned, which is a tuple, or tuples by name.
 
-    A tuple is (inputs, outputs), both dicts of tensors by alias, with the method as an optional third; the
-    tensors are to be in `graph`. `label` names the builder in messages. BuilderError for anything else.
+    One alone is `serving_default`. A tuple is (inputs, outputs), both dicts of tensors by alias, with the
+    method as an optional third; the tensors are to be in `graph`. `label` names the builder in messages.
+    BuilderError for anything else.
     """
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result
     if not isinstance(named, Mapping) or not named:
@@ -439,9 +437,7 @@ def _signature(entry: Any, graph: Any, where: str) -> Proto:
 
 
 def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (alias, tensor), or for a sparse or ragged tensor each of its components in order: `ids`, `ids_1`
-    ...
-    """
+    """Yield (alias, tensor), or for a sparse or ragged tensor each component: `ids`, `ids_1` ..."""
     import tensorflow as tf
 
     # `tf.saved_model.save` gives them these names; TensorFlow Serving cannot answer with composite tensors.

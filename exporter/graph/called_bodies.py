@@ -119,11 +119,10 @@ class CalledBody:
         return None if value is None or value.size != 1 else value.item()
 
     def repeated_value(self, tensor: str) -> Array | None:
-        """Return the constant value of a tensor, or of the constant that it repeats or rearranges, in that
-        one's shape.
+        """Return the constant value of a tensor, or else of the constant that it repeats or rearranges.
 
-        For zeros or ones like another tensor this is the array of 0 or 1 without a dimension. None if it may
-        vary.
+        That one's shape may be another. For zeros or ones like another tensor this is an array of 0 or 1
+        without a dimension. None if the value may vary.
         """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -164,16 +163,13 @@ class CalledBody:
         return frozenset(found)
 
     def bodies(self) -> Iterable[CalledBody]:
-        """Return this body first, then the bodies of all calls that run, directly or through others, each
-        once.
-        """
+        """Return this body, then the bodies of all calls that run, directly or through others, each once."""
         return closure([self], lambda body: body._called if body.live else ())
 
     def computed_from(self, names: Iterable[str]) -> Collection[str]:
-        """Return the nodes `names`, then those that read or wait for them, directly or through others,
-        nearest first.
+        """Return the nodes `names` and all nodes that read or wait for them, directly or through others.
 
-        Operations that read only a tensor's shape do not count.
+        The nearest come first. Operations that read only a tensor's shape do not count.
         """
         return closure(names, lambda n: (r.name for r in self._readers.get(n, ()) if r.op not in SHAPES))
 
@@ -183,10 +179,10 @@ class CalledBody:
 
     @cached_property
     def _chosen(self) -> Collection[str]:
-        """The nodes in branches that the request chooses, and the outputs (`switch:1`) of the Switch nodes
-        before them.
+        """The nodes in branches that the request chooses, and the outputs of the Switch nodes before them.
 
-        A loop's condition is not such a choice. Memoised.
+        An output is written `switch:1`. An output is written `switch:1`. A loop's condition is not such a
+        choice. Memoised.
         """
         found = set[str]()
         for predicate, switches in self._switches.items():
@@ -233,8 +229,9 @@ class CalledBody:
         return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
 
     def _returns(self, tensor: str, merge: str) -> bool:
-        """True if `tensor` is the Merge node `merge` passed on unchanged, by at most 8 Switch, Identity or
-        such nodes.
+        """True if `tensor` is what the Merge node `merge` gives, passed on unchanged by at most 7 nodes.
+
+        These are Switch, NextIteration and Identity nodes.
         """
         for _ in range(_MAX_STEPS):
             node = self.nodes.get(node_of(tensor))
@@ -253,10 +250,9 @@ class CalledBody:
         return found
 
     def _find_dead(self) -> frozenset[str]:
-        """Set and return the names of the nodes, and the outputs (`switch:1`) of Switch nodes, that are never
-        computed.
+        """Set and return the names of the nodes, and the outputs of Switch nodes, that are never computed.
 
-        Memoised values are cleared.
+        An output is written `switch:1`. Memoised values are cleared.
         """
         self._dead = frozenset[str]()
         for _ in range(_ROUNDS if self._switches else 0):  # a branch that is off may settle another flag
@@ -273,10 +269,9 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add to `dead`, in place, all nodes that read or wait for one of its nodes, directly or not; return
-        `dead`.
+        """Add to `dead`, in place, all nodes that read or wait for one of its nodes, and return it.
 
-        A Merge is added only if all its inputs are dead.
+        A node may do so through others. A Merge is added only if all its inputs are dead.
         """
         pending = [*dead]
         while pending:
@@ -298,8 +293,7 @@ class CalledBody:
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """Return the tensors and control inputs that a running node needs; for a call, those that its
-        function uses.
+        """Return the inputs, also control inputs, that a running node needs; of a call those that are used.
 
         Control inputs are without `^`. The call is recorded.
         """
@@ -338,9 +332,7 @@ class CalledBody:
         return (name, inputs) if name in self._library else None
 
     def _constant_inputs(self, node: Proto, inputs: list[str]) -> list[str]:
-        """Return, for each argument of a node's functions, the tensor that it gets in every call; "" if it
-        may differ.
-        """
+        """Return the tensor that each argument of a node's functions gets in every call; "" if it differs."""
         if node.op in _CONDITIONALS:
             return inputs[1:]
         body = self._library.get(attr(node, "body").func.name) if node.op in LOOPS else None
@@ -407,17 +399,14 @@ class CalledBody:
 
 
 def is_by_batch(node: Proto) -> bool:
-    """True for a FusedBatchNorm that normalises by the batch, which is also the default without
-    `is_training`.
-    """
+    """True for a FusedBatchNorm that normalises by the batch, the default without `is_training`."""
     if _FUSED.fullmatch(node.op) is None:
         return False
     return "is_training" not in node.attr or bool(node.attr["is_training"].b)
 
 
 def _position(tensor: str) -> int:
-    """Return the number at the end of a tensor's name: of its output or, in a function, within a named
-    output.
+    """Return the number at the end of a tensor's name: of its output or, in a function, in a named output.
 
     0 if there is none.
     """

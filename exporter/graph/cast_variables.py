@@ -40,8 +40,7 @@ class _Cast(Struct, frozen=True):
         return self.stored is DType.INT8
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Change, in place, a node that takes the variable's handle so that its readers get the graph's dtype
-        again.
+        """Change, in place, a node that takes the variable's handle so that its readers get the old dtype.
 
         MappingError unless the node is known to read, or asks only for the shape or state. `extra_handles` is
         not used.
@@ -96,8 +95,9 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
 
 
 def _cast_read(body: Body, node: Proto, cast: _Cast) -> None:
-    """Let a read yield the stored dtype under a new name, and add a Cast to the graph's dtype with its old
-    name.
+    """Let a read yield the stored dtype under a new name, and add a Cast with its old name.
+
+    The Cast gives the graph's dtype.
     """
     output_name, output = node.name, _READS[node.op]
     body.rename(node, next(new for n in count() if (new := f"{output_name}/stored_{n}") not in body.by_name))

@@ -192,9 +192,7 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
 
 
 def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
-    """Yield (output, input) for each output of a node that is the same handle as the input; none for most
-    nodes.
-    """
+    """Yield (output, input) for each output of a node that is the same handle as an input."""
     if node.op in _FORWARDS:
         for index in range(_FORWARDS[node.op]):
             yield body.output(node, index), body.canonical(node.input[0])
@@ -204,9 +202,7 @@ def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
 
 
 def _twin(body: Body, node: Proto, handle: str) -> Proto:
-    """Add to a body a copy of `node` that forwards `handle` instead, in the same frame or branch; return the
-    copy.
-    """
+    """Add a copy of `node` that forwards `handle` instead, in the same frame or branch; return the copy."""
     twin = deepcopy(node)
     twin.name = free_name(body.by_name, f"{node.name}_beside")
     twin.input[0] = handle
@@ -243,10 +239,10 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
 
 
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
-    """Raise the `returned` error of a change if a function returns a handle of `handles` ({tensor: its
-    change}).
+    """Raise the `returned` error of a change if a function returns a handle in `handles`.
 
-    A result may return the handle of the argument with the same number, as a loop's body does.
+    These are {tensor: (its change, further handles)}. A result may return the handle of the argument with the
+    same number, as a loop's body does.
     """
     signature = function.signature
     arguments = [argument.name for argument in signature.input_arg]

@@ -246,10 +246,10 @@ def _servable_copies(
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """Return the graph's nodes by name, with constants for placeholders fixed by `--feed`, and for assets'
-    paths.
+    """Return the graph's nodes by name, with constants for assets' paths and fixed placeholders.
 
-    `signatures` are the tensors of the signatures. UsageError if one has such a placeholder as input.
+    `--feed` fixes these. `signatures` are the tensors of the signatures. UsageError if one has such a
+    placeholder as input.
     """
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
@@ -265,8 +265,7 @@ def _with_constants(
 def _cut(
     index: GraphIndex, nodes: dict[str, Proto], signatures: Iterable[SignatureEnds], foreign: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Check the nodes that each signature runs, and add a placeholder to `nodes` for each input that is
-    computed.
+    """Check the nodes that each signature runs, and add placeholders to `nodes` for computed inputs.
 
     Returns {input: its placeholder}, without inputs that another signature computes. `foreign` are operations
     that stock TensorFlow lacks. NotServable, or its subclass ForeignOperations, if a server cannot run a
@@ -290,11 +289,11 @@ def _settled(
     moved: Mapping[Endpoint, Endpoint],
     filling: Filling,
 ) -> BatchSize:
-    """Return the batch sizes that requests may have, found by running the graph in a process of its own if
-    needed.
+    """Return the batch sizes that requests may have, found by running the graph if needed.
 
-    Constants that fix training's batch size are made dynamic in `kept`, in place. `moved` is {tensor of the
-    source: the tensor in `kept` with its values}; `filling` says how the graph's tables are filled.
+    It runs in a process of its own. Constants that fix training's batch size are made dynamic in `kept`, in
+    place. `moved` is {tensor of the source: the tensor in `kept` with its values}; `filling` says how the
+    graph's tables are filled.
     """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
@@ -345,8 +344,7 @@ def _needed(
     roots: list[str],
     init_op: str | None,
 ) -> tuple[Reached, list[str], StateMakers]:
-    """Return the nodes that outputs need, the names of the nodes that fill their tables and state, and its
-    makers.
+    """Return the nodes that outputs need, the nodes that fill their tables and state, and the state's makers.
 
     `replaced` is {tensor: the tensor to read in its place}; `roots` are the nodes of the signatures' tensors.
 
@@ -369,9 +367,7 @@ def _needed(
 
 
 def _copies(nodes: Mapping[str, Proto], needed: Reached) -> dict[str, Proto]:
-    """Return copies of the needed nodes by name, in the order of `nodes`, reading only the inputs that they
-    need.
-    """
+    """Return copies of the needed nodes, by name in the order of `nodes`, with only the needed inputs."""
     kept = {}
     for name, node in nodes.items():
         if name in needed.inputs:
@@ -448,10 +444,10 @@ def _meta_graph(
 def _served_signature(
     index: GraphIndex, signature: Proto, moved: Mapping[Endpoint, Endpoint], size: BatchSize
 ) -> Proto:
-    """Return a copy of a signature with the served graph's tensors, of any batch size, or the only possible
-    one.
+    """Return a copy of a signature with the served graph's tensors and batch size.
 
-    `moved` is {tensor of the source: the served tensor with its values}.
+    The batch size is -1 for any, or the only one in `size`. `moved` is {tensor of the source: the served
+    tensor with its values}.
     """
     served = deepcopy(signature)
     batch_sizes = set()
@@ -493,9 +489,7 @@ class StateMakers(Struct, frozen=True):
         return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
 
     def taken_by(self, node: Proto) -> set[str]:
-        """Return the identities of the resources whose handles a node takes from makers; empty for most
-        nodes.
-        """
+        """Return the identities of the makers' resources whose handles a node takes; empty for most nodes."""
         nodes = self.index.nodes
         taken = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
         return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
@@ -667,8 +661,7 @@ def _unclear(node: Proto) -> NotServable:
 def remember_paths(
     nodes: dict[str, Proto], roots: Iterable[str], filling: Iterable[str], assets: Iterable[Asset]
 ) -> list[str]:
-    """Put the paths of assets that the nodes `roots` need into variables, in place, from which requests read
-    them.
+    """Put the paths of assets that the nodes `roots` need into variables, in place, to be read at requests.
 
     The nodes `filling`, which run at load, still read the paths themselves. Returns the names of the
     operations that assign the variables, to be run at load, too; empty if `roots` need no path.

@@ -80,9 +80,7 @@ def import_code(where: str) -> Any:
 
 
 def _forget_edited() -> None:
-    """Remove all modules of builders from `sys.modules` if the file of one of them was edited since its
-    import.
-    """
+    """Remove all modules of builders from `sys.modules` if the file of one was edited since its import."""
     # Modules that were imported before this process loaded a builder belong to the program, and stay.
     if all(digest_at(file) == digest for file, digest in _imported.items()):
         return
@@ -154,8 +152,9 @@ class Recorder:
         self._path = [*sys.path]
 
     def note(self, module: ModuleType) -> None:
-        """Record a module right before it is executed, with the digest of its file, unless the file is not a
-        user's.
+        """Record a user's module, with the digest of its file, right before it is executed.
+
+        Does nothing for other modules.
         """
         if (file := file_of(module)) and is_users(file):
             _imported[file] = digest_at(file)
@@ -217,12 +216,11 @@ class Recorder:
         )
 
     def _opened(self, root: Path, modules: set[str]) -> Iterator[tuple[str, Path]]:
-        """Yield (name, absolute path) of each file that was read, without the modules' own and files above 16
-        MiB.
+        """Yield (name, absolute path) of each file that was read and that counts.
 
-        A file below `root` has its path there as name, another the shortest end of its path that is not
-        taken. Of the files that libraries opened, only those below `root` count. `modules` are the resolved
-        paths of modules.
+        The modules' own files and files above 16 MiB do not. A file below `root` has its path there as name,
+        another the shortest end of its path that is not taken. Of the files that libraries opened, only those
+        below `root` count. `modules` are the resolved paths of modules.
         """
         names = set[str]()
         for file, is_by_user in self.opened.items():
@@ -243,8 +241,9 @@ class Recorder:
 
 
 def _beside(builder: Path, place: Path) -> str:
-    """Return the path from a builder's directory to `place`: with links resolved or not, whichever has fewer
-    `..`.
+    """Return the path from a builder's directory to `place`, with or without links resolved.
+
+    It is the one with fewer `..`.
     """
     ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
     return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
@@ -255,10 +254,10 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Yield a recorder of the modules and files that this thread uses in the block; a nested one yields the
-    outer.
+    """Yield a recorder of the modules and files that this thread uses in the block.
 
-    In the block, Python's functions that import modules and open files are replaced for all threads.
+    A nested block yields the outer one's. In the block, Python's functions that import modules and open files
+    are replaced for all threads.
     """
     if (outer := _RECORDER.get()) is not None:
         yield outer
@@ -274,10 +273,10 @@ def recording() -> Iterator[Recorder]:
 
 @contextlib.contextmanager
 def _noted() -> Iterator[None]:
-    """Replace the functions that import modules and open files until the end, so that recorders note their
-    use.
+    """Replace the functions that import modules and open files so that recorders note their use.
 
-    A use counts for the recorder of the thread that it happens in; without one it is not noted.
+    They are put back at the end of the block. A use counts for the recorder of the thread that it happens in;
+    without one it is not noted.
     """
     import builtins
     import io
@@ -355,8 +354,7 @@ def _noting_gfile(before: Callable[..., None]) -> Callable[..., None]:
 
 
 def _note_opened(file: object, mode: object) -> None:
-    """Record a file that was opened for reading, and whether a user's code did so, also by Python's own
-    library.
+    """Record a file opened for reading, and whether a user's code did so, also by Python's own library.
 
     Does nothing if no recorder is set, `file` is a descriptor, `mode` allows writing, or an import opens it.
     """
@@ -389,8 +387,7 @@ class _Reached:
         self._main = main
 
     def follow(self, modules: Iterable[ModuleType]) -> None:
-        """Add the users' modules and the libraries among `modules`, and among all that users' modules lead
-        to.
+        """Add the users' modules and libraries among `modules`, and all that users' modules lead to.
 
         A user's module leads to the modules that it imports or holds values of.
         """
@@ -415,10 +412,10 @@ class _Reached:
 
 
 def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
-    """Yield the loaded modules that a module's source imports, its packages, and those of values that it
-    holds.
+    """Yield the loaded modules that a module's source imports, its packages, and modules of its values.
 
-    `file` is the module's file, whose import statements are read unless it cannot be parsed.
+    `file` is the module's file, whose import statements are read unless it cannot be parsed. A module's
+    values are all that it holds under a name.
     """
     name = _name_of(module)
     parts = name.split(".")
@@ -457,8 +454,7 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _modules_of(value: object, *, inside: bool = True) -> Iterator[ModuleType]:
-    """Yield the module that a value is, or else the loaded modules of its class or function, and of its
-    items'.
+    """Yield the module that a value is, or the loaded modules of its class or function, and of its items'.
 
     With `inside`, at most 1,000 items (values of a dict) of a collection are looked at, one level deep.
     """
@@ -481,8 +477,7 @@ _MOST_ITEMS = 1000  # of a registry of layers; longer ones are data
 
 
 def _modules_of_builder(model: object) -> Iterator[ModuleType]:
-    """Yield the loaded modules that a builder's code comes from, given a function or a model; none for a
-    text.
+    """Yield the loaded modules that the code of a builder comes from: a function or model; of a text, none.
 
     For a function these are its own module, the modules of values that it names, and of a partial's
     arguments; for a model the modules of its classes and its layers'.
@@ -607,9 +602,7 @@ def _ours() -> tuple[str, ...]:
 
 @functools.cache
 def _is_installation(directory: str) -> bool:
-    """True if a directory has a `.dist-info`, which an installer writes; memoised. False if it cannot be
-    listed.
-    """
+    """True if a directory has a `.dist-info`, which installers write; False if unreadable. Memoised."""
     try:
         return any(each.suffix == ".dist-info" for each in Path(directory).iterdir())
     except OSError:

@@ -139,8 +139,7 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
 
 
 def looked_up(meta_graph: Proto, index: GraphIndex) -> tuple[str, ...]:
-    """Return the names of the embedding variables that a graph gathers from, each once; slots are not among
-    them.
+    """Return the names of the embedding variables, without slots, that a graph gathers from, each once.
 
     Variables of which only groups are looked up come last.
     """
@@ -206,11 +205,10 @@ class _Conversion:
         node.CopyFrom(last)
 
     def _made(self, variable: str) -> GraphDynamicTable:
-        """Return the table that a variable becomes; adds its handles to the new nodes, and a note on its
-        default rows.
+        """Return the table that a variable becomes, and add its handles to the new nodes.
 
-        NotServable for a block of a dynamic-dimension variable, or if its kind cannot be served or its
-        default rows are unknown.
+        A note on its default rows may be added, too. NotServable for a block of a dynamic-dimension variable,
+        or if its kind cannot be served or its default rows are unknown.
         """
         handles = self._variables[variable]
         key_dtype, value_dtype, dim = _kind(variable, handles)
@@ -242,9 +240,7 @@ class _Conversion:
                     yield node
 
     def place(self, graph_def: Proto) -> None:
-        """Add the new nodes to the graph: the tables' handles first, others right before the node that reads
-        them.
-        """
+        """Add the new nodes to the graph: the tables' handles first, others right before their readers."""
         placed = [*self._handles]
         for node in graph_def.node:
             placed += [*self._before.get(node.name, ()), node]
@@ -265,9 +261,7 @@ def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, list
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Yield (handle, (the whole variable's name, the part's offset)) for each part in the graph's
-    collections.
-    """
+    """Yield (handle, (whole variable's name, the part's offset)) for each part in the graph's collections."""
     for variable in collected_variables(meta_graph, _COLLECTIONS):
         info = variable.save_slice_info_def
         if info.full_name and info.var_offset:
@@ -304,9 +298,7 @@ def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
 
 
 def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
-    """Return the names of the nodes that run for the outputs of some signature, up to its inputs, nearest
-    first.
-    """
+    """Return the names of the nodes that run for any signature's outputs, up to its inputs."""
     found: dict[str, None] = {}
     for signature in meta_graph.signature_def.values():
         ends = SignatureEnds.of(signature)
@@ -343,16 +335,12 @@ def _parted(
 
 
 def _uses_default(gather: Proto) -> bool:
-    """True if a key that the variable lacks reads the row of the gather's third input at the key's own
-    position.
-    """
+    """True if an absent key reads the row of the gather's third input at the key's own position."""
     return bool(attr(gather, "is_use_default_value_tensor").b)
 
 
 def _partitioned(index: GraphIndex, parts: list[Endpoint]) -> tuple[Endpoint, Endpoint] | None:
-    """Return (data, assignments) of the DynamicPartition whose outputs are exactly `parts`, in order; else
-    None.
-    """
+    """Return (data, assignments) of the DynamicPartition whose outputs are `parts`, in order; else None."""
     found = [tensor_behind(index.nodes, tensor) for tensor in parts]
     node = index.nodes.get(found[0].node)
     if node is None or node.op != "DynamicPartition" or len(data_inputs(node)) < 2:
@@ -451,8 +439,7 @@ def _lookup(
 def _default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> tuple[Array, str]:
-    """Return the rows [d, dim] that absent keys read in a table of these parts, and a note for the user or
-    "".
+    """Return the rows [d, dim] that absent keys read in a table of these parts, and a note, often "".
 
     With `given` there is one row of this number. NotServable if the graph does not have default rows, or if
     the parts have different ones.
@@ -540,9 +527,7 @@ def _constant(value: float, dtype: DType, dim: int) -> Array:
 
 
 def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
-    """Return the operation that sets the initial value of the variable at `handle`; None if the graph has
-    none.
-    """
+    """Return the operation that sets the initial value of the variable at `handle`; None if there is none."""
     # DeepRec's second generation has two: the initialiser, which has the attributes, goes first.
     readers = [index.nodes[name] for name, position in index.consumers[handle] if position < 2]
     for ops in (INITIALISERS, {_IMPORT}):
@@ -558,8 +543,7 @@ def _initialiser(index: GraphIndex, handle: str) -> Proto | None:
 
 
 def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Array | None, str]:
-    """Return (value, "") of a tensor computed from constants, or (None, the reason why it cannot be
-    computed).
+    """Return (value, "") of a tensor computed from constants, or (None, why it cannot be computed).
 
     `depth` is the number of nodes between this tensor and the initial value; above 64 there is no value.
     """

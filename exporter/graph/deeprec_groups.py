@@ -51,10 +51,9 @@ _KEYS = (DType.INT64, DType.INT32)
 
 
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
-    """Split, in place, the group lookups among the nodes `needed` that can be split into one lookup for each
-    table.
+    """Split, in place, the group lookups among the nodes `needed` into one lookup for each table.
 
-    Returns the index of the graph as it is then: a new one if there were any.
+    Those that cannot be split stay. Returns the index of the graph as it is then: a new one if any was split.
     """
     read = _outputs_read(index, meta_graph, needed)
     groups = {
@@ -149,9 +148,7 @@ def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str])
 
 
 def _is_of_old_form(index: GraphIndex, group: _Group) -> bool:
-    """True if a lookup of sparse ids takes one batch size for all tables, as the graph's own OpDef of it
-    says.
-    """
+    """True if a lookup of sparse ids takes one batch size for all tables, by the graph's own OpDef of it."""
     described = index.op_def(group.node.op)
     arguments = described.input_arg if described is not None and group.shapes else ()
     return any(each.name == "dense_shape" and not each.number_attr for each in arguments)
@@ -188,8 +185,9 @@ class _Parts:
         return [*self._made, new_node(group.node.name, "IdentityN", rows, after=after, T=types)]
 
     def _lookup(self, number: int) -> str:
-        """Add the lookup in table `number` of the group, combined if its ids are sparse; return the result's
-        name.
+        """Add the lookup in table `number` of the group, and return its name.
+
+        If ids are sparse, the rows of each row of the batch are combined.
         """
         group = self._group
         rows = self._rows(number)
@@ -224,8 +222,9 @@ class _Parts:
         return self._add("rows", "GatherV2", table, ids, axis, **types)
 
     def _gather(self, name: str, params: str, axis: str, dtype: DType) -> str:
-        """Add the gather of element 0 along `axis`, a matrix's first column or a vector's first element;
-        return its name.
+        """Add the gather of element 0 along `axis` and return its name.
+
+        It is a matrix's first column, or a vector's first element.
         """
         types = {"Tparams": dtype, "Tindices": DType.INT32, "Taxis": DType.INT32}
         return self._add(name, "GatherV2", params, self._zero, axis, **types)

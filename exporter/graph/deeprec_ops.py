@@ -36,23 +36,17 @@ def is_deeprec(op: str) -> bool:
 
 
 def is_convertible(op: str) -> bool:
-    """True for an operation of DeepRec's that `deeprec_conversion` rewrites if outputs need it; groups do not
-    count.
-    """
+    """True for an operation of DeepRec's, except groups, that `deeprec_conversion` rewrites if needed."""
     return op == HANDLE or op in GATHERS
 
 
 def is_fused(op: str) -> bool:
-    """True for an operation of DeepRec's that fuses a whole lookup, or those in a group of tables, by its
-    name.
-    """
+    """True for an operation, by its name, by which DeepRec fuses a whole lookup, or a group of lookups."""
     return _FUSED.fullmatch(op) is not None
 
 
 def is_deeprecs(nodes: Iterable[Proto]) -> bool:
-    """True if DeepRec made a graph: it has an operation of DeepRec's, or a node with the attribute of its
-    SaveV2.
-    """
+    """True if DeepRec made a graph: it has an operation of DeepRec's, or a SaveV2 with its attribute."""
     return any(is_deeprec(node.op) or _SAVES_KEYS in node.attr for node in nodes)
 
 
@@ -75,8 +69,7 @@ def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) ->
 
 
 def foreign_attributes(node: Proto) -> list[str]:
-    """Return the names of a node's attributes that its stock operation lacks, except those that begin with
-    `_`.
+    """Return a node's attributes that its stock operation lacks, without names that begin with `_`.
 
     Empty for an operation that stock TensorFlow lacks.
     """

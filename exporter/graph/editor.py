@@ -47,8 +47,9 @@ class GraphEditor(Struct):
         return cls(graph_def, next(free), owner)
 
     def _spell(self, name: str) -> str:
-        """Return a valid name for a node that the user may have named; the same for the same name, otherwise
-        unique.
+        """Return a valid and unique name for a node, always the same for the same name.
+
+        A signature's name may be `default:None`.
         """
         if name not in self._spelled:
             wanted = spelled = _NOT_IN_NAMES.sub("_", name)
@@ -162,13 +163,12 @@ class GraphEditor(Struct):
         inline: bool = True,
         as_written: bool = False,
     ) -> PlacedFunction:
-        """Trace `part`, called with one tensor for each of `inputs` (dtype, static shape), and add it as a
-        function.
+        """Trace `part`, called with one tensor for each of `inputs`, and add it as a function.
 
-        `part` returns tensors, and calls functions of the graph by the names from `privately_named`. With
-        `as_written` TensorFlow's graph optimizers skip it: optimizing a large function at its first call
-        costs seconds, and gains nothing if the work is reading files and writing rows. `inline` is as in
-        `place`. Raises whatever `part` raises.
+        `inputs` is {argument: (dtype, static shape)}. `part` returns tensors, and calls functions of the
+        graph by the names from `privately_named`. With `as_written` TensorFlow's graph optimizers skip it:
+        optimizing a large function at its first call costs seconds, and gains nothing if the work is reading
+        files and writing rows. `inline` is as in `place`. Raises whatever `part` raises.
         """
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
@@ -258,8 +258,9 @@ def _merge_constants(function: Proto) -> None:
 
 
 def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
-    """Return a node's input (`^node`, `node`, `node:output`) with the node's name in `renamed` ({old: new}),
-    if any.
+    """Return a node's input with the name in it replaced by the one in `renamed` ({old: new}), if any.
+
+    Inputs are written `^node`, `node` or `node:output`.
     """
     control = "^" if reference.startswith("^") else ""
     node, colon, output = reference.removeprefix("^").partition(":")
@@ -267,8 +268,7 @@ def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
 
 
 def _keep_as_written(function: Proto) -> None:
-    """Let graph optimizers skip a function and the functions that it calls, at loading and when called, in
-    place.
+    """Let graph optimizers skip a function, in place, both at loading and in its own calls of functions.
 
     Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which skips functions of tf.data; the
     `config_proto` of a call decides how its function is optimized.

@@ -162,10 +162,10 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """Return the values of an Example that lacks the feature; for a feature of any length, the padding, a
-        scalar.
+        """Return the values of an Example that lacks the feature; the padding if it has any length.
 
-        Empty for a required feature. UsageError if the given value is not of the feature's type and shape.
+        The padding is a scalar. Empty for a required feature. UsageError if the given value is not of the
+        feature's type and shape.
         """
         given, varies = self.feature.default, self.shape[:1] == (-1,)
         kind = object if self.dtype is DType.STRING else self.dtype.numpy
@@ -279,8 +279,7 @@ class _Nodes:
     def _passed_on(
         self, item: _Resolved, source: Endpoint, stored: DType, wanted: DType, shape: tuple[int, ...]
     ) -> Endpoint:
-        """Add an Identity, or a Cast from `stored` to `wanted`, of the parsed tensor `source`; return its
-        output.
+        """Add an Identity, or a Cast from `stored` to `wanted`, of the parsed tensor; return its output.
 
         It is named after the feature, and `shape` is recorded as its attribute.
         """

@@ -71,10 +71,9 @@ _MOST_KEYS = 1 << 10  # of a vocabulary in the graph: an example needs only a fe
 
 
 def fed_lookups(meta_graph: Proto, signature: Proto) -> dict[str, tuple[Lookup, ...]]:
-    """Return {input of a signature: its lookups, nearest first}, by alias, for all inputs that are plain
-    tensors.
+    """Return {input of a signature: its lookups, nearest first} for all inputs that are plain tensors.
 
-    An input that is not looked up has an empty tuple.
+    An input's key is its alias. An input that is not looked up has an empty tuple.
 
     Raises:
         GraphError: the graph is damaged.
@@ -131,8 +130,7 @@ class _Graph:
         )
 
     def _vocabulary(self, find: _Node) -> Lookup | None:
-        """Return the vocabulary that a node looks keys up in: a file of the version, or the first 1,024
-        listed keys.
+        """Return the vocabulary that a node looks keys up in: a file, or the first 1,024 keys in the graph.
 
         None if it is no lookup, or the keys are not known.
         """

@@ -88,9 +88,7 @@ def _scalar(text: str, dtype: DType) -> Any:
 
 
 def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
-    """Return the text to type for a tensor of one value: `[1.0]`, with a pair of brackets per dimension of
-    `shape`.
-    """
+    """Return the text to type for a tensor of one value: `[1.0]`, with brackets for each dimension."""
     item = value.item()
     text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
     return "[" * len(shape) + text + "]" * len(shape)

@@ -44,8 +44,6 @@ def _filled(graph_def: Proto) -> dict[str, bytes]:
 
 
 def _scope(lookup: str) -> str:
-    """Return the scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`; of any other node its whole
-    name.
-    """
+    """Return the scope of a node `<scope>/<table>_Lookup/LookupTableFindV2`; of another its whole name."""
     scope, _, rest = lookup.rpartition("/")[0].rpartition("/")
     return scope if scope and rest.endswith("_Lookup") else lookup

@@ -206,8 +206,7 @@ def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """Return the names of the functions that `nodes` call, directly or through others, each after its
-    callees.
+    """Return the functions that `nodes` call, directly or through others, each after its callees.
 
     GraphError for a call of a function that the library lacks; its subclass NotServable for recursion, and
     for functions that nest too deeply or expand to too many nodes.
@@ -402,11 +401,10 @@ def _arguments_that_are(
 
 
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
-    """Make every variable a VarHandleOp with explicit reads, in place, and operations on references plain
-    ones.
+    """Make every variable a VarHandleOp with explicit reads, in place.
 
-    Returns {reference variable's tensor: the tensor with its value}. Nodes with equal container and shared
-    name get the name of the first as shared name.
+    Operations on references become plain ones. Returns {reference variable's tensor: the tensor with its
+    value}. Nodes with equal container and shared name get the name of the first as shared name.
     """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
@@ -466,8 +464,7 @@ def _make_handle(node: Proto, shared_name: str) -> None:
 def graph_variables(
     nodes: Mapping[str, Proto], keys: Mapping[str, VariableKey], without: Collection[str]
 ) -> tuple[GraphVariable, ...]:
-    """Return the variables of a graph's VarHandleOps, each once, in the graph's order, except the nodes
-    `without`.
+    """Return the variables of a graph's VarHandleOps, each once, in order, except the nodes `without`.
 
     `keys` is {node: the name that its variable has in a checkpoint}, by default the node's own; a name that
     several whole variables have becomes the node's. NotServable if one has no static shape.

@@ -64,9 +64,7 @@ class _FunctionNames:
 
 
 def _forget_own_name(function: Proto) -> None:
-    """Remove a function's name, with its number, from the names of its inputs that a loop does not read, in
-    place.
-    """
+    """Remove a function's name and number from its arguments' names that have them, in place."""
     # `<function>___redundant_placeholder0`: while_v2.py makes the inputs of condition and body alike.
     own = f"{function.signature.name.lower()}___"
     for argument in function.signature.input_arg:

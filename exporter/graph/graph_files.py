@@ -65,10 +65,10 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """Parse a protocol buffer of type `kind`, of the private pool, from a file's bytes, or from its text
-    format.
+    """Parse a protocol buffer of type `kind`, in the private pool, from a file's bytes.
 
-    `path` is for messages alone. CorruptFile if it cannot be parsed, or if its field `nonempty` is not set.
+    With `is_text` they are its text format. `path` is for messages alone. CorruptFile if it cannot be parsed,
+    or if its field `nonempty` is not set.
     """
     from google.protobuf import text_format
 

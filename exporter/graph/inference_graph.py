@@ -97,9 +97,7 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """Return its four variables in the order of `nodes`, with -1 for sizes that only the checkpoint
-        gives.
-        """
+        """Return its four variables, in the order of `nodes`; a size that only the checkpoint gives is -1."""
         dtypes = (DType.INT64, DType.INT32, DType.INT64, self.value_dtype)
         shapes: tuple[tuple[int, ...], ...] = ((-1,), (-1,), (-1,), (-1, self.dim))
         return tuple(
@@ -161,9 +159,7 @@ class TrainingMode(Struct, frozen=True):
     idle: frozenset[str] = frozenset()  # the nodes of variables that are read only in branches that never run
 
     def notes(self) -> Iterator[str]:
-        """Yield notes for the user, one line each: batch statistics, then dropout and noise, then random
-        numbers.
-        """
+        """Yield notes for the user, one line each: batch statistics, dropout and noise, random numbers."""
         for name in self.batch_norms:
             yield f"{name} normalises by the request's own batch, as in training"
         for said in self.dropping():

@@ -39,8 +39,7 @@ class InitScopes(Struct):
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
-        """Make the graph this thread's default in the block, and choose the context of init scopes opened
-        there.
+        """Make the graph this thread's default in the block, and choose the context of init scopes in it.
 
         With `are_eager` a scope that other code than TensorFlow or Keras opens is eager; every other one is
         the graph's. Such a scope sets `are_asked_for`.
@@ -65,9 +64,7 @@ class InitScopes(Struct):
 
 
 def _opened_by() -> str:
-    """Return the top-level package of the code that opens a scope, for instance "sonnet"; "" if it has no
-    name.
-    """
+    """Return the top-level package of the code that opens a scope, such as "sonnet"; "" if unnamed."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
         frame = frame.f_back

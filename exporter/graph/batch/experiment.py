@@ -115,10 +115,9 @@ class Experiment:
         self._runs = 0
 
     def opened(self, nodes: Mapping[str, Proto], slots: Iterable[Slot]) -> Opened:
-        """Return these nodes, and the graph's functions, with copies in which slots follow the rows of a
-        request.
+        """Return the nodes and the graph's functions in which slots follow the rows of a request.
 
-        CannotOpen if a slot cannot be made to follow them.
+        Changed ones are copies. CannotOpen if a slot cannot be made to follow them.
         """
 
         def counters(one: Ends) -> list[Counter]:
@@ -129,8 +128,7 @@ class Experiment:
         return opened(nodes, self._library, slots, counting)
 
     def run(self, session: GraphSession) -> frozenset[Slot]:
-        """Run the graph in `session` with many sizes of requests, and return the slots to open so that any
-        size is right.
+        """Run the graph with many sizes of requests and return the slots to open so that any size is right.
 
         Batch sizes that attributes merely declare are always among them. Empty if requests may have any size
         as it is.
@@ -138,7 +136,7 @@ class Experiment:
         Raises:
             Failed: rows are mixed, or no slots make the graph answer requests of other sizes.
             RunFailed: it does not run where its random numbers are replaced.
-            Ended: a run exceeded its limits.
+            Ended: a run exceeded its limits, or the session's process ended otherwise.
         """
         try:
             self._open(session, Opened(dict(self._laboratory.nodes), dict(self._library)))
@@ -152,8 +150,7 @@ class Experiment:
     def traced_rows(
         self, session: GraphSession, reshapes: Sequence[str], candidates: Sequence[int]
     ) -> int | None:
-        """Return the number of rows for which a Reshape has its constant target, or the first candidate that
-        fits.
+        """Return the number of rows that fits a Reshape's constant target, else the first fitting candidate.
 
         `reshapes` are nodes, tried in order, as `fixed_reshapes` returns them. Then a candidate fits if the
         graph answers as many rows, but neither one less nor one more. None if neither is found. RunFailed if
@@ -182,8 +179,10 @@ class Experiment:
         return None
 
     def _takes(self, session: GraphSession, rows: int) -> bool:
-        """True if the graph answers `rows` rows with as many in each output, for the first random rows that
-        it accepts.
+        """True if the graph answers `rows` rows with as many in each output.
+
+        The first random rows that it accepts decide; False if it accepts none. Ended if a run exceeds its
+        limits.
         """
         (ends,) = self._ends
         files, outputs = [*self._files.values()], [*map(str, ends.outputs)]
@@ -211,7 +210,7 @@ class Experiment:
         """Return random rows for one signature with the answers at the graph's own size, first ordinary rows.
 
         Failed if it answers none, mixes rows, or draws random numbers; RunFailed if it does not run with
-        others in their place.
+        others in their place; Ended if a run exceeds its limits.
         """
         files, heights = [*self._files.values()], self._laboratory.heights
         failure, count = Failed("", "no requests could be made up"), 2 * self._batch + 1
@@ -230,17 +229,17 @@ class Experiment:
     def _rarely(self, session: GraphSession, ends: Ends, population: Population) -> Iterator[_Trial]:
         """Yield trials of unusual rows, which a graph may treat in another way; none of rows that it refuses.
 
-        Failed if the graph mixes these rows.
+        Failed if the graph mixes these rows, Ended if a run exceeds its limits.
         """
         for strange in stranger(population, self._batch):
             with suppress(RunFailed):
                 yield self._answered(session, ends, strange)
 
     def _draws_nothing(self, session: GraphSession, ends: Ends, trial: _Trial) -> None:
-        """Raise Failed if answers depend on random numbers, however rarely: these are replaced by their
-        extremes.
+        """Raise Failed if answers depend on random numbers, however rarely.
 
-        RunFailed if the graph does not run with these.
+        `trial` has rows to ask and their answers; the numbers drawn are replaced by their extremes. RunFailed
+        if the graph does not run with these, Ended if a run exceeds its limits.
         """
         nodes, inside, rows = self._laboratory.nodes, self._in_branches(), np.arange(self._batch)
         before = all_before(nodes, ends.outputs, ends.inputs)
@@ -275,8 +274,9 @@ class Experiment:
         return _Trial(population, answers)
 
     def _behind(self, ends: Ends) -> Iterator[str]:
-        """Yield the tensors of floats from which outputs of other types are made: a class hides what its
-        scores show.
+        """Yield the tensors of floats from which outputs of other types are made.
+
+        A class hides what its scores show.
         """
         nodes, inside = self._laboratory.nodes, self._in_branches()
         for output in ends.outputs:
@@ -296,7 +296,7 @@ class Experiment:
         """Return {tensor: its values for these rows}, one value for each request of the graph's own size.
 
         `rows` are numbers of rows of the population. The last request repeats the last row until it is full.
-        RunFailed if the graph refuses one.
+        RunFailed if the graph refuses one, Ended if a run exceeds its limits.
         """
         found: dict[str, list[Array]] = {name: [] for name in tensors}
         for start in range(0, len(rows), self._batch):
@@ -327,7 +327,8 @@ class Experiment:
     def _mixing(self, session: GraphSession, ends: Ends, population: Population, output: str) -> Failed:
         """Return the failure at the first node whose rows change when other rows of the request do.
 
-        It is at the tensor `output`, whose rows change, if no such node is found. Runs the graph three times.
+        It is at the tensor `output`, whose rows change, if no such node is found. Runs the graph three times;
+        Ended if a run exceeds its limits.
         """
         nodes, inside, size = self._laboratory.nodes, self._in_branches(), self._batch
         asked = closure(
@@ -362,7 +363,7 @@ class Experiment:
         """Return slots, `chosen` among them, that make the answers of all sizes right.
 
         It opens the graph at most 200 times and ends within about 300 seconds. Failed, at the first failure
-        that no slots help against, if none are found.
+        that no slots help against, if none are found; Ended if a run exceeds its limits.
         """
         until, stuck = time.monotonic() + _SECONDS, None
         failure = self._failure(session, trials, chosen)
@@ -384,8 +385,7 @@ class Experiment:
         raise stuck or failure
 
     def _moves(self, failure: Failed, chosen: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
-        """Yield the sets of slots to try next: those of each slot near a failure with others of its kind,
-        then it alone.
+        """Yield the sets of slots to try next: for each slot near a failure its whole kind, then it alone.
 
         At last the nearest 2, 3 and up to 24 slots together. Slots in `chosen` are left out.
         """
@@ -403,11 +403,10 @@ class Experiment:
             yield frozenset(near[:last])
 
     def _places(self, node: str) -> Iterator[tuple[str, str]]:
-        """Yield (function, node) for each node that may be the one named in an error; the function is "" for
-        the graph.
+        """Yield (function, node) for each node that may be the one named in an error.
 
-        In an error a called function's node has the call's name before its own; such calls in the graph come
-        last.
+        The function is "" for the graph. In an error a called function's node has the call's name before its
+        own; such calls in the graph come last.
         """
         if node in self._bodies[""]:
             yield "", node
@@ -417,10 +416,10 @@ class Experiment:
         yield from (("", name) for name in self._bodies[""] if node.startswith(f"{name}/"))
 
     def _sources(self, place: tuple[str, str]) -> Iterator[tuple[str, str]]:
-        """Yield the (function, node) places that a node reads from, then all nodes of the functions that it
-        calls.
+        """Yield (function, node) of the nodes that a node reads, then all nodes of functions that it calls.
 
-        An argument of a function is read from the calls of it.
+        `place` is such a pair, too; the function is "" for the graph. An argument of a function is read from
+        the calls of it.
         """
         scope, name = place
         node = self._bodies[scope][name]
@@ -442,8 +441,9 @@ class Experiment:
         return {kind: frozenset(slots) for kind, slots in kinds.items()}
 
     def _kind(self, slot: Slot) -> object:
-        """Return a value that is equal for slots that are read in the same way: a graph looks up many
-        features alike.
+        """Return a value that is equal for slots that are read in the same way.
+
+        A graph looks up many features alike.
         """
         reader = next(iter(self._readers.get(slot.node, ())), None) if not slot.scope else None
         inputs: list[str] = [] if reader is None else [tensor.node for tensor in data_inputs(reader)]
@@ -453,8 +453,9 @@ class Experiment:
     def _failure(
         self, session: GraphSession, trials: Sequence[_Trial], slots: frozenset[Slot]
     ) -> Failed | None:
-        """Open the graph with these slots and return its first failure; None if all answers of all sizes are
-        right.
+        """Open the graph with these slots and return its first failure; None if the answers are right.
+
+        Requests of four sizes are tried with the rows of all trials. Ended if a run exceeds its limits.
         """
         try:
             self._open(session, self.opened(self._laboratory.nodes, slots))
@@ -483,8 +484,9 @@ class Experiment:
 
 
 def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
-    """Return the Reshapes behind a signature's inputs whose constant targets leave no length open, inputs
-    first.
+    """Return the Reshapes behind a signature's inputs whose constant targets fix all lengths.
+
+    Those nearest to the inputs come first.
     """
     asked, found = _asked_from(nodes, ends), []
     for name in asked:

@@ -87,10 +87,9 @@ class InputKind(Struct, frozen=True):
 def sparse_inputs(
     inputs: Mapping[Endpoint, InputKind], names: Mapping[Endpoint, str]
 ) -> list[tuple[Endpoint, Endpoint, Endpoint]]:
-    """Return (indices, values, dense shape) of each sparse tensor among the inputs: of one node, or of one
-    prefix.
+    """Return (indices, values, dense shape) of each sparse tensor among the inputs.
 
-    `names` are the inputs' aliases, of which the parts of one sparse input have the same.
+    Its parts are of one node, or have one prefix or one alias; `names` are the inputs' aliases.
     """
     groups: dict[str, list[Endpoint]] = {}
     for tensor in inputs:
@@ -104,9 +103,7 @@ def sparse_inputs(
 
 
 def _sparse(group: Mapping[Endpoint, InputKind]) -> tuple[Endpoint, Endpoint, Endpoint] | None:
-    """Return the (indices, values, dense shape) that a group of three inputs is; None if it is something
-    else.
-    """
+    """Return the (indices, values, dense shape) that three inputs are; None if they are something else."""
     int64 = [tensor for tensor, kind in group.items() if kind.dtype is DType.INT64]
     indices = [tensor for tensor in int64 if len(group[tensor].shape or ()) == 2]
     vectors = [tensor for tensor, kind in group.items() if len(kind.shape or (0,)) == 1]
@@ -281,11 +278,11 @@ def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
 
 
 def stranger(population: Population, batch: int) -> Iterator[Population]:
-    """Yield two populations of the same rows with other numbers, for which a graph may do what it does
-    rarely.
+    """Yield two populations of the same rows with other numbers, for what a graph may do rarely.
 
     Floats are large, of one sign in the first half of the rows, of the other in the second; integers meet
-    often among `batch` rows; texts and booleans change rows. A graph may refuse them.
+    often among `batch` rows; texts and booleans change rows. Sparse inputs stay. A graph may refuse these
+    rows.
     """
     for seed, spread in enumerate(_SPREADS):
         random = np.random.default_rng(seed)
@@ -343,9 +340,7 @@ class _Drawing(Struct, frozen=True):
     scale: float
 
     def values(self, tensor: Endpoint, dtype: DType, shape: tuple[int, ...]) -> Array:
-        """Return random values of this dtype and shape; for strings that the graph parses, serialized
-        Examples.
-        """
+        """Return random values of this dtype and shape; serialized Examples if the graph parses them."""
         if dtype is DType.STRING:
             parsers = [node for node in self.nodes.values() if _parses(node, tensor)]
             if not parsers:
@@ -378,9 +373,7 @@ def _parses(node: Proto, tensor: Endpoint) -> bool:
 
 
 def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-    """Yield (name, dtype, shape) of the features that a node parses, -1 for any length: sparse and ragged
-    ones have it.
-    """
+    """Yield (name, dtype, shape) of the features that a node parses; (-1,) for sparse and ragged ones."""
     is_second = parser.op == "ParseExampleV2"
     texts = [const_texts(nodes.get(tensor.node)) or [] for tensor in data_inputs(parser)]
     sparse = attr(parser, "num_sparse" if is_second else "Nsparse").i

@@ -57,14 +57,14 @@ def settle_batch(
     batch: int | None,
     filling: Filling,
 ) -> BatchSize:
-    """Make the numbers that fix the batch size follow the request, in `nodes`, in place, if an experiment
-    shows them.
+    """Make the numbers in `nodes` that fix the batch size follow the request, if an experiment shows them.
 
-    The experiment runs the graph in a process of its own, for up to minutes. `batch` is the batch size of the
-    graph's input pipeline. Without one, requests may be of any size already and nothing is run, unless a
-    Reshape of the only input by rows leaves no length open, or a constant may say how many rows there are. If
-    the experiment is impossible or fails, the size stays, and a note says why. Functions in which numbers
-    follow are in the result's `library`. GraphError if a function is called that the graph lacks.
+    They are changed in place. The experiment runs the graph in a process of its own, for up to minutes.
+    `batch` is the batch size of the graph's input pipeline. Without one, requests may be of any size already
+    and nothing is run, unless a Reshape of the only input by rows leaves no length open, or a constant may
+    say how many rows there are. If the experiment is impossible or fails, the size stays, and a note says
+    why. Functions in which numbers follow are in the result's `library`. GraphError if a function is called
+    that the graph lacks.
     """
     reshapes, sizes = list[str](), list[int]()
     if batch is None:
@@ -115,8 +115,9 @@ def settle_batch(
 
 
 def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: Filling) -> str:
-    """Return why a graph is not run by this program, "" if it is harmless; operations that fill tables may
-    read files.
+    """Return why a graph is not run by this program, "" if it is harmless.
+
+    Operations that fill tables may read files. GraphError if a function is called that the graph lacks.
     """
     loading = all_before(nodes, map(endpoint, filling.operations))
     bodies = [("", nodes.values())]

@@ -67,9 +67,9 @@ class Slot(NamedTuple):
 
 
 def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
-    """Yield the slots of a node: the numbers that may be the batch size or a multiple of it; of 1, only ones.
+    """Yield the slots of a node: its numbers that may be the batch size or a multiple of it.
 
-    `scope` is the function that the node is in, "" for the graph.
+    Of a batch size of 1 only ones are. `scope` is the function that the node is in, "" for the graph.
     """
     if node.op == "Const":
         yield from _slots_of_constant(node, batch, scope)
@@ -87,9 +87,7 @@ def _multiple(number: int, batch: int) -> int:
 
 
 def _slots_of_constant(node: Proto, batch: int, scope: str) -> Iterator[Slot]:
-    """Yield the slots of a Const: its integers, then the lengths of equal rows, that may come from the batch
-    size.
-    """
+    """Yield the slots of a Const: integers, then lengths of equal rows, that may come from the batch size."""
     tensor = attr(node, "value").tensor
     shape = shape_of(tensor.tensor_shape) or ()
     if min(shape, default=0) < 0:
@@ -121,9 +119,7 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
 
 
 def _equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
-    """Return a constant's value reduced to length 1 along `axes`; None if it differs along one, or cannot be
-    read.
-    """
+    """Return a constant's value with length 1 along `axes`; None if it differs along one, or is damaged."""
     if not all(rows_are_equal(node, axis) for axis in axes):
         return None
     if _is_one_value(node):  # it is not filled up to the length that it has, which may be huge
@@ -251,16 +247,15 @@ class _Scope:
         self.nodes = nodes
 
     def count(self, name: str, each: int, dtype: DType) -> str:
-        """Return a tensor of `dtype`, for use by the node `name`, with `each` times the number of the
-        request's rows.
+        """Return a tensor with `each` times the number of the request's rows, for use by the node `name`.
 
-        The nodes that compute it are added. CannotOpen if nothing counts the rows there.
+        It is a scalar of `dtype`. The nodes that compute it are added. CannotOpen if nothing counts the rows
+        there.
         """
         raise NotImplementedError
 
     def add(self, node: Proto, output: str = "output", after: Sequence[str] = ()) -> str:
-        """Add a node under a free name, waiting for the nodes `after`; return its output as an input of
-        others.
+        """Add a node under a free name, waiting for the nodes `after`; return its output for others to read.
 
         `output` is the output's name in the OpDef.
         """
@@ -396,9 +391,7 @@ class _GraphScope(_Scope):
         return self.add(new_node(base, "StridedSlice", [shape, zero, one, one], **attrs))
 
     def _counter_for(self, name: str) -> Counter:
-        """Return the first counter of rows that all signatures that reach the node `name` have; CannotOpen if
-        none.
-        """
+        """Return the first counter of rows that all signatures which run `name` have; CannotOpen if none."""
         wanted = [counters for reached, counters in self._counters if name in reached]
         shared = [one for one in (wanted or [[]])[0] if all(one in others for others in wanted)]
         if not shared:
