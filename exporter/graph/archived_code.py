@@ -59,11 +59,13 @@ Entry = dict[str, Any]
 
 
 def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
-    """Raise CodeRefused if a config names a class or function that is neither listed as harmless nor known.
+    """Raise CodeRefused if a config names a class or function that is neither in `harmless_names.txt` nor
+    known.
 
-    Also if a listed layer calls something that is not listed, or the config is nested more than 200 deep.
-    `path` is the archive, for messages; `config` is its config, parsed from JSON; `known` has the objects
-    that the user named, by name; `keras` is the Keras module that will read the config.
+    Also if, unless known, a layer carries code or calls something that is not in that file, or if the config
+    is nested more than 200 deep. `path` is the archive, for messages; `config` is its config, parsed from
+    JSON; `known` has the objects that the user named, by name; `keras` is the Keras module that will read the
+    config.
     """
     for place, entry in entries(config):
         if not is_known(entry, known, keras):
@@ -71,7 +73,7 @@ def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -
 
 
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
-    """Raise CodeRefused for an entry that is not listed, or whose layer runs or calls something that is not.
+    """Raise CodeRefused for an entry that is not in `harmless_names.txt`, or carries or calls other code.
 
     `path` is the archive and `place` the entry's path in its config, both for the message alone.
     """

@@ -106,9 +106,9 @@ class _Recorder:
         return True
 
     def make(self, path: str, metadata: Any = None) -> Any:
-        """Let the values that are set next belong to the object at `path`; return this store.
+        """Let the values that are set next belong to the object at `path`; return this store itself.
 
-        So does Keras' own. `metadata` may be a mapping with the object's "name".
+        `metadata` may be a mapping with the object's "name".
         """
         self._path = path
         if path and metadata:
@@ -199,8 +199,8 @@ def archive_builder(
     """Return a function that makes an archive's model, without its weights, in the default graph.
 
     `custom_objects` are modules, or paths of files, that are imported here; what they define, the archive may
-    use. With `allow_code` so may it use all code, and the modules that it names are imported, too. `trust`
-    says which files its layers may read. The function raises BuilderError if Keras cannot make the model, and
+    use. With `allow_code` it may use all code, and the modules that it names are imported, too. `trust` says
+    which files its layers may read. The function raises BuilderError if Keras cannot make the model, and
     CheckpointError and subclasses if its vocabularies cannot be read.
 
     Raises:
@@ -270,9 +270,9 @@ def names_registered(path: Path) -> bool:
 def model_builder(model: Any) -> Builder:
     """Return a function that makes a Keras model of this program again, in the default graph.
 
-    It has no weights. The model's vocabularies are written to a temporary directory, which is deleted with
-    the function. BuilderError if Keras cannot describe the model; the function raises it if Keras cannot make
-    it again.
+    That model has the same vocabularies, but other weights. The vocabularies are written to a temporary
+    directory, which is deleted with the function. BuilderError if Keras cannot describe the model; the
+    function raises it if Keras cannot make it again, or a layer refuses its vocabulary.
     """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
@@ -555,10 +555,10 @@ def _named_modules(config: Any) -> list[str]:
 def _require_one_keras(
     path: Path, described: ModelConfig, config: Any, known: Mapping[str, Any], keras: Any
 ) -> None:
-    """Raise BuilderError if a config names a layer class of the other Keras, since 2 and 3 do not mix.
+    """Raise BuilderError if a config names, in `known`, a layer class of the other Keras.
 
-    It names it through `known`. `keras` is the Keras that the archive needs, `known` the custom objects by
-    name. Does nothing if the other one is not imported. `path` and `described` are for the message.
+    Keras 2 and 3 do not mix. `keras` is the Keras that the archive needs, `known` the custom objects by name.
+    Does nothing if the other one is not imported. `path` and `described` are for the message.
     """
     other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
     for _, entry in entries(config):

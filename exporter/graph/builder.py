@@ -69,7 +69,7 @@ _GRAPHS: WeakSet[Any] = WeakSet()
 
 @contextlib.contextmanager
 def _known() -> Iterator[None]:
-    """Let `size` and `export` of builders' static tables return values, as in eager execution, until the end.
+    """Let `size` and `export` of builders' static tables return values in the block, as in eager execution.
 
     It replaces both methods of TensorFlow's StaticHashTable for all threads; tables that are not in a
     builder's graph, and tables that cannot be filled yet, are answered as before.
@@ -138,9 +138,10 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
     """Run the request's builder and return its graph, with the signatures that it returns.
 
     `label` names the builder in messages; without it `pkg.mod:fn` does. UsageError if the request names
-    tensors, too, or gives arguments that the builder does not take; BuilderError if the builder fails, or its
-    files are edited meanwhile; GraphError and subclasses if its signatures cannot be served. An ExportError
-    of its own code passes unchanged.
+    tensors, too, or gives arguments that the builder does not take, or if TensorFlow Serving could not answer
+    a signature; BuilderError if the builder cannot be imported, fails, or its files are edited meanwhile;
+    GraphError and subclasses if its signatures cannot be served. An ExportError of its own code passes
+    unchanged.
     """
     require_no_tensors(request)
     return source_of(run_builder(request, label), request)
@@ -256,9 +257,9 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
     """Return the keyword arguments to call a builder with, by name.
 
     `given` has the texts of `--model-arg` by name: they are converted to the type of the annotation or
-    default. Flags for training that are not given are False. `label` names the builder in messages.
-    UsageError for an argument that the builder does not accept, a text that does not convert, or a required
-    argument without a value.
+    default. Parameters `training` and `is_training` that are not given are False. `label` names the builder
+    in messages. UsageError for an argument that the builder does not accept, a text that does not convert, or
+    a required argument without a value.
     """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -373,8 +374,8 @@ def _build(
 def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
     """Call a builder and return its result; names in it do not depend on what this process made before.
 
-    If it raises ValueError because layers' names are not unique, it is called again, with names counted on.
-    Raises whatever the builder raises.
+    If it raises ValueError because layers' names are not unique, it is called again, and numbers in names go
+    on from what this process made. Raises whatever the builder raises.
     """
     try:
         with counted_anew():

@@ -121,8 +121,8 @@ class CalledBody:
     def repeated_value(self, tensor: str) -> Array | None:
         """Return the constant value of a tensor, or else of the constant that it repeats or rearranges.
 
-        That one's shape may be another. For zeros or ones like another tensor this is an array of 0 or 1
-        without a dimension. None if the value may vary.
+        The value has the shape of that constant. For zeros or ones like another tensor this is an array of 0
+        or 1 without a dimension. None if the value may vary.
         """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -181,8 +181,7 @@ class CalledBody:
     def _chosen(self) -> Collection[str]:
         """The nodes in branches that the request chooses, and the outputs of the Switch nodes before them.
 
-        An output is written `switch:1`. An output is written `switch:1`. A loop's condition is not such a
-        choice. Memoised.
+        An output is written `switch:1`. A loop's condition is not such a choice. Memoised.
         """
         found = set[str]()
         for predicate, switches in self._switches.items():

@@ -95,8 +95,9 @@ class _Library:
     def specialise(self, name: str, changes: Mapping[int, UseChange], *, passes_on: bool) -> str:
         """Add a copy of a function in which `changes` (by argument number) are made, and return its name.
 
-        Equal changes share a copy. The further handles are its last arguments and, with `passes_on` (for a
-        loop's body), its last results. Raises a change's `refusal` or `returned` if a use cannot be changed.
+        Equal changes share a copy. Handles of further variables that the changes need (`extra_handles`) are
+        its last arguments and, with `passes_on` (for a loop's body), its last results. Raises a change's
+        `refusal` or `returned` if a use cannot be changed.
         """
         key = (name, tuple(changes.items()), passes_on)
         if key not in self._copies:
@@ -114,8 +115,8 @@ class _Library:
 def _arguments(function: Proto, changes: Mapping[int, UseChange], *, passes_on: bool) -> dict[str, _Here]:
     """Return {argument of a function: (its change, the arguments with the further handles)}.
 
-    `changes` are by the argument's number. Arguments for further handles are added to the function, in place;
-    with `passes_on` also results, which return them.
+    `changes` are by the argument's number. An argument is added to the function, in place, for each further
+    handle that a change needs; with `passes_on` also a result, which returns it.
     """
     signature = function.signature
     owners = [argument.name for argument in signature.input_arg]

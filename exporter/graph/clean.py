@@ -267,9 +267,9 @@ def _cut(
 ) -> dict[Endpoint, Endpoint]:
     """Check the nodes that each signature runs, and add placeholders to `nodes` for computed inputs.
 
-    Returns {input: its placeholder}, without inputs that another signature computes. `foreign` are operations
-    that stock TensorFlow lacks. NotServable, or its subclass ForeignOperations, if a server cannot run a
-    node; GraphError if one reads a node that is missing.
+    Returns {input: its placeholder}, without inputs that are placeholders already or that another signature
+    computes. `foreign` are operations that stock TensorFlow lacks. NotServable, or its subclass
+    ForeignOperations, if a server cannot run a node; GraphError if one reads a node that is missing.
     """
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
@@ -293,7 +293,7 @@ def _settled(
 
     It runs in a process of its own. Constants that fix training's batch size are made dynamic in `kept`, in
     place. `moved` is {tensor of the source: the tensor in `kept` with its values}; `filling` says how the
-    graph's tables are filled.
+    graph's tables are filled. GraphError if an input's dtype is unknown.
     """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
@@ -418,7 +418,7 @@ def _meta_graph(
 
     It has the functions that they call, pruned, and what still applies of the description of `source`.
     `filling` are the names of the nodes that run at load. GraphError and subclasses if a function cannot be
-    served, among them operations that TensorFlow lacks unless `allow_foreign`.
+    served: unless `allow_foreign`, also if it has an operation that TensorFlow lacks.
     """
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
@@ -489,7 +489,10 @@ class StateMakers(Struct, frozen=True):
         return cls(index, identities, foreign, any(called_functions(node) & foreign for node in wanted))
 
     def taken_by(self, node: Proto) -> set[str]:
-        """Return the identities of the makers' resources whose handles a node takes; empty for most nodes."""
+        """Return the identities of the makers' resources whose handles a node takes; empty for most nodes.
+
+        An identity is the operation and the shared name, or else the node's name.
+        """
         nodes = self.index.nodes
         taken = (nodes.get(through_identities(nodes, text)) for text in input_names(node))
         return {_identity(source) for source in taken if source is not None} & {*self.identities.values()}
@@ -512,7 +515,10 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Raise NotServable if none of the nodes named `filling` fills one of these resources."""
+        """Raise NotServable if none of the nodes named `filling` takes the handle of one of these resources.
+
+        `nodes` has the nodes of the graph by name.
+        """
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
             if identity not in filled:

@@ -134,9 +134,9 @@ _OURS = {"exporter", "serving"}
 
 
 def _is_free_name(name: str, path: Path) -> bool:
-    """True if importing the file `path` as module `name` shadows neither ours nor a loaded module of others.
+    """True if importing the file `path` as module `name` replaces no module of this program or of others.
 
-    Modules that builders imported, and the file itself, may be replaced.
+    Modules that builders imported, and the file's own, may be replaced.
     """
     file = file_of(sys.modules.get(name))
     is_builders = file in _imported or (file != "" and Path(file).resolve() == path.resolve())

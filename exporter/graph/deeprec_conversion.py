@@ -105,8 +105,8 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
 
     `absent_keys` is {regular expression for names of variables: the number that absent keys read}. Returns
     the tables that these variables become, in the graph's order, and notes; both empty if the graph is not
-    DeepRec's. NotServable for a variable that cannot become a table, UsageError for a wrong rule in
-    `absent_keys`.
+    DeepRec's. NotServable for a variable that cannot become a table; UsageError if `absent_keys` has
+    something else than an expression and a number, or an expression that no variable's name matches.
     """
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
@@ -309,7 +309,7 @@ def _needed(nodes: Mapping[str, Proto], meta_graph: Proto) -> dict[str, None]:
 def _parted(
     index: GraphIndex, stitch: Proto, handle_of: Callable[[Proto], str | None]
 ) -> tuple[str, Endpoint, Endpoint | None] | None:
-    """Return (handle, ids, absent keys' rows or None) of the one lookup that equals a stitch of all parts.
+    """Return (handle, ids, rows for absent keys or None) of the one lookup that equals a stitch of all parts.
 
     `handle_of` returns the first part's handle for a gather. None if the stitch is not of such a lookup.
     """

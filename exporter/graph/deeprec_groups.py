@@ -107,7 +107,11 @@ class _Group(Struct, frozen=True):
 
     @classmethod
     def of(cls, node: Proto) -> _Group | None:
-        """Return the group lookup that a node is; None if it is another operation, or cannot be split."""
+        """Return the group lookup that a node is; None if it is another operation, or cannot be split.
+
+        It cannot if it clips rows, makes sequences, has default rows of its own, or has unknown types or
+        inputs.
+        """
         count, inputs = int(attr(node, "num_lookups").i), data_inputs(node)
         if node.op not in _KNOWN or count < 1:
             return None

@@ -296,7 +296,7 @@ def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
     """Make a GraphDef of copies of `nodes` and the functions that they need, to import into a part.
 
     The functions, from `library`, get names that are unique in this process; `GraphEditor.function` restores
-    their own. GraphError if one of them is missing.
+    their own. Nodes lose their colocation with others. GraphError if a function is missing.
     """
     # A process of TensorFlow has only one function with a name, and it numbers those that it makes itself.
     graph_def = message_class("GraphDef")()

@@ -118,7 +118,8 @@ def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]
     """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder.
 
     Returns the placeholder's tensor, and the parsed ones. UsageError if a feature does not fit its tensors,
-    or two features name the same tensor; UnknownTensor if the graph lacks one.
+    or two features name the same tensor; GraphError, or its subclass UnknownTensor, if the graph does not
+    describe or have one.
     """
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
@@ -162,7 +163,7 @@ class _Resolved(Struct, frozen=True):
 
     @property
     def default(self) -> np.ndarray[Any, Any]:
-        """Return the values of an Example that lacks the feature; the padding if it has any length.
+        """Return the feature's values for Examples that lack it, or its padding if it may have any length.
 
         The padding is a scalar. Empty for a required feature. UsageError if the given value is not of the
         feature's type and shape.

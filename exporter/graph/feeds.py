@@ -88,7 +88,7 @@ def _scalar(text: str, dtype: DType) -> Any:
 
 
 def _listed(value: np.ndarray, shape: tuple[int, ...]) -> str:
-    """Return the text to type for a tensor of one value: `[1.0]`, with brackets for each dimension."""
+    """Return the text to type for a tensor of one value: `[1.0]`, one pair of brackets per dimension."""
     item = value.item()
     text = json.dumps(item.decode() if isinstance(item, bytes) else item, default=str)
     return "[" * len(shape) + text + "]" * len(shape)
@@ -148,7 +148,7 @@ def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
 
 
 def pipeline_batches(index: GraphIndex) -> set[int]:
-    """Return the fixed batch sizes that a training graph's input pipeline delivers; often empty."""
+    """Return the batch sizes that a training graph's input pipeline fixes; empty if it fixes none."""
     sizes = set()
     for name, node in index.nodes.items():
         if _BATCHED.fullmatch(node.op):

@@ -130,8 +130,8 @@ class Experiment:
     def run(self, session: GraphSession) -> frozenset[Slot]:
         """Run the graph with many sizes of requests and return the slots to open so that any size is right.
 
-        Batch sizes that attributes merely declare are always among them. Empty if requests may have any size
-        as it is.
+        First lengths that attributes merely declare are always among them. Empty if there are none and
+        requests may have any size already.
 
         Raises:
             Failed: rows are mixed, or no slots make the graph answer requests of other sizes.

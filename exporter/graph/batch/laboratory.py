@@ -393,8 +393,8 @@ def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, 
 def _words(nodes: Mapping[str, Proto], files: Sequence[Path]) -> Array:
     """Return byte strings for inputs: words of the graph's own vocabularies and others, at most 1,000.
 
-    Three numbers as text if the graph reads texts as numbers. `files` are vocabularies; those that cannot be
-    read, or exceed 1 MiB, are skipped.
+    They are an object array. Three numbers as text if the graph reads texts as numbers. `files` are
+    vocabularies; those that cannot be read, or exceed 1 MiB, are skipped.
     """
     found = [b"", b"a", b"word", b"17", b"another word"]
     if any(node.op in ("StringToNumber", "DecodeCSV") for node in nodes.values()):

@@ -405,7 +405,7 @@ _MOST_LOOPS = 16  # that lie in each other; a damaged graph may enter one withou
 def frames_of(nodes: Mapping[str, Proto]) -> dict[str, tuple[str, ...]]:
     """Return {node in a TF1 loop: the names of the frames around it, outermost first}.
 
-    Of a damaged graph, at most 16 frames.
+    Frames more than 16 deep are not followed.
     """
     readers = readers_of(nodes.values(), waiting=True)
     frames: dict[str, tuple[str, ...]] = {}
