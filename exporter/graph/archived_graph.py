@@ -147,8 +147,9 @@ def _answer(memory_bytes: int, asked: Mapping[str, Any], _deadline: Deadline) ->
 
     The line has "size", the number of the graph's bytes (a `Built` in MessagePack). For an ExportError or
     MemoryError the size is 0, and the line has "error" (the name of the class), "message", "cause", "hint"
-    and "traceback"; other errors are raised. `asked` has the path under "archive" and the fields of the
-    GraphRequest; `memory_bytes` is the process's limit, for the message.
+    and "traceback"; other errors are raised. `asked` has the path under "archive", and "custom_objects",
+    "allow", "is_found" and "naming" of the GraphRequest; `memory_bytes` is the process's limit, for the
+    message.
     """
     request = GraphRequest(
         custom_objects=tuple(asked["custom_objects"]),

@@ -310,11 +310,12 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> Built:
-    """Call a builder in a fresh graph and return what it made.
+    """Call a builder in a fresh graph and return what it made; `label` names it in messages.
 
     If that raises BuilderError after its code opened an init scope, it is called again, in another graph,
     with eager execution in such scopes; if that fails, too, the first error is raised, with a hint about
     eager execution if the causes differ. UsageError for a signature that TensorFlow Serving could not answer.
+    An ExportError of the builder's own code passes unchanged.
     """
     import tensorflow as tf
 
@@ -335,11 +336,11 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
 def _build(
     builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
 ) -> Built:
-    """Call a builder once, in the scopes' graph, and return what it made.
+    """Call a builder once, in the scopes' graph, and return what it made; `label` names it in messages.
 
     `naming` is how the checkpoint names tensors. BuilderError if it fails, returns something else, or its
     graph has more than 2 GiB of constants; UsageError for a signature that TensorFlow Serving could not
-    answer.
+    answer. An ExportError of the builder's own code passes unchanged.
     """
     import tensorflow as tf
 

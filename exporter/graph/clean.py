@@ -515,9 +515,10 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Raise NotServable if none of the nodes named `filling` takes the handle of one of these resources.
+        """Raise NotServable if the handle of some such resource is taken by none of the nodes named
+        `filling`.
 
-        `nodes` has the nodes of the graph by name.
+        `nodes` has the graph's nodes by name.
         """
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():

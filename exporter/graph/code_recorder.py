@@ -65,8 +65,9 @@ def import_code(where: str) -> Any:
     """Import and return the module `pkg.mod`, or the file `path/file.py` as a module.
 
     It is imported anew if files of builders were edited since; all their modules are then removed from
-    `sys.modules`. Waits while another thread imports a builder. Raises whatever the import raises:
-    ImportError, FileNotFoundError, or an error of the module's own code.
+    `sys.modules`, and so are other builders' modules whose names its directory has, too. Waits while another
+    thread imports a builder. Raises whatever the import raises: ImportError, FileNotFoundError, or an error
+    of the module's own code.
     """
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import will report the error

@@ -166,11 +166,11 @@ def opened(
     slots: Iterable[Slot],
     counters: Sequence[tuple[Collection[str], Sequence[Counter]]],
 ) -> Opened:
-    """Return copies of nodes and functions in which slots follow the rows of a request.
+    """Return the nodes and functions of a graph in which slots follow the rows of a request.
 
-    `counters` has, for each signature, the nodes that it reaches and what counts its requests' rows.
-    Functions with slots, and those that lead to them, are added under new names, with the number of rows as
-    their last argument. CannotOpen for a slot that cannot be opened.
+    Changed nodes are copies. `counters` has, for each signature, the nodes that it reaches and what counts
+    its requests' rows. Functions with slots, and those that lead to them, are added under new names, with the
+    number of rows as their last argument. CannotOpen for a slot that cannot be opened.
     """
     by_scope: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
