@@ -61,10 +61,10 @@ Entry = dict[str, Any]
 def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -> None:
     """Raise CodeRefused if a config names a class or function that is not known to be harmless.
 
-    Such names are in `harmless_names.txt`, in `known`, or registered with Keras. Also if, unless known, a
-    layer carries code or calls something that is not in that file, or if the config is nested more than 200
-    deep. `path` is the archive, for messages; `config` is its config, parsed from JSON; `known` has the
-    objects that the user named, by name; `keras` is the Keras module that will read the config.
+    Harmless are the names in `harmless_names.txt`, in `known` (the objects that the user named, by name), and
+    those registered with Keras. A layer that carries code, or calls something that is not in that file, is
+    refused unless it is known; so is a config that is nested more than 200 deep. `path` is the archive, for
+    messages; `config` is its config, parsed from JSON; `keras` is the Keras module that will read it.
     """
     for place, entry in entries(config):
         if not is_known(entry, known, keras):

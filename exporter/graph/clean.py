@@ -515,10 +515,9 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Raise NotServable if the handle of some such resource is taken by none of the nodes named
-        `filling`.
+        """Raise NotServable if none of the nodes named `filling` takes the handle of some such resource.
 
-        `nodes` has the graph's nodes by name.
+        Each resource is to be filled by one of them. `nodes` has the graph's nodes by name.
         """
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
