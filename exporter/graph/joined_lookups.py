@@ -74,7 +74,11 @@ _NAME_SOURCE = "name what it was made from by --model: a builder, a .meta file o
 
 
 class _Lookup(Struct, frozen=True, eq=False):
-    """A lookup: its table, the tensor of ids, and its nodes; no other lookup uses the nodes `own`."""
+    """A lookup that may be joined: its table, the tensor of its ids, and its nodes.
+
+    `scope` is the prefix of its nodes' names, `row` its gather of row numbers, `nodes` its results, and `own`
+    its other nodes, which no other lookup uses.
+    """
 
     table: GraphDynamicTable
     ids: Endpoint
@@ -85,9 +89,11 @@ class _Lookup(Struct, frozen=True, eq=False):
 
 
 def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> InferenceGraph:
-    """Return a copy of a graph, whose tables have sizes, with lookups joined where possible.
+    """Return a copy of a graph with lookups joined that always run together; the graph itself if none are.
 
-    Otherwise the same graph. Variables whose nodes are in `apart` are not joined.
+    Each joined lookup replaces at least eight. The dynamic tables of the graph must have sizes. A table with
+    an index variable whose node is in `apart` keeps its own lookups. `joined` of the copy tells where each
+    index variable is in the joined ones.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -121,7 +127,11 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
 def _lookups(
     index: GraphIndex, tables: Iterable[GraphDynamicTable], everything: Iterable[GraphDynamicTable]
 ) -> Iterator[_Lookup]:
-    """Yield the lookups in tables whose index only lookups read, and whose ids need no table's rows."""
+    """Yield the lookups in `tables` that may be joined, table by table, with all lookups of a table or none.
+
+    Nothing but these lookups uses such a table's index, and their ids need neither a row of a table in
+    `everything`, nor a branch or a loop.
+    """
     readers = index.consumers
     rows_read = {name for table in everything for name, _ in readers.get(table.nodes[1], ())}
     for table in tables:
@@ -137,9 +147,10 @@ def _lookups(
 
 
 def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | None:
-    """Return the lookup whose gather of the row's number is the node `row`.
+    """Return the lookup in `table` whose gather of row numbers is the node `row`; None if `add_rows` did not
+    add it.
 
-    None if `add_rows` did not make it.
+    None also if a node outside of it reads one of its nodes other than its results.
     """
     nodes, readers = index.nodes, index.consumers
     scope, slash, _ = row.rpartition("/")
@@ -164,7 +175,11 @@ def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | 
 def _asked_together(
     index: GraphIndex, ends: Mapping[str, SignatureEnds], lookups: Iterable[_Lookup]
 ) -> list[list[_Lookup]]:
-    """Return the lookups that the same signatures need, in groups that are large enough to join."""
+    """Return the lookups in groups of at least eight that exactly the same signatures need.
+
+    `ends` are the signatures by name. A table is left out with all of its lookups if one of them is in a
+    smaller group, is needed by no signature, or has a node that a signature names.
+    """
     needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
     given = set[str]().union(*(each.nodes for each in ends.values()))
     asking: dict[frozenset[str], list[_Lookup]] = defaultdict(list)
@@ -187,9 +202,11 @@ def _asked_together(
 def _join_variables(
     graph_def: Proto, graph: InferenceGraph, tables: Sequence[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add to the graph, for each part of an index, one variable that joins those of all tables in order.
+    """Add to the graph, for each part of an index, one variable that joins this part of all tables, in their
+    order.
 
-    Returns the places of the tables' own variables by node, and the new variables' nodes as in `INDEX`.
+    Returns {node of a table's own variable: its joined variable and first element there}, and the nodes of
+    the new variables in the order of `INDEX`. `scope` is the prefix of their names.
     """
     known = {variable.node: variable for variable in graph.variables}
     joined, handles = dict[str, JoinedPart](), []
@@ -214,7 +231,12 @@ def _join(
     group: list[_Lookup],
     named: Collection[str],
 ) -> dict[str, str]:
-    """Add one lookup for a group; returns {node of a single lookup's result: the tensor that replaces it}."""
+    """Add one lookup for a group of lookups, and return {node of a result: the tensor that replaces it}.
+
+    The results are each lookup's row numbers and, if any node reads them, its flags of found ids. `scope` is
+    the prefix of the new nodes' names, `handles` and `joined` are as `_join_variables` returns them, `shapes`
+    has each variable's shape by node, and `named` the nodes that signatures name.
+    """
     body = Body(graph_def.node)
     vectors = [makes_vector(body, lookup.ids.as_input, named) for lookup in group]
     wanted = [
@@ -251,7 +273,10 @@ def _placed(
     joined: Mapping[str, JoinedPart],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> JoinedLookup:
-    """Return a lookup with its table's sizes, and the first rows of the table in the joined index."""
+    """Return a lookup with the sizes of its table, and the table's first elements in the joined variables.
+
+    `is_vector` says that its ids are always a vector; `shapes` has each variable's shape by node.
+    """
     seeds, rows, keys, _ = lookup.table.nodes
     (groups,), (slots,), (capacity,) = shapes[seeds], shapes[rows], shapes[keys]
     geometry = TableGeometry.of_shapes(groups, slots, capacity, len(lookup.table.defaults))
@@ -261,15 +286,20 @@ def _placed(
 
 
 def _is_found_read(index: GraphIndex, lookup: _Lookup, named: Collection[str]) -> bool:
-    """True if other nodes than the lookup's read which of its ids were found."""
+    """True if a signature names a lookup's flags of found ids, or a node outside of the lookup reads them.
+
+    `named` are the nodes that signatures name.
+    """
     found = lookup.nodes.found
     return found in named or any(name != lookup.nodes.rows for name, _ in index.consumers[found])
 
 
 def separate_lookups(meta_graph: Proto) -> None:
-    """Give each lookup that `join_lookups` joined its own nodes and variables again, in place.
+    """Give each lookup that `join_lookups` joined its own nodes and index variables again, in place.
 
-    The joining nodes stay, but nothing reads them. GraphError if the nodes are not as they were made.
+    The joined nodes stay, but nothing reads them; the index variables have no sizes. A graph without joined
+    lookups stays unchanged. GraphError if the joined nodes have been changed, if the default rows of a table
+    are not in the graph, or if other nodes have the names of the new ones.
     """
     graph_def = meta_graph.graph_def
     if not any(JOINED in node.attr for node in graph_def.node):
@@ -302,7 +332,11 @@ def separate_lookups(meta_graph: Proto) -> None:
 
 
 def _require_free(index: GraphIndex, names: set[str], count: int) -> None:
-    """Raise GraphError unless `count` new nodes have different names, which only joining's own nodes have."""
+    """Raise GraphError if two of `count` new nodes share a name, or an old node that joining did not add has
+    one.
+
+    `names` are the names of the new nodes. Joining leaves only a Const or an Identity under such a name.
+    """
     taken = [index.nodes[name] for name in names & index.nodes.keys()]
     if len(names) < count or any(node.op not in ("Const", "Identity") for node in taken):
         raise GraphError(
@@ -311,7 +345,11 @@ def _require_free(index: GraphIndex, names: set[str], count: int) -> None:
 
 
 class _Joined(Struct, frozen=True):
-    """A joined lookup: its table, the scope of its own nodes, the ids, and the tensors of its results."""
+    """A joined lookup: its table's name, the prefix of its own nodes, its ids, and the tensors of its
+    results.
+
+    `rows` has the tensors of its row numbers, `found` those of its flags of found ids, which may be empty.
+    """
 
     table: str
     scope: str
@@ -321,7 +359,10 @@ class _Joined(Struct, frozen=True):
 
 
 def _joined(index: GraphIndex, count: Proto) -> _Joined:
-    """Return the joined lookup whose ids a node counts; GraphError if the nodes after it are not as added."""
+    """Return the joined lookup whose ids the node `count` counts.
+
+    GraphError if the nodes after it are not as `join_lookups` added them.
+    """
     table, scope = attr_text(count, TABLE), attr_text(count, JOINED)
     inputs, packs = data_inputs(count), index.consumers[count.name]
     if len(inputs) != 1 or len(packs) != 1 or not table or not scope:
@@ -345,18 +386,23 @@ def _joined(index: GraphIndex, count: Proto) -> _Joined:
 
 
 def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
-    """Return the nodes that read a tensor."""
+    """Return the names of the nodes that read a tensor, each once, in the graph's order."""
     readers = dict.fromkeys(name for name, _ in index.consumers[tensor.node])
     return [name for name in readers if tensor in data_inputs(index.nodes[name])]
 
 
 def _damaged(table: str, scope: str) -> GraphError:
-    """Return the error for a joined lookup whose nodes have changed since they were added."""
+    """Return the error for the joined lookup `scope` in `table`, whose nodes have changed since they were
+    added.
+    """
     return GraphError(f"the joined lookup {scope!r} in table {table!r} is damaged", hint=_NAME_SOURCE)
 
 
 def _add_indexes(graph_def: Proto, tables: Collection[str]) -> None:
-    """Add the index variables of tables, as marked nodes without sizes, unless the graph has them."""
+    """Add the index variables of these tables that the graph lacks.
+
+    Each is a node without sizes, marked with its table and part; the order is that of the tables' names.
+    """
     marked = {(attr_text(node, TABLE), attr_text(node, PART)) for node in graph_def.node if PART in node.attr}
     names = {node.name for node in graph_def.node}
     for table in sorted(tables):

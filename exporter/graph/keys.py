@@ -59,9 +59,11 @@ _SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
 
 
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
-    """Return {variable's key: how its rows are looked up}, without variables for which it is unknown.
+    """Return {variable's key: how its rows are divided among parts}, without unknown ones.
 
-    A whole variable has DIV if rows of it are gathered, else NONE.
+    A partitioned variable has MOD or DIV, or NONE if no rows are gathered from its parts. A whole variable
+    has DIV if rows of it are gathered, else NONE, and is left out if a function takes it. GraphError if two
+    nodes have the same name.
     """
     parts: dict[str, list[str]] = {}
     whole: list[GraphVariable] = []
@@ -80,7 +82,11 @@ def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> d
 
 
 def trained_strategies(meta_graph: Proto) -> dict[str, PartitionStrategy]:
-    """Return {variable's key: how its rows are looked up} for a trainer's partitioned variables."""
+    """Return {variable's key: MOD, DIV or NONE} for the partitioned variables of a trainer's graph.
+
+    NONE: no rows are gathered from the parts. Variables of unknown order are left out. GraphError if two
+    nodes have the same name.
+    """
     index = GraphIndex.of(meta_graph)
     parts: dict[str, list[str]] = {}
     for node, key in variable_keys(meta_graph, index).items():
@@ -101,7 +107,7 @@ def _strategies(index: GraphIndex, parts: dict[str, list[str]]) -> dict[str, Par
 
 
 def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
-    """Return the ids of each gather from a variable or a part, also behind nodes that pass its value on."""
+    """Return the ids of each gather from a variable or part, also behind nodes that forward its value."""
 
     def readers(name: str, ops: Collection[str]) -> Iterator[str]:
         consumers = index.consumers.get(name, ())
@@ -113,13 +119,13 @@ def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:
-    """True if a function takes a variable; its uses there are not followed."""
+    """True if a function takes the variable as an argument; what the function does with it is not known here."""
     readers = {reader for reader, _ in index.consumers.get(variable, ())}
     return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
 
 
 def _assignment(index: GraphIndex, ids: Endpoint) -> PartitionStrategy | None:
-    """Return the strategy by which ids were assigned to a part; None if it is neither MOD nor DIV."""
+    """Return the strategy, MOD or DIV, by which gathered `ids` were assigned to a part; None if neither."""
     partition = _origin(index, ids.node)
     if partition is None or partition.op != "DynamicPartition" or len(data_inputs(partition)) < 2:
         return None
@@ -132,7 +138,11 @@ def _origin(index: GraphIndex, name: str) -> Proto | None:
 
 
 def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
-    """Return the objects of a SavedModel; `tensor` of a variable and `table` are nodes of handles."""
+    """Return the objects of a SavedModel under the numbers of its object graph.
+
+    One empty object if it has none. `tensor` of a variable and `table` of an object are the nodes of their
+    handles. A variable without a known handle counts as an object without a variable.
+    """
     nodes = meta_graph.object_graph_def.nodes
     edges = [{child.local_name: child.node_id for child in node.children} for node in nodes]
     known = [
@@ -162,7 +172,7 @@ def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
 
 
 def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
-    """Return {variable's object number: its handle's node} for variables captured by called functions."""
+    """Return {variable's object number: its handle's node} for variables that called functions capture."""
     objects = meta_graph.object_graph_def
     captures = {name: function.bound_inputs for name, function in objects.concrete_functions.items()}
     found = {}
@@ -178,7 +188,11 @@ def _captured(meta_graph: Proto, index: GraphIndex) -> dict[int, str]:
 def _restored_in_function(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield (handle's node, `count` keys) for each operation of `ops` in the function of the restore op."""
+    """Yield (handle's node, names of `count` tensors) for each operation of `ops` in the restore function.
+
+    That is the function which the restore op calls; nothing is yielded if it calls none. The names are as
+    checkpoints have them. An operation with fewer known names is left out.
+    """
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
     function = index.functions.get(attr(call, "f").func.name) if call is not None else None
     if call is None or function is None:
@@ -195,7 +209,11 @@ def _restored_in_function(
 
 
 def _key_of(nodes: dict[str, Proto], restored: dict[str, list[str]], text: str) -> str | None:
-    """Return the name that RestoreV2 reads for a value such as `Identity_3:output:0`; else None."""
+    """Return the tensor name that RestoreV2 reads for a value in a function, such as `Identity_3:output:0`.
+
+    None if RestoreV2 does not make the value. `nodes` are the function's, by name; `restored` caches each
+    RestoreV2's names, and gets new entries.
+    """
     name, _, output = text.partition(":")
     node = nodes.get(name)
     if node is not None and node.op == "Identity" and node.input:
@@ -226,7 +244,11 @@ _PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
 
 
 def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey]:
-    """Return {variable's node: the name and box by which a checkpoint stores it}."""
+    """Return {variable's node: the name in checkpoints, and the box of a partition} for all variables of a
+    graph.
+
+    The graph's Saver has precedence over its collections, and these over names of objects and nodes.
+    """
     # In a graph for sessions the checkpoint's name is the node's name; in an object-based SavedModel it is
     # the object's name, or the handle's `shared_name`.
     has_objects = meta_graph.HasField("object_graph_def")
@@ -244,7 +266,7 @@ def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey
 
 
 def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
-    """Yield (node, key with box) for each variable's part, from the collections.
+    """Yield (node, name and box in checkpoints) for each part of a partitioned variable in the collections.
 
     Source: tensorflow/core/framework/variable.proto.
     """
@@ -256,7 +278,10 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, VariableKey]]:
 
 
 def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterator[Proto]:
-    """Yield the `VariableDef`s in the given collections, as far as the graph has them."""
+    """Yield the `VariableDef`s in the given collections, in order.
+
+    Collections that the graph lacks, and values that are not `VariableDef`s, are skipped.
+    """
     for name in collections:
         if name not in meta_graph.collection_def:
             continue
@@ -268,7 +293,11 @@ def collected_variables(meta_graph: Proto, collections: Iterable[str]) -> Iterat
 def restored_names(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield (handle's node, names of its `count` tensors) for each of `ops` under the restore op."""
+    """Yield (handle's node, names of its `count` tensors in checkpoints) for each operation that restores.
+
+    These are the operations of `ops` that the restore op waits for, and those in the function that it calls.
+    An operation for which fewer names are known is left out.
+    """
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
     yield from _restored_in_function(meta_graph, index, ops, count=count)
@@ -277,7 +306,10 @@ def restored_names(
 def _from_restore(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[VariableKey]]]:
-    """Yield (handle's node, its `count` keys) for each operation of `ops` that the restore op waits for."""
+    """Yield (handle's node, its `count` keys) for each operation of `ops` that the restore op waits for.
+
+    An operation with fewer known keys is left out.
+    """
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
     restored: dict[str, list[VariableKey]] = {}
 
@@ -310,9 +342,10 @@ def _strings(index: GraphIndex, node: str, position: int) -> list[str]:
 
 
 def parse_slice_spec(text: str) -> SliceSpec | None:
-    """Return RestoreV2's `"6 4 0,3:-"` as a box; None for "", a whole tensor, and for anything else.
+    """Return the box in RestoreV2's text for a part; None for "", a whole tensor, and for any other text.
 
-    Source: tensorflow/core/framework/tensor_slice.h.
+    For instance `"6 4 0,3:-"` is rows 0 to 2 of a tensor [6, 4], with all columns. Source:
+    tensorflow/core/framework/tensor_slice.h.
     """
     *full, boxes = text.split(" ") if text else [""]
     if not full:

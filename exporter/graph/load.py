@@ -51,19 +51,19 @@ def load_graph(request: GraphRequest) -> InferenceGraph:
         GraphError: the graph cannot be served; the subclass says why.
         CheckpointError: a file is damaged.
         UsageError: the request does not fit the model that it names.
+        ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
     """
     return clean(load_source(request))
 
 
 def load_source(request: GraphRequest) -> SourceGraph:
-    """Load the graph as its author made it, with complete signatures.
-
-    It can be restored and run to compare.
+    """Load the graph as its author made it, with complete signatures, so that it can be restored and run.
 
     Raises:
         GraphError: a builder failed, or a signature names an unknown tensor.
         CheckpointError: a file is damaged.
         UsageError: the request does not fit the model that it names.
+        ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
     """
     if request.model is None:
         raise nothing_to_serve()
@@ -90,7 +90,10 @@ def load_source(request: GraphRequest) -> SourceGraph:
 
 
 def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
-    """Return the error for a checkpoint without a model."""
+    """Return the error for a request without a model.
+
+    `checkpoint` is the path in the command that the hint suggests.
+    """
     return UsageError(
         "nothing says what to serve: no --model, and no .meta beside the checkpoint",
         hint="name a builder, a .meta file or a SavedModel: --model pkg.mod:fn; or begin a builder: "
@@ -99,7 +102,9 @@ def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
 
 
 def require_function_named(path: Path) -> None:
-    """Raise UsageError for a path that is neither a finished graph nor the name of a builder's function."""
+    """Raise UsageError for a path that is neither a finished graph nor the name of a builder,
+    FILE:FUNCTION.
+    """
     if not (":" in str(path) or is_archive(path) or path.is_dir() or path.suffix in _GRAPH_FILES):
         raise UsageError(
             f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "
@@ -110,7 +115,10 @@ def require_function_named(path: Path) -> None:
 
 
 def run_builders_once() -> GraphSource:
-    """Return a `load_source` that runs a builder once for equal requests, and keeps its graph."""
+    """Return a function like `load_source` that runs a builder only once for equal requests.
+
+    It keeps each builder's graph, and returns the same object again. Models in files are loaded at each call.
+    """
     # A second run would be slow, and make other names: Keras numbers layers through the whole process.
     built: list[tuple[GraphRequest, SourceGraph]] = []
 
@@ -127,7 +135,11 @@ def run_builders_once() -> GraphSource:
 
 
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
-    """Load the graph of the model that a Keras archive describes; UsageError if it has only weights."""
+    """Load the graph of the model that a Keras archive describes.
+
+    UsageError if the archive has only weights, or if arguments or tensors are given; GraphError (and
+    subclasses) if its model cannot be built or served, CheckpointError if it is damaged.
+    """
     from exporter.graph.archived_graph import archived_graph
     from exporter.graph.builder import require_no_tensors, source_of
 
@@ -144,7 +156,10 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _load_model(request: GraphRequest) -> SourceGraph:
-    """Load the graph of a Keras model of this program, built once more; UsageError if arguments are given."""
+    """Return the graph of a Keras model object of this program, built once more.
+
+    UsageError if arguments or tensors are given, BuilderError if it cannot be built.
+    """
     from exporter.graph.archived_model import model_builder
     from exporter.graph.builder import load_builder
 
@@ -155,7 +170,10 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
-    """Load the graph of a `.meta` file or a SavedModel; UsageError for another directory."""
+    """Load the graph of a `.meta` file or a SavedModel; UsageError for another directory.
+
+    GraphError (and subclasses) if it cannot be served, CheckpointError if its file is damaged.
+    """
     if not path.is_dir():
         return load_metagraph(path, request)
     if not is_saved_model(path):
@@ -168,7 +186,7 @@ def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _meant(path: Path) -> str:
-    """Return a hint with the path that the user probably meant; "" if none is similar."""
+    """Return a hint with the path that the user probably meant instead of `path`; "" if none is similar."""
     found = path if path.exists() else nearest(path)
     if found is None and path.name.isdecimal() and path.parent.is_dir():
         found = path.parent  # a version that does not exist, or no longer exists

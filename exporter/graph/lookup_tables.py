@@ -59,7 +59,11 @@ _OF_KERAS = re.compile(r"hash_table_[0-9a-f]{8}-[0-9a-f-]{27}$")
 
 
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
-    """Raise NotServable for a needed table whose contents are neither in the graph nor in a checkpoint."""
+    """Raise NotServable if one of the nodes `needed` is a table whose contents no checkpoint restores.
+
+    Those are mutable tables of operations other than MutableHashTable(OfTensors)V2 and
+    MutableDenseHashTableV2.
+    """
     for name in needed:
         if _MUTABLE.fullmatch(nodes[name].op) and not is_restorable(nodes[name].op):
             raise NotServable(
@@ -70,7 +74,11 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 
 
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
-    """Return the names of the nodes that fill the needed tables, then of calls under the init op that do."""
+    """Return the names of the nodes that fill the needed tables, in the graph's order, then of calls.
+
+    `needed` has names of nodes. The calls are of functions, under `init_op` (None: the graph has none); a
+    call counts if it takes no resource, or if it uses a needed table.
+    """
     tables = _Tables(index)
     wanted = tables.behind(needed)
     found = [
@@ -89,7 +97,11 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
 
 
 def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
-    """Raise NotServable for a static table that neither a node of `filling` nor its own function fills."""
+    """Raise NotServable for a static table of the graph that nothing fills.
+
+    A node of `filling` fills it, or a call among them, or the function that makes the table. GraphError if
+    two nodes have the same name.
+    """
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)
     wanted = tables.behind(index.nodes)
@@ -129,7 +141,7 @@ class _Tables:
         self._makers = callers(index.functions, {name for name, made in self._made.items() if made})
 
     def behind(self, names: Iterable[str]) -> set[str]:
-        """Return the static tables that nodes make or pass on, also in the functions that they call."""
+        """Return the static tables that these nodes make or forward, or that functions they call make."""
         found: set[str] = set()
         for name in names:
             node = self._index.nodes.get(through_identities(self._index.nodes, name))
@@ -148,13 +160,16 @@ class _Tables:
         return any(_has_fill(functions[name]) for name in reachable([node], functions))
 
     def filled_where_made(self) -> set[str]:
-        """Return the tables that are made and filled in the same function."""
+        """Return the static tables that are made in functions which also fill a table."""
         functions = self._index.functions.items()
         return {table for name, function in functions if _has_fill(function) for table in self._made[name]}
 
 
 def _identity(node: Proto, scope: str = "") -> str:
-    """Return the name of a table; nodes with equal names make the same table."""
+    """Return the name of the table that a node makes: its shared name, else the node's, after `scope`.
+
+    Nodes with equal names make the same table.
+    """
     return attr_text(node, "shared_name") or f"{scope}{node.name}"
 
 
@@ -163,9 +178,9 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """Add a NoOp that runs the graph's collected table initialisers, as sessions do; returns its name.
+    """Add a NoOp that waits for the graph's collected table initialisers, and return its name.
 
-    None if there are none.
+    None if there are none. `index` is the graph's, and does not get the new node.
     """
     if _INIT_COLLECTION not in meta_graph.collection_def:
         return None
@@ -190,7 +205,10 @@ def _is_resource(index: GraphIndex, name: str) -> bool:
 
 
 def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) -> None:
-    """Let initialisers read assets' paths directly instead of through variables, in place."""
+    """Let initialisers read the paths of assets directly instead of through variables, in place.
+
+    `nodes` are a graph's, by name; `assets` are files by the name of the node that holds their path.
+    """
     # In an object-based SavedModel a placeholder for the path is assigned to a variable, which initialisers
     # read: the placeholder becomes a constant, and the read an Identity on it.
     if not assets:  # a large graph takes time to walk
@@ -210,19 +228,25 @@ def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) ->
 
 
 def path_constant(name: str, file_name: str) -> Proto:
-    """Make a Const of an asset's file name; a loader feeds it the path in the version that it loads."""
+    """Return a new Const with an asset's file name.
+
+    A loader feeds it the path in the version that it loads.
+    """
     value = protos.TensorProto(dtype=int(DType.STRING), string_val=[file_name.encode()])
     return new_node(name, "Const", dtype=DType.STRING, value=value)
 
 
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
-    """Return the existing files that kept nodes read: a SavedModel's, initialisers', the asset collection's.
+    """Return the existing files that nodes of a cleaned graph read, each with the Const that has its path.
+
+    First come a SavedModel's own assets, then files of the text initialisers in `filling`, then the asset
+    collection's. Two files of one name get different names in the version.
 
     Raises:
         MissingAsset: a file does not exist.
         AccessRefused: the graph may not read it.
-        NotServable: its path is computed.
-        GraphError: a table's initialiser names no file.
+        NotServable: the path of an initialiser's file is computed.
+        GraphError: an initialiser names no file.
     """
     candidates = [name for name in source.assets if name in nodes]
     candidates += [
@@ -241,7 +265,7 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
 
 
 def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
-    """Return the Const with the path of a table initialiser's file.
+    """Return the name of the Const with the path of a table initialiser's file.
 
     NotServable if the path is computed, GraphError if the initialiser names no file.
     """
@@ -259,7 +283,7 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 
 
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
-    """Return the existing file that a Const names, or MissingAsset.
+    """Return the existing file that the Const `name` (`node`) names; MissingAsset if there is none.
 
     AccessRefused if the graph may not read it.
     """
@@ -272,7 +296,7 @@ def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
-    """True if the file that the node `name` reads exists.
+    """True if the file that the node `name` reads is at this path.
 
     Raises:
         AccessRefused: the graph may not read it.
@@ -287,15 +311,19 @@ def _is_there(source: SourceGraph, name: str, path: Path) -> bool:
 
 
 def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
-    """Return the places where a file of the graph may be.
+    """Return the paths at which to look, in order, for a file that the graph names.
 
-    A relative path in a found graph is tried only in that graph's directory.
+    These are the path itself, and the path below the graph's directory; of a graph that was found beside a
+    checkpoint only the second.
     """
     return (source.directory / path,) if source.trust.is_found else (path, source.directory / path)
 
 
 def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
-    """Return the path in a Const, or of a SavedModel's asset with that node."""
+    """Return the path in the Const `name` (`node`), or a SavedModel's asset with that node.
+
+    `Path("")` if the Const does not hold a single string.
+    """
     if name in source.assets:
         return source.assets[name]
     value = const_value(node)
@@ -304,7 +332,12 @@ def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
 
 
 def files_to_feed(source: SourceGraph) -> dict[str, Path]:
-    """Return {node: path} to feed to the init op of a source graph run here: assets, and moved files."""
+    """Return {node: path} to feed when the init op of a source graph runs here: all assets, and moved files.
+
+    A moved file is one that an initialiser reads, and that exists only below the graph's directory. Files
+    that do not exist are left out. AccessRefused if the graph may not read a file, MissingAsset if it cannot
+    be looked up.
+    """
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)
     for node in nodes.values():
@@ -336,7 +369,10 @@ def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
 
 
 def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
-    """Replace the training machine's paths by assets' bare file names, in place."""
+    """Replace the paths in assets' Consts by the assets' bare file names, in place.
+
+    A node that is not of strings stays as it is.
+    """
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
             nodes[asset.node].CopyFrom(path_constant(asset.node, asset.file_name))
@@ -351,9 +387,9 @@ def is_restorable(op: str) -> bool:
 def table_keys(
     meta_graph: Proto, index: GraphIndex, given: Mapping[str, TableKey] | None = None
 ) -> dict[str, TableKey]:
-    """Return {table's node: the names of its contents in checkpoints}, for tables that training fills.
+    """Return {table's node: the names of its keys and values in checkpoints}, for tables that training fills.
 
-    They come from the program (`given`), else from the graph's own Saver, else from the node's name.
+    They come from the program (`given`, by node), else from the graph's own Saver, else from the node's name.
     """
     nodes = _restorable(index.nodes.values())
     if not nodes:
@@ -368,7 +404,11 @@ def table_keys(
 
 
 def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tuple[GraphTable, ...]:
-    """Return the tables of a cleaned graph that a checkpoint restores, each once."""
+    """Return the tables of a cleaned graph that a checkpoint restores, each once, in the graph's order.
+
+    `keys` has their names in checkpoints by node; a table that it lacks, or whose name another table has, is
+    stored under its node's name.
+    """
     found: dict[str, GraphTable] = {}
     for node in _restorable(nodes.values()):
         stored = keys.get(node.name) or TableKey.of(node.name)
@@ -391,7 +431,10 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
 
 
 def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
-    """Return the names of all nodes that make the same table as the node `name`, including it."""
+    """Return the names of all nodes that make the same table as the node `name`, in the graph's order.
+
+    It is among them. StopIteration if that node does not make a table that a checkpoint restores.
+    """
     nodes = _restorable(graph_def.node)
     wanted = next(_identity(node) for node in nodes if node.name == name)
     return tuple(str(node.name) for node in nodes if _identity(node) == wanted)
@@ -402,10 +445,10 @@ def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
 
 
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """Return a copy of the graph with `shapes`, by served name, for the variables of its dynamic tables.
+    """Return a copy of the graph with shapes for the variables of its dynamic tables.
 
-    Raises:
-        ShapeMismatch: the shapes of a table's variables contradict each other.
+    The graph itself if it has none. `shapes` must have each of these variables by its served name.
+    ShapeMismatch if the shapes of a table's variables contradict each other.
     """
     if not graph.dynamic_tables:
         return graph
@@ -424,7 +467,7 @@ def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...
 
 
 def table_geometries(graph: InferenceGraph) -> dict[str, TableGeometry]:
-    """Return {dynamic table's name: its sizes}; the variables must have shapes.
+    """Return {dynamic table's name: its sizes}; all variables of the tables must have shapes.
 
     ShapeMismatch if a table's shapes contradict each other.
     """
@@ -448,7 +491,7 @@ def _geometry(table: GraphDynamicTable, shapes: list[tuple[int, ...]]) -> TableG
 def tables_among(
     tables: tuple[GraphDynamicTable, ...], nodes: Mapping[str, object]
 ) -> tuple[GraphDynamicTable, ...]:
-    """Return the dynamic tables with at least one variable among these nodes."""
+    """Return the dynamic tables with at least one variable among these nodes, in the given order."""
     return tuple(table for table in tables if any(node in nodes for node in table.nodes))
 
 
@@ -465,7 +508,7 @@ _OLD_HANDING_ON = {
 
 
 def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
-    """Let tables of TensorFlow 1.0 to 1.2 have resource handles, in place; True if the graph had some.
+    """Let tables of TensorFlow 1.0 to 1.2 have resource handles, in place; True if the graph was changed.
 
     An operation such as HashTable returns its table as a reference, which no function takes, so that a
     signature could not be computed again after an update. HashTableV2 makes the same table, in the same
@@ -495,7 +538,7 @@ def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
 
 
 def _second_form(op: Proto) -> Proto:
-    """Return the OpDef with resources instead of references."""
+    """Return a copy of an OpDef with resources instead of references, and with `V2` after its name."""
     second = type(op)()
     second.CopyFrom(op)
     second.name = f"{op.name}V2"

@@ -67,7 +67,10 @@ _NO_OUTPUT = re.compile(
 def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of a `.meta` file, with the request's signatures, else its own.
 
-    NotServable for a graph that AutoDist has transformed; otherwise as `with_signatures`.
+    Raises:
+        CorruptFile: the file is truncated, or not a graph.
+        UsageError: it cannot be opened, or there are no signatures.
+        GraphError: it cannot be served; NotServable for a graph that AutoDist has transformed.
     """
     meta_graph = read_metagraph(path)
     if is_autodist(meta_graph):
@@ -80,15 +83,20 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def is_autodist(meta_graph: Proto) -> bool:
-    """True for a graph that AutoDist has transformed: no checkpoint fits it."""
+    """True for a graph that AutoDist has transformed for its replicas.
+
+    The names of its variables fit no checkpoint.
+    """
     return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 
 def read_metagraph(path: Path) -> Proto:
-    """Return the `protos.MetaGraphDef` in a file, without the nodes that `IncrementHook` added to it.
+    """Return the `protos.MetaGraphDef` in a file, without nodes that `IncrementHook` added.
+
+    The file is text if its name ends in `.pbtxt`.
 
     Raises:
-        CorruptFile: it is truncated, or not a graph.
+        CorruptFile: it is truncated, or not a graph, or has more than 2 GiB.
         UsageError: it cannot be opened.
     """
     try:
@@ -100,7 +108,7 @@ def read_metagraph(path: Path) -> Proto:
 
 
 def readable_version(text: str) -> str:
-    """Return the part of a version that `tf.saved_model.load` can parse; "" if there is none.
+    """Return the longest beginning of a version that `tf.saved_model.load` can parse; "" if there is none.
 
     For instance `1.15.5` for `1.15.5-deeprec2402`.
     """
@@ -109,10 +117,12 @@ def readable_version(text: str) -> str:
 
 
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
-    """Make a source graph of `meta_graph`, which is changed, with the request's signatures, else its own.
+    """Return a source graph of `meta_graph`, with the request's signatures, else its own.
 
-    UsageError if there are none; GraphError, or a kind of it, if they cannot be served. DeepRec's lookups and
-    reference tables become resources; lookups that a published version joined are separate again.
+    Changes `meta_graph`. DeepRec's lookups and reference tables become resources; lookups that a published
+    version joined are separate again. `label` names the graph in messages, and its relative paths are looked
+    up in `directory`. UsageError if there are no signatures; GraphError, or a subclass, if they cannot be
+    served.
     """
     without_references(meta_graph)
     separate_lookups(meta_graph)
@@ -149,7 +159,10 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
 
 
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
-    """Return the error for a graph without signatures; it suggests inputs and outputs."""
+    """Return the error for a graph without signatures, which suggests inputs and outputs.
+
+    `label` names the graph.
+    """
     placeholders = [node.name for node in input_placeholders(index)]
     fed = f"its placeholders are {_listed(placeholders)}" if placeholders else "it has no placeholders"
     batches = [
@@ -174,7 +187,10 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Raise ForeignOperations if all signatures need TFRA's operations, or a graph without any has them."""
+    """Raise ForeignOperations if every signature needs operations of TFRA.
+
+    A graph without signatures must have none of them at all. `label` names the graph in the message.
+    """
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
     own = {name for name, node in index.nodes.items() if _is_addons(node) or called_functions(node) & calling}
@@ -191,15 +207,19 @@ def _is_addons(node: Proto) -> bool:
 
 
 def input_placeholders(index: GraphIndex) -> list[Proto]:
-    """Return placeholders that may be inputs, in the graph's order, without those for Savers' file names."""
+    """Return the placeholders that may be inputs, in the graph's order.
+
+    These are all but the ones for file names of Savers.
+    """
     nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
     return [node for node in nodes if not _is_a_savers(index, node.name)]
 
 
 def fed_variables(index: GraphIndex, tensors: Iterable[Endpoint]) -> dict[Endpoint, tuple[str, ...]]:
-    """Return {tensor: the variables that it is first used with}, such as the table that it is looked up in.
+    """Return {tensor: names of the variables that it is first used with}, such as the table of a lookup.
 
-    A partitioned variable counts under the name of the whole. A tensor that meets no variable has none.
+    The names are sorted; a partitioned variable has the name of the whole. () for a tensor that meets no
+    variable.
     """
     values = _variables_values(index)
     return {tensor: _met(index, tensor, values) for tensor in tensors}
@@ -219,17 +239,23 @@ def _met(index: GraphIndex, tensor: Endpoint, values: set[str]) -> tuple[str, ..
 
 
 def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
-    """Return the nodes that read the values of this output."""
+    """Return the names of the nodes that read values of this output.
+
+    Readers of only its shape are left out.
+    """
     return [name for name in _takers(index, tensor.node) if tensor in data_inputs(index.nodes[name])]
 
 
 def _takers(index: GraphIndex, node: str) -> Iterator[str]:
-    """Return the nodes that read a node's values, and not only their shape."""
+    """Yield the names of the nodes that read values of any output of `node`, once for each use.
+
+    Nodes that read only a shape are left out.
+    """
     return (name for name, _ in index.consumers[node] if index.nodes[name].op not in SHAPES)
 
 
 def _behind(index: GraphIndex, value: str) -> list[str]:
-    """Return the variables that a value is computed from."""
+    """Return the names of the variables that the node `value` is computed from, nearest first."""
     before = closure([value], lambda name: (each for each in _sources(index, name) if each in index.nodes))
     return [name for name in before if index.nodes[name].op in VARIABLE_OPS or index.nodes[name].op == HANDLE]
 
@@ -249,7 +275,7 @@ def likely_outputs(index: GraphIndex) -> list[Endpoint]:
 
 
 def _is_a_savers(index: GraphIndex, name: str) -> bool:
-    """True if a placeholder's value is used only in the file names of a Saver."""
+    """True if the value of the placeholder `name` is used only in the file names of a Saver."""
     pending, seen, saves = [name], {name}, False
     while pending:
         for reader, _ in index.consumers[pending.pop()]:
@@ -264,7 +290,10 @@ def _is_a_savers(index: GraphIndex, name: str) -> bool:
 
 
 def _computed_from_inputs(index: GraphIndex) -> set[str]:
-    """Return the nodes computed from inputs, without training's: the forward pass, and losses after it."""
+    """Return the names of the nodes of the forward pass, and of losses after it: those computed from inputs.
+
+    Gradients, updates of variables, and what only these read are left out.
+    """
     reached = {
         name
         for name in _after(index, _inputs(index), index.nodes)
@@ -289,7 +318,7 @@ def _updates(index: GraphIndex, nodes: set[str]) -> set[str]:
 
 
 def _variables_values(index: GraphIndex) -> set[str]:
-    """Return the variables, and the nodes computed only from them: reads, and joined partitions."""
+    """Return the names of the variables, and of nodes computed only from them: reads, joined partitions."""
     variables = [name for name, node in index.nodes.items() if node.op in VARIABLE_OPS or node.op == HANDLE]
     fed = {*_after(index, _inputs(index), index.nodes)}
     return {*_after(index, variables, index.nodes.keys() - fed)}
@@ -301,7 +330,10 @@ def _inputs(index: GraphIndex) -> list[str]:
 
 
 def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
-    """Return the nodes `start`, and all `among` others that depend on them, nearest first."""
+    """Return the nodes `start`, and all of `among` that depend on them, nearest first.
+
+    Only nodes of `among` are followed.
+    """
     among = {*among}
     return [*closure(start, lambda name: (reader for reader, _ in index.consumers[name] if reader in among))]
 

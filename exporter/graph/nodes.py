@@ -41,7 +41,9 @@ class Endpoint(NamedTuple):
 
     @property
     def as_input(self) -> str:
-        """Return its text as an input of a NodeDef: only the node's name for output 0."""
+        """Return the name as a data input of a NodeDef: `node:output`, or only the node's name for
+        output 0.
+        """
         return str(self) if self.output else self.node
 
 
@@ -57,7 +59,9 @@ def endpoint(text: str) -> Endpoint:
 
 
 def node_of(text: str) -> str:
-    """Return the node (or a function's argument) that an input names, in a GraphDef or a FunctionDef."""
+    """Return the name of the node, or of the function's argument, in an input of a GraphDef or
+    FunctionDef.
+    """
     return text.removeprefix("^").partition(":")[0]
 
 
@@ -72,12 +76,15 @@ def data_inputs(node: Proto) -> list[Endpoint]:
 
 
 def control_inputs(node: Proto) -> list[str]:
-    """Return the nodes that a node waits for by control edges."""
+    """Return the names of the nodes that a node waits for by control edges, in order."""
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
 def readers_of(nodes: Iterable[Proto], *, waiting: bool = False) -> dict[str, list[Proto]]:
-    """Return {node's name: the readers of its outputs}; with `waiting` also readers by control edges."""
+    """Return {name of a node or argument: the nodes that read it, once for each use}.
+
+    Only names with readers are keys. With `waiting`, nodes that wait by a control edge count, too.
+    """
     readers: dict[str, list[Proto]] = {}
     for node in nodes:
         for text in node.input if waiting else input_names(node):
@@ -102,7 +109,7 @@ def _absent() -> Proto:
 
 
 def attr(node: Proto, name: str) -> Proto:
-    """Return an attribute's AttrValue, only for reading.
+    """Return the AttrValue of an attribute, only for reading.
 
     A shared empty one if the node lacks the attribute.
     """
@@ -110,13 +117,16 @@ def attr(node: Proto, name: str) -> Proto:
 
 
 def attr_dtype(node: Proto, name: str) -> DType | None:
-    """Return a type attribute's DType, None if absent."""
+    """Return the DType in a type attribute, None if the node lacks it.
+
+    GraphError for an unknown type number.
+    """
     number = attr(node, name).type
     return base_dtype(number) if number else None
 
 
 def attr_text(node: Proto, name: str) -> str:
-    """Return a string attribute, "" if absent."""
+    """Return a string attribute, "" if the node lacks it; bytes that are not UTF-8 become U+FFFD."""
     return str(attr(node, name).s.decode("utf-8", "replace"))
 
 
@@ -140,9 +150,9 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
 
 
 def const_value(node: Proto | None) -> np.ndarray | None:
-    """Return the value of a Const.
+    """Return the value of a Const as an array; a Const of strings has bytes in it.
 
-    None for any other node, and for a value that is damaged or above 8 MiB.
+    None for any other node or None, and for a value that is damaged or above 8 MiB.
     """
     if node is None or node.op != "Const":
         return None
@@ -153,7 +163,10 @@ def const_value(node: Proto | None) -> np.ndarray | None:
 
 
 def const_texts(node: Proto | None) -> list[str] | None:
-    """Return the strings of a Const of strings, flattened; None for any other node."""
+    """Return the strings of a Const of strings, flattened.
+
+    None for any other node, and for a damaged value.
+    """
     value = const_value(node)
     if value is None or value.dtype != object:
         return None
@@ -164,7 +177,11 @@ _PASSES_ON = frozenset({"Identity"})
 
 
 def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[str] = _PASSES_ON) -> str:
-    """Follow first inputs back through nodes of these `ops`; returns the node or argument with the value."""
+    """Return the node or argument that `text` gets its value from, behind operations that forward it.
+
+    First inputs are followed back through the operations `ops`, at most 32 times. A name that `nodes` lacks
+    ends the search.
+    """
     name = node_of(text)
     for _ in range(_MAX_IDENTITIES):  # a damaged graph may have a cycle of them
         node = nodes.get(name)
@@ -177,7 +194,11 @@ def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[st
 def tensor_behind(
     nodes: Mapping[str, Proto], tensor: Endpoint, ops: Collection[str] = _PASSES_ON
 ) -> Endpoint:
-    """Follow a GraphDef's tensor back through nodes of these `ops`; returns the tensor with the value."""
+    """Return the tensor that a GraphDef's tensor gets its value from, behind operations that forward it.
+
+    First inputs are followed back through the operations `ops`, at most 32 times. A node that `nodes` lacks
+    ends the search.
+    """
     for _ in range(_MAX_IDENTITIES):
         node = nodes.get(tensor.node)
         if node is None or node.op not in ops or not data_inputs(node):
@@ -214,12 +235,16 @@ class GraphIndex:
 
     @classmethod
     def of(cls, meta_graph: Proto) -> GraphIndex:
-        """Index a MetaGraphDef, with the OpDefs in it."""
+        """Index a MetaGraphDef's graph with the OpDefs in it; GraphError as for the class."""
         return cls(meta_graph.graph_def, meta_graph.meta_info_def.stripped_op_list.op)
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[str, int]]]:
-        """Return {node: (consumer, position among the consumer's data inputs) of each use of its outputs}."""
+        """Return {node: [(reader, position among the reader's data inputs)]}, an entry for each use of its
+        outputs.
+
+        Nodes without readers have an empty list. It is memoised: later changes of the graph are not seen.
+        """
         readers: dict[str, list[tuple[str, int]]] = {name: [] for name in self.nodes}
         for node in self.nodes.values():
             for position, source in enumerate(data_inputs(node)):
@@ -228,7 +253,10 @@ class GraphIndex:
         return readers
 
     def resolve(self, text: str, role: str) -> Endpoint:
-        """Return the tensor that a user named (for a node its output 0); else UnknownTensor."""
+        """Return the tensor that a user named by `text` (output 0 if only a node is named).
+
+        `role` begins the error's message. UnknownTensor if the graph does not have that tensor.
+        """
         found = endpoint(text)
         node = self.nodes.get(found.node)
         if node is None or found.output < 0:
@@ -244,7 +272,10 @@ class GraphIndex:
         return found
 
     def nearest(self, text: str, count: int = 5) -> list[str]:
-        """Return at most `count` tensor names like `text`: similar ones, then ones with its last part."""
+        """Return at most `count` names of tensors (`node:0`) like `text`, similar ones first.
+
+        Then come names that contain its last part, those of about the same length first.
+        """
         import difflib
 
         name = endpoint(text).node
@@ -259,7 +290,10 @@ class GraphIndex:
         return self._op_defs.get(op)
 
     def output_dtypes(self, node: Proto) -> list[DType] | None:
-        """Return the dtypes of a node's outputs; None if neither OpDefs nor attributes have them."""
+        """Return the dtypes of a node's outputs, in order; None if neither OpDefs nor attributes have them.
+
+        GraphError for an unknown type number, or for more than 2^20 outputs.
+        """
         op_def = self._op_defs.get(node.op)
         if op_def is None:
             return _guessed_dtypes(node)
@@ -269,7 +303,10 @@ class GraphIndex:
         return found
 
     def dtype(self, tensor: Endpoint) -> DType:
-        """Return a tensor's dtype; GraphError if the graph does not describe the operation."""
+        """Return the dtype of a tensor of a node in the graph.
+
+        GraphError if the graph does not describe the operation.
+        """
         dtypes = self.output_dtypes(self.nodes[tensor.node])
         if dtypes is None or tensor.output >= len(dtypes):
             op = self.nodes[tensor.node].op
@@ -280,7 +317,10 @@ class GraphIndex:
         return dtypes[tensor.output]
 
     def shape(self, tensor: Endpoint) -> tuple[int, ...] | None:
-        """Return a tensor's recorded shape, with -1 for unknown lengths; None if its rank is unknown."""
+        """Return the recorded shape of a tensor of a node in the graph, with -1 for unknown lengths.
+
+        None if no shape, or an unknown rank, is recorded.
+        """
         node = self.nodes[tensor.node]
         recorded = attr(node, "_output_shapes" if "_output_shapes" in node.attr else "output_shapes")
         if tensor.output < len(recorded.list.shape):
@@ -289,9 +329,10 @@ class GraphIndex:
 
 
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
-    """Return the dtypes of one output argument: one, `number_attr` equal ones, or a list of them.
+    """Return the dtypes of one output argument of a node: one, `number_attr` equal ones, or those of a list.
 
-    Empty if the node lacks them; GraphError for an impossible number of outputs.
+    Empty if the node and `op_def` lack the attributes. GraphError for an impossible number of outputs, or an
+    unknown type number.
     """
     if argument.type_list_attr:
         types = _attr_or_default(node, op_def, argument.type_list_attr)
@@ -309,7 +350,7 @@ def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]
 
 
 def _attr_or_default(node: Proto, op_def: Proto, name: str) -> Proto | None:
-    """Return an attribute, or its OpDef's default, which MetaGraphs may leave out.
+    """Return an attribute of a node, or the default in its OpDef, which MetaGraphs may leave out.
 
     None if there is neither.
     """
@@ -336,7 +377,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
-    """Return `start` and all items that `following` finds from them, nearest first, each once."""
+    """Return `start` and all items that `following` yields from them, as keys, nearest first, each once."""
     found = dict.fromkeys(start)
     pending = deque(found)
     while pending:
@@ -348,15 +389,15 @@ def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]
 
 
 class Reached(Struct, frozen=True):
-    """The nodes that outputs need, nearest to the outputs first."""
+    """The nodes that outputs need, nearest to the outputs first, as `reach` finds them."""
 
     inputs: Mapping[str, tuple[str, ...]]  # each node's inputs, without needless control edges
     toward_output: Mapping[str, str | None]  # for each node one that needs it; None where the search began
 
     def path(self, name: str) -> str:
-        """Return the path from an output to a node, for an error message.
+        """Return the path from an output to a reached node, `output <- ... <- name`, for an error message.
 
-        A long one is shortened in the middle.
+        A long one is shortened in the middle. KeyError for a node that was not reached.
         """
         steps: list[str] = []
         current: str | None = name
@@ -375,9 +416,11 @@ def reach(
     replaced: Mapping[Endpoint, Endpoint] | None = None,
     given: Collection[Endpoint] = (),
 ) -> Reached:
-    """Return all nodes that `roots` need, with tensors `replaced` by others; the search stops at `given`.
+    """Return all nodes that the nodes `roots` need for their values.
 
-    GraphError if one of them reads a node that the graph does not have.
+    Control edges count only where they bind a node to its branch or loop. Tensors are `replaced` by others
+    first; the search does not go beyond the tensors `given`. GraphError if a node reads one that the graph
+    does not have. KeyError if the graph lacks a root.
     """
     pivots = Pivots(nodes)
     replaced = replaced or {}
@@ -410,7 +453,10 @@ def reach(
 def all_before(
     nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
 ) -> dict[str, None]:
-    """Return every node that runs for some tensors, nearest first, with control inputs; stops at `given`."""
+    """Return the names of all nodes that run for some tensors, as keys, nearest first, also by control edges.
+
+    The search stops at the tensors `given`; nodes that the graph lacks are left out.
+    """
     found: dict[str, None] = {}
     pending = deque(tensors)
     while pending:
@@ -423,7 +469,10 @@ def all_before(
 
 
 def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
-    """Raise GraphError for a cycle outside of TF1 loops, which TensorFlow could not run."""
+    """Raise GraphError for a cycle among the reached nodes, outside of TF1 loops.
+
+    TensorFlow could not run it.
+    """
     waits_for = {name: forward_sources(nodes, name, texts) for name, texts in reached.inputs.items()}
     try:
         TopologicalSorter(waits_for).prepare()
@@ -437,7 +486,11 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
 
 
 def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
-    """Return the nodes of these inputs, without the edge from NextIteration to Merge that closes a loop."""
+    """Return the names of the nodes of these inputs of the node `name`.
+
+    For a Merge they do not include the NextIteration that closes a loop. KeyError if the graph lacks one of
+    them.
+    """
     sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
         return {source for source in sources if nodes[source].op not in NEXT_ITERATIONS}
@@ -445,7 +498,10 @@ def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]
 
 
 def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
-    """Return the nodes `names`, each NoOp (a group) replaced by the nodes that it waits for, in any order."""
+    """Return the nodes `names`, with each NoOp (a group) replaced by the nodes that it waits for.
+
+    Each is returned once, in any order. Names that the graph lacks are left out.
+    """
     pending, found, seen = [*names], list[str](), set[str]()
     while pending:
         name = pending.pop()
@@ -489,7 +545,11 @@ class Pivots:
         self._is_plain = not has_control_flow(nodes)
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """Return a node's data inputs; without any, the control edge from its pivot, if it has one."""
+        """Return a node's data inputs as written.
+
+        If it has none, the control edge `^node` from its pivot, if it has one. GraphError if conditionals are
+        nested more than 64 deep.
+        """
         data = input_names(node)
         if data or self._is_plain:
             return data
@@ -521,7 +581,12 @@ class Pivots:
         return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
 
     def _same_context(self, node: Proto, depth: int) -> list[str]:
-        """Return nodes before `node` in the same branch or iteration, or before the one that it ends."""
+        """Return the nodes to search next for the pivot of `node`: its sources in the same branch or
+        iteration.
+
+        For an Exit or a Merge, which end a loop or conditional, these are the nodes that enter it. `depth`
+        counts nested conditionals.
+        """
         if node.op in EXITS:
             return self._before_loop(node)
         if node.op in MERGES:
@@ -529,7 +594,10 @@ class Pivots:
         return [source.node for source in data_inputs(node)] or control_inputs(node)
 
     def _before_loop(self, node: Proto) -> list[str]:
-        """Return the node that the loop's Enter reads, found from an Exit; none if the loop is damaged."""
+        """Return the node that the loop's Enter reads, found from the Exit `node`.
+
+        Empty if the loop is damaged.
+        """
         for _ in range(4):  # Exit, Switch, Merge, Enter
             sources = data_inputs(node)
             if not sources or sources[0].node not in self._nodes:
@@ -540,7 +608,10 @@ class Pivots:
         return []
 
     def _before_branch(self, merge: Proto, depth: int) -> list[str]:
-        """Return the nodes that a conditional's Switch reads, found from the Merge that ends it."""
+        """Return the nodes that a conditional's Switch reads, found from the Merge that ends it.
+
+        Empty if it has no Switch. `depth` counts nested conditionals.
+        """
         switch = next((s for s in data_inputs(merge) if self._op(s) in SWITCHES), None)
         if switch is None:
             branch_pivot = self._first_pivot([source.node for source in data_inputs(merge)], depth + 1)
@@ -564,7 +635,7 @@ def new_node(
     device: str = "",
     **attrs: Any,
 ) -> Proto:
-    """Make a NodeDef that waits for the nodes `after`.
+    """Return a new NodeDef with these data inputs, which waits for the nodes `after`.
 
     An attribute is a `DType` or a tuple of them, a shape (a tuple of numbers, -1 or None if unknown), a bool,
     an int, bytes, a `TensorProto`, or the name of a function, as a str.
@@ -577,7 +648,7 @@ def new_node(
 
 
 def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
-    """Make a Const of a value, with this dtype."""
+    """Return a new Const of a value, with this dtype, which may be a quantised one that numpy lacks."""
     tensor = protos.TensorProto()
     fill(tensor, value)
     tensor.dtype = int(dtype)  # numpy knows no quantised types
@@ -594,14 +665,20 @@ def free_name(taken: Collection[str], wish: str) -> str:
 
 
 def put_nodes(field: Any, nodes: Iterable[Proto]) -> None:
-    """Replace all nodes of a graph (its `node`) or a function (its `node_def`); `nodes` may be its own."""
+    """Replace all nodes of a graph (`field` is its `node`) or a function (its `node_def`).
+
+    `nodes` may be its own.
+    """
     kept = [*nodes]  # before the field is emptied: they may be views of it
     del field[:]
     field.extend(kept)
 
 
 def drop_nodes(field: Any, gone: Collection[str]) -> None:
-    """Remove nodes, and the edges from them, from a graph (`node`) or a function (`node_def`), in place."""
+    """Remove the nodes named `gone`, and the edges from them, in place.
+
+    `field` is the `node` of a graph or the `node_def` of a function.
+    """
     for at in reversed(range(len(field))):  # from the end, so that removing the last nodes moves no others
         if field[at].name in gone:
             del field[at]
@@ -612,7 +689,10 @@ def drop_nodes(field: Any, gone: Collection[str]) -> None:
 
 
 def drop_from_function(function: Proto, gone: Collection[str]) -> None:
-    """Remove nodes from a function, in place, with edges from them and control outputs that name them."""
+    """Remove the nodes named `gone` from a function, in place.
+
+    Edges from them, and control outputs that name them, are removed, too.
+    """
     drop_nodes(function.node_def, gone)
     for output in [output for output, node in function.control_ret.items() if node in gone]:
         del function.control_ret[output]
@@ -673,20 +753,26 @@ class Body:
         return cls(function.node_def, function)
 
     def producer(self, reference: str) -> Proto | None:
-        """Return the node that makes a tensor; None for a function's argument."""
+        """Return the node that makes a tensor.
+
+        None for a function's argument, or if there is no such node.
+        """
         is_argument = self.function is not None and ":" not in reference
         return None if is_argument else self.by_name.get(node_of(reference))
 
     def results(self) -> Iterator[str]:
-        """Yield the tensors that a function returns; none for a graph."""
+        """Return an iterator over the names of the tensors that a function returns; empty for a graph."""
         return iter(self.function.ret.values() if self.function is not None else ())
 
     def canonical(self, reference: str) -> str:
-        """Return the same name for both names of a tensor (`node` and `node:0` in a graph)."""
+        """Return the same name for both names of a tensor in a graph, `node:0`.
+
+        In a function the name itself.
+        """
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 
     def output(self, node: Proto, index: int) -> str:
-        """Return the name of output `index` of a node that forwards tensors (Identity, Switch) or loops."""
+        """Return the name of output `index` of an Identity, a Switch, a Merge or a loop."""
         if self.function is None:
             return f"{node.name}:{index}"
         if node.op == "Switch":
@@ -698,11 +784,14 @@ class Body:
         return str(node.name) if self.function is None else f"{node.name}:{argument}:0"
 
     def add(self, name: str, op: str, *inputs: str, device: str = "", **attrs: Any) -> Proto:
-        """Add a node under `name`, or a free name like it, and return it; attributes as for `new_node`."""
+        """Add a node under `name`, or a free name like it, and return it.
+
+        `inputs` are tensors by the names used in this body; attributes are as for `new_node`.
+        """
         return self.put(new_node(free_name(self.by_name, name), op, inputs, device=device, **attrs))
 
     def rename(self, node: Proto, name: str) -> None:
-        """Rename a node; the new name must be free, and the old one becomes free."""
+        """Rename a node; the new name must be free. Readers keep the old name, which becomes free."""
         del self.by_name[node.name]
         node.name = name
         self.by_name[name] = node
@@ -710,7 +799,10 @@ class Body:
     def constant_beside(
         self, node: Proto, wish: str, value: int | Sequence[int], dtype: DType = DType.INT32
     ) -> str:
-        """Add a constant that waits for `node`, and return its output."""
+        """Add a constant that waits for `node`, and return the name of its output.
+
+        The constant is named `wish`, or has a free name like it.
+        """
         name = free_name(self.by_name, wish)
         made = self.put(constant(name, np.array(value, dtype.numpy), dtype))
         made.input.append(f"^{node.name}")  # in a loop of Enter and Exit it then belongs to the node's frame
@@ -737,7 +829,7 @@ _BY_ELEMENT = frozenset(
 
 
 def makes_vector(body: Body, reference: str, named: Collection[str], depth: int = 12) -> bool:
-    """True if operations always make a tensor one-dimensional, whatever their inputs are, as `Unique` does.
+    """True if a tensor is one-dimensional whatever the inputs of the graph are, as a result of `Unique` is.
 
     Shapes that the graph only declares do not count: nothing checks them for values that a client sends. It
     may send any node of those that signatures have `named`, also one that another signature computes. Looks
@@ -770,13 +862,16 @@ def makes_vector(body: Body, reference: str, named: Collection[str], depth: int 
 
 
 def bodies(graph_def: Proto) -> Iterator[Body]:
-    """Yield the bodies of the graph, and of each of its functions."""
+    """Yield the body of the graph, then those of its functions in their order.
+
+    Changes of them change the graph.
+    """
     yield Body(graph_def.node)
     yield from map(Body.of, graph_def.library.function)
 
 
 def called(node: Proto) -> Iterator[Proto]:
-    """Yield the functions that a node's attributes name, as messages whose `name` may be set."""
+    """Yield the functions that a node's attributes name, in any order; their `name` may be set."""
     for value in node.attr.values():
         if value.HasField("func"):
             yield value.func
