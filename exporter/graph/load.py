@@ -102,9 +102,7 @@ def nothing_to_serve(checkpoint: object = "CHECKPOINT") -> UsageError:
 
 
 def require_function_named(path: Path) -> None:
-    """Raise UsageError for a path that is neither a finished graph nor the name of a builder,
-    FILE:FUNCTION.
-    """
+    """Raise UsageError for a path that is neither a finished graph nor names a builder by FILE:FUNCTION."""
     if not (":" in str(path) or is_archive(path) or path.is_dir() or path.suffix in _GRAPH_FILES):
         raise UsageError(
             f"--model {path}: expected pkg.mod:fn, file.py:fn, a .meta file, a SavedModel "

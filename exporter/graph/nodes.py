@@ -41,9 +41,7 @@ class Endpoint(NamedTuple):
 
     @property
     def as_input(self) -> str:
-        """Return the name as a data input of a NodeDef: `node:output`, or only the node's name for
-        output 0.
-        """
+        """Return the name as a data input of a NodeDef: `node:output`, or only the node for output 0."""
         return str(self) if self.output else self.node
 
 
@@ -59,9 +57,7 @@ def endpoint(text: str) -> Endpoint:
 
 
 def node_of(text: str) -> str:
-    """Return the name of the node, or of the function's argument, in an input of a GraphDef or
-    FunctionDef.
-    """
+    """Return the name of the node or function argument in an input of a GraphDef or FunctionDef."""
     return text.removeprefix("^").partition(":")[0]
 
 
@@ -240,7 +236,7 @@ class GraphIndex:
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[str, int]]]:
-        """Return {node: [(reader, position among the reader's data inputs)]}, an entry for each use of its
+        """Return {node: [(reader, position among its data inputs)]}, an entry for each use of the node's
         outputs.
 
         Nodes without readers have an empty list. It is memoised: later changes of the graph are not seen.
@@ -581,7 +577,7 @@ class Pivots:
         return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
 
     def _same_context(self, node: Proto, depth: int) -> list[str]:
-        """Return the nodes to search next for the pivot of `node`: its sources in the same branch or
+        """Return the nodes to search next for the pivot of `node`, its sources in the same branch or
         iteration.
 
         For an Exit or a Merge, which end a loop or conditional, these are the nodes that enter it. `depth`

@@ -35,9 +35,9 @@ _UNNAMED = "Variable"  # TensorFlow's name for a variable without a name
 
 
 def objects_among(result: Any) -> dict[str, Any]:
-    """Return the models and modules that a builder returned, by the names of their signatures.
+    """Return {signature: model or module} for the Keras models and `tf.Module`s in a builder's result.
 
-    A single one, returned alone, has the name "". Empty if there are none.
+    The result is a model or module, which has the name "", or a mapping of them; other values are left out.
     """
     if _is_object(result):
         return {"": result}
@@ -46,7 +46,9 @@ def objects_among(result: Any) -> dict[str, Any]:
 
 
 def holding(models: Mapping[str, Any]) -> Any:
-    """Return the model named "", or an object that has these models as attributes under their names."""
+    """Return the model named "", or a new `tf.Module` that has these models as attributes under
+    their names.
+    """
     import tensorflow as tf
 
     if "" in models:
@@ -64,10 +66,12 @@ def _is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Tensors, Tensors]]:
-    """Return {signature: (inputs, outputs)} of a model or module, called on placeholders in this graph.
+    """Return {signature: (inputs, outputs)} of a model or module, which is called on new placeholders in this
+    graph.
 
-    With a `name`, its only or default signature gets that name, and others `<name>_<signature>`. BuilderError
-    if it has no signatures, its inputs are unknown, or the call fails.
+    Inputs and outputs are tensors by name. With a `name`, its only or default signature gets that name, and
+    others `<name>_<signature>`; `label` names the builder in messages. BuilderError if it has no signatures,
+    its inputs are unknown, it was built before, or the call fails.
     """
     _refuse_foreign_variables(model, label)
     where = f"{label}, {name!r}" if name else label
@@ -95,11 +99,12 @@ def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Ten
 
 
 def as_loaded(model: Any, naming: Naming) -> tuple[str, ...]:
-    """Change a Keras model so that it answers as after loading a checkpoint; returns notes for the user.
+    """Change a Keras model so that it answers as after loading a checkpoint, and return notes for the user.
 
     Layers begin each request with a reset state, since a served model keeps none. If files store values by
-    layer, Keras merges adapters (LoRA) into kernels when it saves, and sets adapters to zero when it loads;
-    weights that it quantizes by a calibration count as calibrated. Other settings are not changed.
+    layer (`naming`), Keras merges adapters (LoRA) into kernels when it saves, and sets adapters to zero when
+    it loads; weights that it quantizes by a calibration count as calibrated. Other settings are not changed.
+    () for an object that is not a Keras model.
     """
     if (keras := keras_of(model)) is None:
         return ()
@@ -142,7 +147,11 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Raise BuilderError for a model that was built before, such as a global: its variables have values."""
+    """Raise BuilderError for a model with variables outside of this graph: it was built before, as a global
+    is.
+
+    `label` names the builder in the message.
+    """
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
@@ -167,9 +176,10 @@ class ObjectView(Struct, frozen=True):
 def view_objects(
     model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
 ) -> ObjectView:
-    """Return the objects below a model.
+    """Return the objects below a model, as TensorFlow would save them.
 
-    Variables name nodes of its graph, or are what `variable_of` returns.
+    Trainable variables of Keras models as a list, too. A variable is what `variable_of` returns for an object
+    (None: not a variable), else its node in the graph.
     """
     import tensorflow as tf
 
@@ -194,9 +204,9 @@ def view_objects(
 
 
 def _as_list(variables: Sequence[Any], items: list[Any], edges: list[dict[str, Any]]) -> object:
-    """Return an object with these variables as children.
+    """Return a new object with these variables as children "0", "1" ..., for the object graph.
 
-    Adds it, and untracked variables, to items and edges.
+    It is appended to `items`, its children to `edges`; so are variables that `items` lacks, without children.
     """
     known = {id(item) for item in items}
     listed = object()
@@ -224,7 +234,8 @@ def unchanged_classes() -> Iterator[None]:
     """Restore the bases of a program's own tf-keras classes once no builder runs in a graph any more.
 
     tf-keras gives a subclass of Model other bases while there is no eager execution, and models that exist
-    already would lose theirs. (Source: tf_keras/src/utils/version_utils.py, swap_class.)
+    already would lose theirs. Blocks may overlap, in several threads: the last one to end restores them.
+    (Source: tf_keras/src/utils/version_utils.py, swap_class.)
     """
     loaded: list[Any] = [sys.modules.get(name) for name in ("keras", "tf_keras")]
     with _PUT_BACK():
@@ -253,7 +264,8 @@ _PUT_BACK = WhileNeeded(_put_back)
 def counted_anew() -> Iterator[None]:
     """Let Keras 3 number names from the beginning in the block, and restore its own count after it.
 
-    So a builder makes the same names whether or not its program made models before.
+    So a builder makes the same names whether or not its program made models before. Only this thread's count
+    changes.
     """
     before = getattr(_keras_counts(), _COUNTS, None)
     _count_from({})
@@ -267,7 +279,7 @@ _COUNTS = "object_name_uids"
 
 
 def _keras_counts() -> Any:
-    """Return the object in which Keras 3 counts the names of this thread; None before Keras is loaded."""
+    """Return the object in which Keras 3 counts the names of this thread; None before Keras 3 is loaded."""
     state = sys.modules.get("keras.src.backend.common.global_state")
     return getattr(state, "GLOBAL_STATE_TRACKER", None)
 
@@ -278,7 +290,7 @@ def _count_from(counts: Mapping[str, int]) -> None:
 
 
 def _subclasses(root: type) -> Iterator[type]:
-    """Yield all classes derived from a class, directly or not."""
+    """Yield all classes derived from a class, directly or not; one with several bases may come twice."""
     children: list[type] = root.__subclasses__()
     for child in children:
         yield child
@@ -286,7 +298,10 @@ def _subclasses(root: type) -> Iterator[type]:
 
 
 def keras_of(value: Any) -> Any:
-    """Return the Keras module of a model, Keras 3 or tf-keras; None if the value is not a Keras model."""
+    """Return the Keras module (Keras 3 or tf-keras) whose Model the value is.
+
+    None if it is not a Keras model.
+    """
     kerases = (sys.modules.get(name) for name in ("keras", "tf_keras"))
     return next((keras for keras in kerases if keras is not None and isinstance(value, keras.Model)), None)
 
@@ -305,9 +320,9 @@ def _variable(item: Any) -> TrackedVariable | None:
 
 
 def _table_node(item: Any) -> str:
-    """Return the node of a table that training fills.
+    """Return the name of the node of a table that training fills.
 
-    "" for other objects, and for a table outside of a graph.
+    "" for other objects, or outside of a graph.
     """
     import tensorflow as tf
 
@@ -329,9 +344,10 @@ def _value_of(item: Any) -> Any:
 
 
 def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
-    """Make placeholders for a Keras model's inputs: by name, and in the structure that it is called with.
+    """Return new placeholders for a Keras model's inputs, by name, and in the structure that it is called
+    with.
 
-    BuilderError if the model's inputs are unknown.
+    BuilderError if the model's inputs are unknown; `label` names the builder in the message.
     """
     import tensorflow as tf
 
@@ -350,7 +366,10 @@ def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
 
 
 def _declared_inputs(model: Any) -> Any:
-    """Return the inputs that a model itself declares; None if it declares none."""
+    """Return the inputs that a model itself declares, in the structure of its calls.
+
+    None if it declares none.
+    """
     structure = _quietly(lambda: model.input)
     if structure is not None:
         return structure
@@ -359,7 +378,10 @@ def _declared_inputs(model: Any) -> Any:
 
 
 def _input_names(model: Any, structure: Any) -> list[str]:
-    """Return a name for each input: its key in a dict, the program's own, or `inputs` or `input_<i>`."""
+    """Return a name for each input in `structure`, in the order of `tf.nest.flatten`.
+
+    It is the input's key in a dict, else the program's own name, else `inputs` (of one input) or `input_<i>`.
+    """
     import tensorflow as tf
 
     if isinstance(structure, Mapping):
@@ -373,7 +395,11 @@ def _input_names(model: Any, structure: Any) -> list[str]:
 
 
 def _built_shapes(model: Any) -> Any:
-    """Return the TensorSpec of a subclassed model's only input, from its build shape; or None."""
+    """Return a TensorSpec of any batch size for a subclassed model's only input, from the shape it was built
+    with.
+
+    None if it was not built, or has several inputs.
+    """
     import tensorflow as tf
 
     config = _quietly(model.get_build_config) or {}
@@ -388,7 +414,11 @@ def _built_shapes(model: Any) -> Any:
 
 
 def _placeholder(spec: Any, name: str) -> Any:
-    """Make a placeholder for an input of any batch size, declared by a TypeSpec or by Keras' own tensors."""
+    """Return a new placeholder for an input of any batch size.
+
+    Dense, sparse or ragged, as `spec` declares it. `spec` is a TypeSpec or one of Keras' own tensors; `name`
+    is the input's.
+    """
     import tensorflow as tf
 
     if isinstance(spec, tf.SparseTensor | tf.RaggedTensor):  # Keras 2 declares inputs by placeholders
@@ -406,7 +436,10 @@ def _placeholder(spec: Any, name: str) -> Any:
 
 
 def _composite(spec: Any, name: str) -> Any:
-    """Make a sparse or ragged tensor of placeholders, one for each of its components."""
+    """Return a sparse or ragged tensor of new placeholders, one for each component of its TypeSpec.
+
+    They are named `name`, `name_1` and so on.
+    """
     import tensorflow as tf
 
     flat = tf.nest.flatten(spec, expand_composites=True)
@@ -423,7 +456,11 @@ def _node_name(name: str) -> str:
 
 
 def _outputs(result: Any, names: list[str]) -> Tensors:
-    """Return {name: result of a call}, by a dict's keys, the names of output layers, or `output_<i>`."""
+    """Return {output's name: tensor} for the result of a call.
+
+    A dict has its own keys; the tensors of another structure have `names`, or `output_<i>` if these do not
+    fit.
+    """
     import tensorflow as tf
 
     if isinstance(result, Mapping):
@@ -435,9 +472,9 @@ def _outputs(result: Any, names: list[str]) -> Tensors:
 
 
 def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
-    """Return the inputs and outputs of a tf.function, called on placeholders.
+    """Return the inputs and outputs, by name, of a tf.function that is called on new placeholders.
 
-    BuilderError for any other value.
+    BuilderError if it is not a tf.function, or if the call fails; `where` names it in the message.
     """
     import tensorflow as tf
 
@@ -457,7 +494,11 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
 
 
 def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
-    """Return a name for each of a function's tensors; `keywords` has one for each component of a tensor."""
+    """Return a name for each of a function's tensors, in order: its own, else one of `keywords`, else
+    `input_<i>`.
+
+    `keywords` has one name for each component, of which sparse and ragged tensors have several.
+    """
     import tensorflow as tf
 
     names, place = [], 0
@@ -471,10 +512,7 @@ def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
 
 
 def _quietly(read: Callable[[], Any]) -> Any:
-    """Return the value of a Keras model's property.
-
-    None if the model does not have it, and reading it fails.
-    """
+    """Return the result of `read`, which reads a property of a Keras model; None if the model lacks it."""
     try:
         return read()
     except (AttributeError, ValueError, RuntimeError, NotImplementedError):

@@ -22,7 +22,10 @@ _SHOWN = 4
 
 
 class LatePart(Struct, frozen=True):
-    """A part of a node that the oldest servers lack: its operation, an attribute of it, or a type."""
+    """A part of a node that the oldest servers lack: its operation, an attribute of it, or a type.
+
+    `what` names it, and `since` is the TensorFlow that added it.
+    """
 
     what: str
     since: Version
@@ -32,10 +35,10 @@ class LatePart(Struct, frozen=True):
 
 
 def make_for(graph_def: Proto, server: Version) -> None:
-    """Remove, in place, attributes without effect that a server lacks.
+    """Remove attributes without effect that servers of a TensorFlow version lack, in place.
 
     Raises:
-        NotServable: the server lacks something else.
+        NotServable: they lack something else that the graph needs.
     """
     require_had(graph_def, server)
     for part in _late_parts(all_nodes(graph_def)):
@@ -44,7 +47,7 @@ def make_for(graph_def: Proto, server: Version) -> None:
 
 
 def require_had(graph_def: Proto, server: Version) -> None:
-    """Raise NotServable if a graph needs a part that servers of this TensorFlow lack."""
+    """Raise NotServable if a graph needs a part that servers of this TensorFlow version lack."""
     lacking = [each for each in _late_parts(all_nodes(graph_def)) if not each.silent and each.since > server]
     if not lacking:
         return
@@ -61,7 +64,10 @@ def require_had(graph_def: Proto, server: Version) -> None:
 
 
 def oldest_server(graph_def: Proto) -> Version:
-    """Return the oldest known TensorFlow whose servers load a graph unchanged, `OLDEST` at the earliest."""
+    """Return the oldest TensorFlow version whose servers load a graph unchanged.
+
+    `OLDEST` if no known one is too old.
+    """
     parts = _late_parts(all_nodes(graph_def))
     return max(
         (min(each.since, _PASSES_OVER) if each.silent else each.since for each in parts), default=OLDEST
@@ -69,12 +75,15 @@ def oldest_server(graph_def: Proto) -> Version:
 
 
 def text_of(version: Version) -> str:
-    """Return a version as text, such as `2.8`."""
+    """Return a version as text, such as `2.8` for (2, 8)."""
     return ".".join(map(str, version))
 
 
 def _late_parts(nodes: Iterable[Proto]) -> Iterator[LatePart]:
-    """Yield the parts of nodes that were added to TensorFlow after `OLDEST`."""
+    """Yield the parts of nodes that were added to TensorFlow after `OLDEST`, node by node.
+
+    An attribute whose value is its default, or only changes what is logged, is `silent`.
+    """
     late = late_ops()
     for node in nodes:
         if node.op in late.ops:

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 
 def _written(default: Any) -> Any:
-    """Make a field default that is written, too, as earlier releases did.
+    """Return a field whose default is a copy of this one, and is written into JSON, too, as earlier releases
+    did.
 
-    `omit_defaults` does so for factories.
+    `omit_defaults` leaves out plain defaults, but not those of factories.
     """
     return field(default_factory=lambda: copy(default))
 
@@ -71,7 +72,8 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
         """Return the sources that a request names, before it is loaded; a builder's code is not known yet.
 
-        With `is_beside` the graph is that beside the checkpoint. A file that cannot be read is left out.
+        `is_beside` says that the graph is the one beside the checkpoint. A file that cannot be read is left
+        out. BuilderError if the builder does not exist, UsageError if the graph's file does not exist.
         """
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
@@ -84,7 +86,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return cls(function, is_beside, files, graph_options(request))
 
     def with_code(self, code: Code) -> GraphOrigin:
-        """Return the origin with the code that made the graph."""
+        """Return a copy with the code that made the graph; without files of code, its own files stay."""
         return replace(
             self,
             files=code.files or self.files,
@@ -94,16 +96,21 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         )
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """Return the origin with digests of the graph made from it, and of `assets`, its tables' files."""
+        """Return a copy with digests of the graph made from it, and of the files of its tables.
+
+        `assets` are these files by name. OSError if one cannot be read.
+        """
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
         digests = {name: file_digest(path) for name, path in assets.items()}
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """Yield the differences of a later request's model and options, in words.
+        """Yield the differences of a later request's model and options from this origin, as phrases for a
+        message.
 
-        Omitted ones do not count.
+        A model or options that the request omits do not count. BuilderError if the builder does not exist,
+        UsageError if the graph's file does not.
         """
         given = graph_options(request)
         if given:
@@ -122,10 +129,12 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def code_differences(
         self, request: GraphRequest, places: CodePlaces, digests: FileDigests, known: Mapping[str, str]
     ) -> tuple[list[str], list[str]]:
-        """Return how a later request's code differs from modules found by name, and what is unknown of it.
+        """Return the changes of a later request's code, as phrases, and the names of parts that are unknown.
 
         The second list has modules that are not found, or were edited before they were recorded, and files
-        that the builder read if they differ. `known` are digests of such files that made the same graph.
+        that the builder read if they differ. `known` has, by name, digests of such files that made the same
+        graph; `places` are paths of the last run. Both are empty for a request without a model. BuilderError
+        if the builder does not exist, UsageError if the graph's file does not.
         """
         if request.model is None:
             return [], []
@@ -145,9 +154,11 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return [f"{name} has changed" for name in changed], unknown
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """Return the digest of the finished graph in a request, if this origin is a finished graph, too.
+        """Return the digest of the finished graph in a request.
 
-        None otherwise.
+        None if it, or this origin, is not a finished graph. An archive that a release before 0.3.0 recorded
+        has the recorded digest if its model is the same. OSError if the file cannot be read, UsageError if it
+        does not exist.
         """
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
@@ -163,7 +174,11 @@ def _is_known(place: Path | None, digest: str | None) -> bool:
 
 
 class CodePlaces(Struct, frozen=True):
-    """The paths of a builder's modules, and of the files that it read, when it ran; see `Code`."""
+    """The paths of a builder's modules, and of the files that it read, when it ran; see `Code`.
+
+    `files` are the paths by name, `beside` those relative to the builder's directory, and `by_name` are the
+    names of modules that are found through `sys.path` first.
+    """
 
     files: Mapping[str, Path] = field(default_factory=dict)
     beside: Mapping[str, str] = field(default_factory=dict)
@@ -171,11 +186,12 @@ class CodePlaces(Struct, frozen=True):
 
     @classmethod
     def of(cls, code: Code) -> CodePlaces:
-        """Return the places of code that ran just now."""
+        """Return the places of code that has just run."""
         return cls(code.places, code.beside, code.by_name)
 
     def find(self, name: str, path: list[str], builder: BuilderFile | None) -> Path | None:
-        """Return the present file of a module, beside a builder that may have moved.
+        """Return the present file of a module, searched along `path` and beside a builder that may have
+        moved.
 
         None if it is not found.
         """
@@ -184,7 +200,10 @@ class CodePlaces(Struct, frozen=True):
         return self._kept(name, builder) or find_module(name, path)
 
     def find_opened(self, name: str, root: Path, builder: BuilderFile | None) -> Path | None:
-        """Return the present file that a builder read under a name; None if there is none."""
+        """Return the present path of a file that a builder read under a name, else the one below `root`.
+
+        None if none exists. UsageError or a subclass of ExportError if the name leads out of `root`.
+        """
         beside = below(root, name, "a manifest names a file of the builder:")
         return self._kept(name, builder) or (beside if beside.is_file() else None)
 
@@ -202,7 +221,10 @@ def _is_in_archive(place: Path) -> bool:
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """Return {option: value} of the options about the graph in a request; for a file, its contents."""
+    """Return {option: value} of the given options about the graph; for a file its contents or a digest.
+
+    UsageError if the file of `--signatures` cannot be read.
+    """
     from exporter.graph.source_graph import read_signatures
 
     given: dict[str, Any] = {
@@ -221,7 +243,11 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """Yield the names of `known` files whose digests changed; a missing file does not count."""
+    """Yield the names of files whose digests changed.
+
+    A file that is missing or cannot be read does not count. `known` has the earlier digests, `places` the
+    present paths, both by name.
+    """
     for name, digest in known.items():
         with contextlib.suppress(OSError):
             if name in places and digests(places[name]) != digest:
@@ -231,7 +257,8 @@ def changed_assets(
 def check_named(model: Any) -> None:
     """Check that the model which `--model` names exists, without running anything.
 
-    None and functions pass, and a builder's function that only importing its module could show.
+    None, functions and model objects pass, and so does a builder's function that only an import of its module
+    could show.
 
     Raises:
         BuilderError: the builder's file, module or function does not exist.
@@ -241,9 +268,10 @@ def check_named(model: Any) -> None:
 
 
 def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
-    """Return (builder's function, its file, None) or ("", None, finished graph's file).
+    """Return a model's builder and file: (function's name, the builder's file, None), or ("", None, finished
+    graph's file).
 
-    UsageError if the file does not exist, BuilderError if the builder does not.
+    ("", None, None) for None. UsageError if the file does not exist, BuilderError if the builder does not.
     """
     if model is None:
         return "", None, None
@@ -267,7 +295,9 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 
 
 def _is_as_written(path: Path, known: str) -> bool:
-    """True if an archive's model has the digest that a base of a release before 0.3.0 recorded for it."""
+    """True if `path` is an archive whose model has the digest `known`, as releases before 0.3.0
+    recorded it.
+    """
     from exporter.checkpoint.families import is_archive
 
     if not is_archive(path):
@@ -278,9 +308,9 @@ def _is_as_written(path: Path, known: str) -> bool:
 
 
 def _graph_file_digest(path: Path) -> str:
-    """Return the digest of a graph's file; of an archive only its model's, without its weights.
+    """Return the digest of a graph's file, or of the model in an archive, without its weights.
 
-    BuilderError if an archive has only weights.
+    BuilderError if an archive has only weights; OSError if the file cannot be read.
     """
     from exporter.checkpoint.families import is_archive
     from exporter.wire.protos import MAX_MESSAGE_BYTES

@@ -132,7 +132,10 @@ _SHOWN = 6
 
 @cache
 def effect_of(op: str) -> Effect | None:
-    """Return the worst effect of an operation, whatever its attributes are; None if harmless."""
+    """Return the worst effect of an operation (its name), whatever its attributes are.
+
+    None if it is harmless. UNKNOWN for an operation that neither list has. Memoised.
+    """
     # `_EFFECTS` has precedence over the list, so that an operation in both counts as reaching out.
     known = next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
     return known if known or op in _harmless() else Effect.UNKNOWN
@@ -147,10 +150,12 @@ def _harmless() -> frozenset[str]:
 def outside_ops(
     graph_def: Proto, files: Collection[str] = (), own: Collection[str] = (), fed: Collection[str] = ()
 ) -> list[Outside]:
-    """Return every operation of a served graph that reaches out, except reads of the version's own files.
+    """Return every operation of a served graph that reaches out, each once, except reads of the version's own
+    files.
 
     `files` are nodes with the path of an own file; the nodes `own` are not judged; clients send values for
-    the nodes `fed`. NotServable if a function calls itself.
+    the nodes `fed`. NotServable if a function calls itself; GraphError if two nodes of a function have one
+    name.
     """
     return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
 
@@ -158,7 +163,11 @@ def outside_ops(
 def running_outside(
     graph_def: Proto, names: Collection[str], is_stateful: Callable[[str], bool]
 ) -> list[Outside]:
-    """Return operations that reach out, beyond reading, if this process imports a graph and runs `names`.
+    """Return the operations that reach out, beyond reading, if this process imports a graph and runs the
+    nodes `names`.
+
+    First come those that certainly run. `is_stateful` tells for an operation's name whether it has state for
+    TensorFlow; others may also run while the graph is imported.
 
     Raises:
         NotServable: a function calls itself.
@@ -178,7 +187,10 @@ def running_outside(
 
 
 def keep_before(graph_def: Proto, names: Collection[str]) -> None:
-    """Reduce a graph, in place, to the nodes `names`, all nodes that run before, and functions they call."""
+    """Reduce a graph, in place, to the nodes `names`, all nodes that run before, and functions they call.
+
+    NotServable if such a function calls itself.
+    """
     nodes = {node.name: node for node in graph_def.node}
     kept = all_before(nodes, [endpoint(name) for name in names])
     put_nodes(graph_def.node, [node for name, node in nodes.items() if name in kept])
@@ -190,7 +202,7 @@ def keep_before(graph_def: Proto, names: Collection[str]) -> None:
 
 
 def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
-    """Raise an error if the operations found reach out of the version, unless `is_allowed`.
+    """Raise an error if operations reach out of the version and that is not allowed, or if one calls Python.
 
     Raises:
         NotServable: an initialiser calls Python, whatever is allowed.
@@ -213,10 +225,9 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
 
 
 def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -> None:
-    """Check that a graph may run here, for `what`, which has no effects beyond reading unless `is_allowed`.
+    """Raise AccessRefused if operations have effects beyond reading, unless `is_allowed`.
 
-    Raises:
-        AccessRefused: it has, and `is_allowed` is false; the error names the operations.
+    The error names them. `what` names the step that would run the graph here.
     """
     found = [each for each in found if each.effect is not Effect.READS]
     if found and not is_allowed:
@@ -227,7 +238,11 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
 
 
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
-    """Yield the operations with an effect among the nodes of a function, or of the graph ("")."""
+    """Yield the operations with an effect among the nodes of a function, or of the graph (""), in their
+    order.
+
+    `library` has the names of the graph's functions.
+    """
     for node in nodes:
         effect = effect_in(node, library)
         if effect is not None:
@@ -235,9 +250,9 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 
 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
-    """Return the effect of a node with its attributes.
+    """Return the effect of a node with its attributes; None if it is harmless, a call or a foreign operation.
 
-    None if harmless, for calls and for foreign operations.
+    `library` has the names of the graph's functions.
     """
     effect = effect_of(node.op)
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
@@ -255,7 +270,10 @@ def _is_fixed(node: Proto) -> bool:
 
 
 def _is_opaque(node: Proto, library: Collection[str]) -> bool:
-    """True if an attribute holds a handle, a serialised object, or a function that cannot be followed."""
+    """True if an attribute holds a handle, a serialised object, or a function that cannot be followed.
+
+    `library` has the names of the graph's functions.
+    """
     for value in node.attr.values():
         kind = value.WhichOneof("value")
         if kind == "tensor" and value.tensor.dtype in _OPAQUE:
@@ -271,7 +289,10 @@ def _is_opaque(node: Proto, library: Collection[str]) -> bool:
 
 
 def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
-    """True for a function of the graph without functions or tensors as attributes, and for no function."""
+    """True for a function of the graph without functions or tensors as attributes.
+
+    Also for one without a name.
+    """
     is_known = not function.name or function.name in library
     return is_known and not any(
         value.WhichOneof("value") in ("func", "tensor") or value.list.func or value.list.tensor
@@ -280,14 +301,18 @@ def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
 
 
 def _is_in_memory(source: str) -> bool:
-    """True if a proto's descriptor is linked in, or in the graph (core/util/proto/descriptors.cc)."""
+    """True if `source`, a proto's `descriptor_source`, names no file: the descriptor is linked in, or in the
+    graph.
+
+    Source: core/util/proto/descriptors.cc.
+    """
     return source in ("", "local://") or source.startswith("bytes://")
 
 
 class _Judge:
     """Finds operations that reach out in a graph and its functions.
 
-    Judges a file's name where it is passed.
+    A read is judged where the name of its file comes from, which may be the caller of its function.
     """
 
     def __init__(self, graph_def: Proto, own: OwnFiles) -> None:
@@ -297,7 +322,10 @@ class _Judge:
         self._judged: dict[str, tuple[set[int], list[Outside]]] = {}
 
     def found(self, own: Collection[str]) -> list[Outside]:
-        """Return the operations that reach out, each once, without the nodes `own` of the graph."""
+        """Return the operations that reach out, each once, without nodes of the graph in `own`.
+
+        NotServable if a function calls itself.
+        """
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
             inside += self._function(name)[1]
@@ -305,7 +333,11 @@ class _Judge:
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """Return places of a function's arguments that name files, and other operations that reach out."""
+        """Return positions of a function's arguments that must name own files, and its operations that reach
+        out.
+
+        Operations that reach out only through these arguments are not in the list. Memoised.
+        """
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: until this one is judged, it is empty.
             self._judged[name] = (set(), [])
@@ -313,9 +345,10 @@ class _Judge:
         return self._judged[name]
 
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
-        """Return places of arguments that name files, and other operations that reach out, in a body.
+        """Return positions of a body's arguments that must name own files, and its other operations that
+        reach out.
 
-        The places are those of the function's arguments; none for the graph itself.
+        The positions are those of the function's arguments; none for the graph itself.
         """
         found: list[Outside] = []
         arguments: set[int] = set()
@@ -336,21 +369,28 @@ class _Judge:
         return arguments, found
 
     def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
-        """Return the scope's arguments that must be own files so that a call reads no other.
+        """Return the positions of the scope's arguments that must be own files so that a call reads no other
+        file.
 
-        None if it reads one.
+        None if it reads another file whatever they are.
         """
         places = {place for name in self._alike(callee) for place in self._function(name)[0]}
         return self._own.needs_of_call(node, callee, places, scope) if places else set()
 
     def _alike(self, name: str) -> list[str]:
-        """Return a function, and the functions of its `api_implements` that TensorFlow may replace it by."""
+        """Return the function `name`, and the functions of its `api_implements` that TensorFlow may replace
+        it by.
+        """
         interface = attr(self._library[name], "api_implements").s
         others = self._library.items() if interface else ()
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
     def _reads(self, node: Proto, callee: str, scope: Body) -> list[Outside]:
-        """Return the operations that read, in a function to which a call passes the name of another file."""
+        """Return the operations that read files in a function to which a call passes the name of another
+        file.
+
+        The call itself, as a read, if none is known.
+        """
         bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
         judged = (each for name, body in bodies for each in _judged(body, name, self._library))
         readers = [each for each in judged if each.op in _FILE_INPUTS]
@@ -358,7 +398,12 @@ class _Judge:
 
 
 def runnable_graph(source: SourceGraph) -> Proto:
-    """Copy the source's GraphDef, to run here, without control edges from nodes that cannot be run."""
+    """Return a copy of the source's GraphDef to run here, without control edges from nodes that cannot be
+    run.
+
+    Operations that TensorFlow cannot import, and all nodes that read from them, are left out. GraphError if
+    two nodes have the same name.
+    """
     index = GraphIndex.of(source.meta_graph)
     # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into
     # one from the node that computes `fed`, which then runs although it is fed.
@@ -380,7 +425,11 @@ def runnable_graph(source: SourceGraph) -> Proto:
 
 
 def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
-    """Remove operations that stock TensorFlow cannot import, and nodes that read from them, in place."""
+    """Remove operations that stock TensorFlow cannot import, and nodes that read from them, from `graph_def`
+    in place.
+
+    `index` is of an equal graph.
+    """
     foreign = foreign_ops(index.nodes.values(), index.functions)
     has_attributes = is_deeprecs(index.nodes.values())
     found = [
@@ -393,5 +442,5 @@ def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
 
 
 def _behind(index: GraphIndex, start: list[str]) -> set[str]:
-    """Return the nodes `start`, and all nodes that read from them, directly or not."""
+    """Return the names of the nodes `start`, and of all nodes that read from them, directly or not."""
     return {*closure(start, lambda name: (reader for reader, _ in index.consumers[name]))}

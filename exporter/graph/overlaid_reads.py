@@ -77,7 +77,7 @@ _JOINED = "_overlaid_together"
 
 
 class OverlaidReads(RowReads, frozen=True):
-    """The change of the reads of a table with an overlay, by the nodes of handles.
+    """The change of the reads of a table with an overlay; `changed` to `pages` are nodes of handles.
 
     `pages` is None for a table with a slot for each row. `first` is the number of the table's first row in an
     overlay that tables share. `named` are the nodes that signatures name.
@@ -95,13 +95,16 @@ class OverlaidReads(RowReads, frozen=True):
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """Return the nodes of the handles of the variables beside the table."""
+        """Return the nodes of the handles beside the table: changed, slots, overlay and, if there is one,
+        pages.
+        """
         return self.changed, self.slots, self.overlay, *([self.pages] if self.pages else [])
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Let a node that takes the table's handle read changed rows from the overlay.
+        """Change a node that takes the table's handle so that it reads changed rows from the overlay.
 
-        NotServable for other uses.
+        Nodes are added to the body; `extra_handles` are the handles beside the table, by their names there.
+        Gathers that `overlay_joined_reads` changed stay as they are. NotServable for other uses.
         """
         if node.op in INDIFFERENT or attr(node, _JOINED).b:
             return
@@ -111,7 +114,7 @@ class OverlaidReads(RowReads, frozen=True):
 
 
 def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None:
-    """Let the graph read tables, by the nodes of their handles, through their overlays.
+    """Let the graph read tables through their overlays, in place; `tables` are by the nodes of their handles.
 
     Raises:
         NotServable: a table is read in another way than by gathers of rows; the message says by which node.
@@ -120,9 +123,10 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
 
 
 def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> None:
-    """Let gathers of tables that share an overlay, and always run together, read it together.
+    """Let gathers of tables that share an overlay, and always run together, read it together, in place.
 
-    `overlay_reads` leaves these gathers alone, and changes the others.
+    At least eight gathers are changed at once. `overlay_reads` leaves them alone, and changes the others.
+    `tables` are by the nodes of their handles.
     """
     # A flag, a branch and a look at the slots for each of a hundred tables cost more than the gathers.
     body = Body(meta_graph.graph_def.node)
@@ -131,7 +135,7 @@ def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads])
 
 
 def _read_together(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> list[list[Proto]]:
-    """Return the gathers of tables that share an overlay that always run together, in groups."""
+    """Return groups of at least eight gathers that always run together, from tables that share an overlay."""
     index = GraphIndex.of(meta_graph)
     ends = {name: SignatureEnds.of(each) for name, each in meta_graph.signature_def.items()}
     needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
@@ -155,7 +159,10 @@ def _read_together(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> li
 
 
 def _after(index: GraphIndex, begins: Collection[str]) -> set[str]:
-    """Return every node that waits for one of these nodes."""
+    """Return the names of all nodes that wait for one of the nodes `begins`, also by control edges.
+
+    A node of `begins` is among them only if it waits for another.
+    """
     readers: dict[str, list[str]] = {}
     for node in index.nodes.values():
         for text in node.input:
@@ -170,24 +177,28 @@ def _after(index: GraphIndex, begins: Collection[str]) -> set[str]:
 
 
 class _Adder(Struct, frozen=True):
-    """Adds nodes to a body, on one device, under names that begin alike."""
+    """Adds nodes to a body, on one device, under names that begin with `name` and a slash."""
 
     body: Body
     name: str
     device: str
 
     def add(self, what: str, op: str, *inputs: str, output: str = "output", **attrs: Any) -> str:
-        """Add a node and return its output."""
+        """Add a node and return its output's name; `output` is what its OpDef calls it."""
         made = self.body.add(f"{self.name}/{what}", op, *inputs, device=self.device, **attrs)
         return self.body.single(made, output)
 
     def switch(self, what: str, tensor: str, condition: str, of: DType) -> tuple[str, str]:
-        """Add a Switch and return its outputs, if the condition is false, and true."""
+        """Add a Switch and return the names of its outputs: the one if `condition` is false, then the one if
+        it is true.
+
+        `of` is the dtype of the tensor.
+        """
         made = self.body.add(f"{self.name}/{what}", "Switch", tensor, condition, device=self.device, T=of)
         return self.body.output(made, 0), self.body.output(made, 1)
 
     def reshape(self, what: str, tensor: str, shape: str, of: DType) -> str:
-        """Add a Reshape."""
+        """Add a Reshape of a tensor of dtype `of` to an int32 shape, and return its output's name."""
         return self.add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
 
     def newest(
@@ -199,10 +210,11 @@ class _Adder(Struct, frozen=True):
         index_type: DType,
         known: Callable[[str, int | tuple[int, ...], DType], str],
     ) -> str:
-        """Add the replacement of `rows` that have changed; `ids` are their numbers in the overlay.
+        """Add nodes that replace those of `rows` that have changed, and return the name of their result.
 
-        `handles` are those of the slots, the overlay and, if there are some, the pages; ids of pages are
-        int64. `known` adds a constant.
+        `ids` are the rows' numbers in the overlay, int64 if there are pages, else of `index_type`. `handles`
+        are the slots', the overlay's and, if there are some, the pages'. `known` adds a constant, given its
+        name, value and dtype, and returns its output.
         """
         slots_handle, overlay_handle, *pages_handle = handles
         for pages in pages_handle:
@@ -222,7 +234,10 @@ class _Adder(Struct, frozen=True):
 
 
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
-    """Rename a gather of the table's rows; a node with its old name returns the current rows."""
+    """Rename a gather of the table's rows, and add a node with its old name that returns the current rows.
+
+    `extra_handles` are the handles beside the table, by their names in this body.
+    """
     name, dtype = node.name, table.dtype
     changed_handle, *handles = extra_handles
     indices, index_type = node.input[1], base_dtype(node.attr["Tindices"].type)
@@ -257,9 +272,11 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
 
 
 def _overlay_rows_of_all(body: Body, number: int, reads: Sequence[tuple[Proto, OverlaidReads]]) -> None:
-    """Rename gathers of tables that share an overlay; nodes with their names return the current rows.
+    """Rename gathers of tables that share an overlay, and add nodes with their old names for the current
+    rows.
 
-    The body is a graph's, and the gathers always run together.
+    `reads` are (gather, its table); they are in the body of a graph, and always run together. `number` makes
+    the names of the group's nodes unique.
     """
     first, table = reads[0]
     dtype, index_type, many = table.dtype, base_dtype(first.attr["Tindices"].type), len(reads)
@@ -324,7 +341,10 @@ def _overlay_rows_of_all(body: Body, number: int, reads: Sequence[tuple[Proto, O
 
 
 def _in_line(body: Body, indices: str, named: Collection[str]) -> str | None:
-    """Return a vector of the same numbers, if the graph has one for certain."""
+    """Return a tensor that is certainly a vector with the same numbers as `indices`.
+
+    None if the graph has none. `named` are the nodes that signatures name.
+    """
     if makes_vector(body, indices, named):
         return indices
     made = body.producer(indices)

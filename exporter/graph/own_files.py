@@ -37,7 +37,10 @@ def unambiguous(function: Proto) -> Body:
 
 
 class OwnFiles:
-    """Finds which tensors of a graph are paths of own files: nodes `files` hold one, clients feed `fed`."""
+    """Decides which tensors of a graph are certainly paths of the version's own files.
+
+    The nodes `files` of the graph hold such a path each; clients send values for its nodes `fed`.
+    """
 
     def __init__(self, graph_def: Proto, files: Collection[str], fed: Collection[str] = ()) -> None:
         self._graph_def = graph_def
@@ -47,9 +50,10 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """Return the places of the scope's arguments that must be own files so that `texts` are.
+        """Return the positions of the scope's arguments that must be own files so that the tensors `texts`
+        are.
 
-        None: one is not.
+        Empty if they are in any case; None if one of them may be another path.
         """
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
@@ -70,9 +74,11 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """As `needs`, for the inputs that a call passes to the arguments of `callee` at `places`.
+        """Return as `needs` the positions for the inputs that a call passes to arguments `places` of the
+        function `callee`.
 
-        None if it is not known which inputs those are.
+        None also if it is not known which inputs those are. GraphError if two nodes of a loop's body have one
+        name.
         """
         inputs, before = input_names(node), CALLS.get(node.op, 0)
         if node.op != callee and not (node.op in CALLS and callee in {each.name for each in called(node)}):
@@ -91,7 +97,11 @@ class OwnFiles:
         return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """Return places of a loop's arguments that must be own files so that `places` always are; or None."""
+        """Return the positions of a loop's arguments that must be own files so that `places` always are, also
+        in later turns.
+
+        None if no arguments ensure it.
+        """
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):
             return None
@@ -127,7 +137,10 @@ class OwnFiles:
         return scope.function is None and name in self._fed
 
     def _assigned(self, handle: str) -> list[str] | None:
-        """Return the tensors assigned to a variable of the graph; None if another operation may change it."""
+        """Return the tensors assigned to the graph's variable with this handle node.
+
+        None if others may change it. None also if nothing is assigned.
+        """
         node = self._graph.by_name.get(handle)
         if node is None or node.op != "VarHandleOp" or handle in self._fed or not self._is_only_handle(node):
             return None
@@ -142,7 +155,10 @@ class OwnFiles:
         return assigned or None
 
     def _is_only_handle(self, node: Proto) -> bool:
-        """True if no other node, in the graph or a function, makes a handle of the same named variable."""
+        """True if no other node, in the graph or a function, makes a handle of the same named variable.
+
+        False for a variable without a shared name.
+        """
         shared = attr_text(node, "shared_name")
         bodies = (each.node_def for each in self._graph_def.library.function)
         handles = [

@@ -53,13 +53,18 @@ class Effects(Struct, frozen=True):
 
     @property
     def is_purpose(self) -> bool:
-        """True if a client asks for these effects: they save, or outputs are only inputs and constants."""
+        """True if clients call the signature for its effects: it saves, or its outputs are only inputs and
+        constants.
+        """
         saves = any(each.op in _SAVES for each in self.dropped)
         return saves or (bool(self.writes or self.dropped) and not self.computes)
 
 
 class _Body(Struct, frozen=True):
-    """The nodes that run in a function, or in a graph (""); results need the nodes `computing`."""
+    """The nodes that run in a function, or in a graph (""); results need the nodes `computing`.
+
+    `handles` are the nodes or arguments that are handles of variables and tables.
+    """
 
     function: str
     nodes: Mapping[str, Proto]
@@ -72,7 +77,9 @@ class _Body(Struct, frozen=True):
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
     def _origin(self, text: str) -> str:
-        """Return the node or argument that a tensor comes from, behind Identity nodes on a handle."""
+        """Return the node or argument that a tensor comes from, behind at most 32 Identity nodes on a
+        handle.
+        """
         name = node_of(text)
         for _ in range(_MAX_IDENTITIES):
             node = self.nodes.get(name)
@@ -83,7 +90,7 @@ class _Body(Struct, frozen=True):
 
 
 class EffectsOf:
-    """Computes the effects of signatures; each function is analysed once."""
+    """Computes the effects of signatures; each function is analysed only once."""
 
     def __init__(self, index: GraphIndex) -> None:
         self._index = index
@@ -113,7 +120,7 @@ class EffectsOf:
         return self._known[name]
 
     def _called(self, node: Proto) -> dict[str, Effects]:
-        """Return {function: its effects} for the functions that a node calls."""
+        """Return {function: its effects} for the graph's functions that a node calls."""
         callees = sorted(called_functions(node) & self._index.functions.keys())
         return {callee: self._function(callee) for callee in callees}
 
@@ -123,7 +130,9 @@ class EffectsOf:
         return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the variables and tables that results read, and the ones that are changed."""
+        """Return the variables and tables that results read, and those that are changed, by node or
+        argument.
+        """
         reads, writes = set[str](), set[str]()
         for node in body.nodes.values():
             taken = body.handles_of(node)
@@ -143,7 +152,7 @@ class EffectsOf:
         return frozenset(reads), frozenset(writes)
 
     def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
-        """Return the operations that reach out beyond reading, and the part of them that no result needs."""
+        """Return the operations that reach out beyond reading, and those among them that no result needs."""
         outside, dropped = set[Outside](), set[Outside]()
         for node in body.nodes.values():
             called, effect = self._called(node).values(), effect_of(node.op)
@@ -156,7 +165,7 @@ class EffectsOf:
         return frozenset(outside), frozenset(dropped)
 
     def _computes(self, body: _Body) -> bool:
-        """True if a result is more than an input or a constant."""
+        """True if a result is more than an input, a constant or a handle."""
         return any(
             any(inner.computes for inner in called)
             if (called := self._called(node).values())
@@ -167,7 +176,10 @@ class EffectsOf:
         )
 
     def _arguments(self, node: Proto, callee: str, taken: Mapping[int, str]) -> dict[str, str]:
-        """Return {argument of a called function: the handle that it gets}."""
+        """Return {argument of the called function `callee`: the handle that it gets}.
+
+        `taken` has the handles by their positions among the node's inputs.
+        """
         arguments = [argument.name for argument in self._index.functions[callee].signature.input_arg]
         shift = CALLS.get(node.op, 0)
         return {arguments[at - shift]: h for at, h in taken.items() if 0 <= at - shift < len(arguments)}
@@ -179,10 +191,10 @@ def _hands_on(node: Proto) -> bool:
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:
-    """Return the source without signatures that cannot be served, which its notes name.
+    """Return a copy of the source without signatures that cannot be served, which its notes name.
 
-    A source in which every signature fails to be cleaned is returned unchanged: `clean` then reports why.
-    NotServable if none is left for other reasons.
+    The source itself if there are none, or if every signature fails to be cleaned: `clean` then reports why.
+    NotServable if none is left for other reasons; GraphError if two nodes have the same name.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
@@ -218,7 +230,10 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
 
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
-    """Return {signature: why it cannot be cleaned alone}; empty if there is only one signature."""
+    """Return {signature: why it cannot be cleaned alone}; empty if there is only one signature.
+
+    Only signatures with a suspicious operation are cleaned, each in a copy of the graph.
+    """
     if len(ends) == 1:
         return {}
     foreign = frozenset[str]()
@@ -248,7 +263,9 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
 
 
 def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, str]:
-    """Return {signature: why it is training}, for signatures that change state which answers depend on."""
+    """Return {signature: reason} for the signatures that change state from which another or the same answer
+    is computed.
+    """
     readers = {handle: name for name, done in effects.items() for handle in done.reads}
     found = {}
     for name, done in effects.items():

@@ -20,7 +20,10 @@ from exporter.wire.protos import Proto
 
 
 class PlacedReads(RowReads, frozen=True):
-    """The change of reads of a table with copied rows: its `shape` without them, and its places' handle."""
+    """The change of reads of a table with copied rows, by node names of handles; see `RowReads`.
+
+    `shape` is the table's without the copies, `places` the node of the places' handle.
+    """
 
     shape: tuple[int, ...]
     places: str
@@ -28,11 +31,15 @@ class PlacedReads(RowReads, frozen=True):
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """Return the node of the places' handle."""
+        """Return the name of the node of the places' handle, the only variable beside the table."""
         return (self.places,)
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
-        """Let a node that takes the table's handle read rows at their places; NotServable for other uses."""
+        """Change a node that takes the table's handle, in place, so that it reads rows at their places.
+
+        A gather gets its row numbers from a new gather of the places, whose handle in this body is in
+        `extra_handles`; a VariableShape becomes the shape without copies. NotServable for other uses.
+        """
         if node.op == "VariableShape":
             become_shape(body, node, self.shape)
         elif node.op == "ResourceGather" and not attr(node, "batch_dims").i:

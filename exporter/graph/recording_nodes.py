@@ -21,7 +21,10 @@ _ADDED = re.compile(
 
 
 def without_recording(meta_graph: Proto) -> Proto:
-    """Remove, in place, the nodes that record increments, and control edges from them; returns the graph."""
+    """Remove, in place, the nodes that record increments, and control edges from them.
+
+    Returns the same graph.
+    """
     # A node that the rest of the graph reads, or that a signature names, is the program's own.
     nodes = meta_graph.graph_def.node
     added = {node.name: node for node in nodes if _ADDED.fullmatch(node.name)}

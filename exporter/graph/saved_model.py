@@ -33,8 +33,11 @@ _UPDATE = "incremental_update"  # the signature that applies deltas, added with 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """Load a SavedModel's graph for serving, or under the request's tag, without signatures for training.
 
-    UsageError if it takes deltas, or has no graph or signature to serve; MissingAsset if a file is absent;
-    otherwise as `read_saved_model` and `with_signatures`.
+    Raises:
+        UsageError: it takes deltas, or has no graph or signature to serve.
+        CorruptFile, UnsupportedFormat: it cannot be read.
+        MissingAsset: a file that it names does not exist; AccessRefused if the graph may not read it.
+        GraphError: the request's signatures cannot be served; the subclass says why.
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:
@@ -68,17 +71,19 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
         UnsupportedFormat: it has another version, or the graph cannot be saved beside another.
         UsageError: no graph or several have the tag.
         MissingAsset: an asset that it names does not exist.
+        GraphError: it computes the names of its tensors.
     """
     meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
     return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path, trust))
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
-    """Return the graph with exactly the tags in `tag` (the value of `option`), or the only one with more.
+    """Return the MetaGraphDef with exactly the tags in `tag` (comma-separated), else the only one that has
+    more.
 
     "" means a graph without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the
     one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not
-    for training. UsageError unless there is exactly one.
+    for training. UsageError unless there is exactly one; it names the `path` and the command line's `option`.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -111,9 +116,9 @@ def _likeliest(graphs: list[Proto]) -> list[str]:
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Remove training signatures from `meta_graph` unless the request names tensors; returns notes.
+    """Remove training signatures from `meta_graph` unless the request names tensors.
 
-    UsageError if then none can be served.
+    Returns notes on the removed ones. UsageError if then none can be served.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
@@ -130,9 +135,9 @@ def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> l
 
 
 def _init_op(meta_graph: Proto) -> str | None:
-    """Return the node that a SavedModel's loader runs: from the pseudo-signature, else from a collection.
+    """Return the name of the node that a SavedModel's loader runs; None if there is none.
 
-    None if there is none.
+    It is in the pseudo-signature, else in a collection.
     """
     if _INIT_SIGNATURE in meta_graph.signature_def:
         name = meta_graph.signature_def[_INIT_SIGNATURE].outputs[_INIT_SIGNATURE].name
@@ -145,9 +150,12 @@ def _init_op(meta_graph: Proto) -> str | None:
 
 
 def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
-    """Return {node that gets the path: file} for the assets of a SavedModel, which all exist and may be read.
+    """Return {node that gets the path: file} for the assets of a SavedModel; all exist and may be read.
 
-    MissingAsset or AccessRefused for any other; CorruptFile if its name leads out of `assets/`.
+    Raises:
+        MissingAsset: a file does not exist.
+        AccessRefused: the graph may not read it.
+        CorruptFile: a name leads out of `assets/`, or the list is damaged.
     """
     said = f"{path} names an asset:"
     directory = path / ASSETS_DIRECTORY
@@ -163,9 +171,10 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 
 
 def asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """Return (node that gets the path, file name under assets/) for each asset, from field or collection.
+    """Return (node that gets the path, file name under assets/) for each asset, from the field, then the
+    collection.
 
-    CorruptFile if that is damaged.
+    CorruptFile if the collection is damaged.
     """
     assets = [*meta_graph.asset_file_def]
     if "saved_model_assets" in meta_graph.collection_def:

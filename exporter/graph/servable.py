@@ -52,14 +52,16 @@ _REBUILD = (
 
 
 def foreign_ops(nodes: Iterable[Proto], functions: Collection[str]) -> frozenset[str]:
-    """Return the operations of nodes that stock TensorFlow lacks, without calls of the graph's functions."""
+    """Return the names of operations among nodes that stock TensorFlow lacks, without the graph's
+    `functions`.
+    """
     used = {str(node.op) for node in nodes}
     return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))
 
 
 @cache
 def library_of(op: str) -> str:
-    """Return the library of an operation by its name, or the name's namespace; "" if neither is known."""
+    """Return the name of the library that has an operation, else `the namespace 'X'` for `X>...`; else ""."""
     if is_deeprec(op):
         return "DeepRec"
     for pattern, library in _LIBRARIES:
@@ -69,7 +71,7 @@ def library_of(op: str) -> str:
 
 
 def by_library(ops: Collection[str]) -> str:
-    """Return operations by library, as a text for a note; "" for no operations.
+    """Return a text that lists operations by library, for a note; "" for no operations.
 
     At most 8 of each library are named; those of no known library are of "unknown origin".
     """
@@ -80,7 +82,10 @@ def by_library(ops: Collection[str]) -> str:
 
 
 def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
-    """Return the error for nodes `found` ({name: foreign operation}) that `where` needs."""
+    """Return the error for nodes `found`, {name: foreign operation}, that `where` needs.
+
+    Its hint says what to do. `where` begins the message, `cause` says how they are needed.
+    """
     ops = {*found.values()}
     shown = few([f"{op} {name!r}" for name, op in found.items()], _SHOWN)
     libraries = sorted({library for op in ops if (library := library_of(op))})
@@ -152,12 +157,16 @@ _REASONS = (
 
 @cache
 def changes_state(op: str) -> bool:
-    """True for an operation that writes a variable or a table."""
+    """True for an operation (by its name) that writes a variable or a table."""
     return _CHANGES_STATE.fullmatch(op) is not None
 
 
 def is_refused(op: str) -> bool:
-    """True for an operation that a served output may not need: state, input pipelines, Python, DeepRec's."""
+    """True for an operation that a served output may not need: one that changes state, feeds training or
+    calls Python.
+
+    Also for an operation of DeepRec.
+    """
     return bool(_refusal(op))
 
 
@@ -168,10 +177,11 @@ def check_servable(
     allowed: Collection[str] = (),
     foreign: Collection[str] = (),
 ) -> None:
-    """Check that a server can and may run the reached nodes.
+    """Raise an error, about the node nearest to an output, if a server cannot or must not run the reached
+    nodes.
 
-    An error is about the one nearest to an output. `fed` are the placeholders that a request fills; `allowed`
-    are nodes that run once, at load; `foreign` are operations that stock TensorFlow lacks.
+    `fed` are the placeholders that get a value; `allowed` are nodes that run once, at load; `foreign` are
+    operations that stock TensorFlow lacks.
 
     Raises:
         ForeignOperations: stock TensorFlow lacks an operation.
@@ -204,7 +214,7 @@ def check_servable(
 
 
 def _batches(nodes: Mapping[str, Proto], reached: Reached) -> list[str]:
-    """Return the tensors that the reached nodes take from an input pipeline."""
+    """Return the names of the tensors that the reached nodes take from an input pipeline, sorted."""
     feeding = {name for name in reached.inputs if _FEEDS_TRAINING.fullmatch(nodes[name].op)}
     taken = {endpoint(text) for name in reached.inputs.keys() - feeding for text in nodes[name].input}
     return [str(tensor) for tensor in sorted(taken) if tensor.node in feeding and tensor.output >= 0]
@@ -219,14 +229,20 @@ _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 
 @cache
 def _refusal(op: str) -> str:
-    """Return the reason why a server cannot run an operation, "" if it can."""
+    """Return the reason, as the end of a clause with "which", why a server must not run an operation.
+
+    "" if it may.
+    """
     if is_deeprec(op):
         return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
 
 
 def check_known(nodes: Iterable[Proto], function: str, library: Collection[str]) -> None:
-    """Raise ForeignOperations for a function with operations that stock TensorFlow lacks."""
+    """Raise ForeignOperations if the function named `function` has operations that stock TensorFlow lacks.
+
+    `nodes` are the function's, `library` has the names of all functions of the graph.
+    """
     nodes = [*nodes]
     if foreign := foreign_ops(nodes, library):
         found = {node.name: node.op for node in nodes if node.op in foreign}
@@ -236,7 +252,7 @@ def check_known(nodes: Iterable[Proto], function: str, library: Collection[str])
 def check_body(nodes: Iterable[Proto], function: str) -> None:
     """Raise NotServable for a function with an operation that a server must not run.
 
-    Its own datasets are allowed.
+    Operations that feed training are allowed: they are its own datasets.
     """
     for node in nodes:
         reason = _refusal(node.op)
@@ -251,10 +267,12 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Raise NotServable for a read that must see a change of the same call, like `v.assign_add(1)`.
+    """Raise NotServable for a read that must see a change of the same call, like the value of
+    `v.assign_add(1)`.
 
     The nodes `names` are checked. The nodes `allowed` may change what is read, because they are served, too.
-    `where` goes on the error's first clause: ` in function 'f'`.
+    `mutating_functions` are the functions that change state. `where` follows the error's first clause, such
+    as ` in function 'f'`.
     """
     # Control edges are dropped, except from `allowed`, so such a read would silently see the old value.
     for name in names:

@@ -26,7 +26,10 @@ _LONGEST = 500
 
 
 class RunFailed(Exception):
-    """TensorFlow refused a graph, or to run it; `node` is the node named in the error, "" if none is."""
+    """TensorFlow refused a graph, or to run it; `kind` is the name of its exception.
+
+    `node` is the node named in the error, "" if none is. The message has at most 500 characters.
+    """
 
     def __init__(self, kind: str, message: str, node: str) -> None:
         super().__init__(message[:_LONGEST])
@@ -34,26 +37,35 @@ class RunFailed(Exception):
 
 
 class GraphSession(Struct, frozen=True):
-    """A process in which TensorFlow runs a graph; methods raise RunFailed, and Ended if the process ends."""
+    """A process in which TensorFlow runs one graph at a time.
+
+    Its methods raise RunFailed if TensorFlow refuses, and Ended if the process ends or exceeds its limits.
+    """
 
     process: Worker | _Here
 
     def open(self, graph_def: Proto, *, plain: bool = False) -> None:
-        """Import a graph, replacing the one before.
+        """Import a graph, replacing the previous one and its variables.
 
-        With `plain` it runs in one thread and is not optimized.
+        With `plain` it runs in one thread and is not optimized. Importing has no time limit.
         """
         self._ask(
             {"graph": "plain" if plain else "optimized", "limited": False}, graph_def.SerializeToString()
         )
 
     def load(self, saved_model: Path) -> Proto:
-        """Load a SavedModel, replacing the graph before; returns its MetaGraphDef, without the graph."""
+        """Load a SavedModel's graph tagged `serve`, with its variables, and return its MetaGraphDef without
+        the graph.
+
+        It replaces the previous graph. Loading has no time limit.
+        """
         (content,) = self._ask({"load": str(saved_model), "limited": False})
         return protos.message_class("MetaGraphDef").FromString(content)
 
     def stateful(self, ops: Iterable[str]) -> frozenset[str]:
-        """Return the operations that have state for TensorFlow, which therefore never runs them by itself."""
+        """Return those of the operations (by name) that have state for TensorFlow, which never runs them by
+        itself.
+        """
         (content,) = self._ask({"stateful": sorted({*ops})})
         return frozenset(json.loads(content))
 
@@ -65,9 +77,9 @@ class GraphSession(Struct, frozen=True):
         *,
         limited: bool = True,
     ) -> list[Array]:
-        """Run the operations `targets` and return the values of `fetches`.
+        """Run the operations `targets` and return the values of the tensors `fetches`, in their order.
 
-        Without `limited` it may take any time.
+        `feeds` has a value for each fed tensor's name. Without `limited` it may take any time.
         """
         encoded = {name: _encoded(value) for name, value in feeds.items()}
         sizes = [[name, len(data)] for name, data in encoded.items()]
@@ -94,22 +106,22 @@ class _Here:
         self._answer: Iterator[bytes] = iter(())
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
-        """Return the first line of the answer to a request."""
+        """Run a request, and return the first line of the answer, JSON; `blocks` then yields its values."""
         self._answer = self._graphs.answer({**request, "limited": True, "body": body}, Deadline(0, 0.0))
         return next(self._answer)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Yield the next value of an answer."""
+        """Yield the next value of the answer as one block; its `size` is not used."""
         yield next(self._answer)
 
     def end(self) -> None:
-        """Free the memory of the last graph."""
+        """Close the last graph's session, which frees its memory."""
         self._graphs.close()
 
 
 @contextmanager
 def session_here() -> Iterator[GraphSession]:
-    """Open a session in this process, without limits, for graphs that are trusted."""
+    """Open a session in this process, without limits, for graphs that are trusted; closed after the block."""
     here = _Here()
     try:
         yield GraphSession(here)
@@ -119,10 +131,10 @@ def session_here() -> Iterator[GraphSession]:
 
 @contextmanager
 def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -> Iterator[GraphSession]:
-    """Start a process for graphs, or reuse an idle one; it is ended if the block fails.
+    """Start a process for graphs, or reuse an idle one.
 
-    `cpu_seconds` and `step_seconds` limit each request, `memory_bytes` its memory. Raises NotStarted and, in
-    the block, Ended.
+    After the block it is kept, or ended if the block fails. `cpu_seconds` and `step_seconds` (of wall time)
+    limit each request, `memory_bytes` its memory. Raises NotStarted and, in the block, Ended.
     """
     work = LimitedWork(
         program="exporter.graph.session_process",

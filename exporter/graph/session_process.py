@@ -25,7 +25,10 @@ _LOWEST = -1  # OptimizerOptions.L0
 
 
 def _without_its_front() -> None:
-    """Make `tensorflow` a package whose own `__init__`, which imports everything, does not run."""
+    """Make `tensorflow` a package whose own `__init__`, which imports everything, does not run.
+
+    Nothing changes if it is imported, or not installed.
+    """
     if (spec := find_spec("tensorflow")) is not None and "tensorflow" not in sys.modules:
         module: ModuleType = module_from_spec(spec)
         sys.modules["tensorflow"] = module
@@ -41,7 +44,11 @@ class Graphs:
         self._session: Any = None
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes]:
-        """Yield a line with the sizes of the values, or the error; then the values, as TensorProtos."""
+        """Yield a line of JSON with the sizes of the values in bytes, then the values, serialised.
+
+        Or a line with the error. A TensorFlow error, or a Python one that a bad request causes, becomes such
+        a line. A request that is not `limited` lifts the deadline.
+        """
         from tensorflow.python.framework import errors
 
         if not request.get("limited", True):
@@ -76,7 +83,10 @@ class Graphs:
                 yield tensor_util.make_tensor_proto(value).SerializeToString()
 
     def _open(self, request: Mapping[str, Any]) -> None:
-        """Import a graph into a new session; with `plain` it runs in one thread and is not optimized."""
+        """Import the request's graph into a new session.
+
+        If it is "plain", it runs in one thread and is not optimized.
+        """
         from tensorflow.core.framework import graph_pb2
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.framework import importer
@@ -91,7 +101,10 @@ class Graphs:
             importer.import_graph_def(graph_def, name="")
 
     def _load(self, path: str) -> bytes:
-        """Load a SavedModel into a new session; returns its MetaGraphDef without the graph."""
+        """Load a SavedModel's graph tagged `serve` into a new session.
+
+        Returns its MetaGraphDef, serialised, without the graph.
+        """
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.saved_model import loader_impl
 
@@ -102,7 +115,7 @@ class Graphs:
         return data
 
     def close(self) -> None:
-        """End the session, and free its variables."""
+        """End the session, if there is one, and free its variables."""
         if self._session is not None:
             self._session.close()
 
@@ -137,5 +150,5 @@ def _described(error: Exception) -> dict[str, str]:
 
 @contextmanager
 def opened(_config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """Yield the function that answers requests to open graphs and to run them."""
+    """Yield the function that answers requests, with no graph open yet; the configuration is not used."""
     yield Graphs().answer
