@@ -236,8 +236,7 @@ class GraphIndex:
 
     @cached_property
     def consumers(self) -> dict[str, list[tuple[str, int]]]:
-        """Return {node: [(reader, position among its data inputs)]}, an entry for each use of the node's
-        outputs.
+        """Return {node: [(reader, position among its data inputs)]}, an entry for each use of its outputs.
 
         Nodes without readers have an empty list. It is memoised: later changes of the graph are not seen.
         """
@@ -577,11 +576,10 @@ class Pivots:
         return node.op not in SWITCHES and node.op not in EXITS and bool(ops & SWITCHES)
 
     def _same_context(self, node: Proto, depth: int) -> list[str]:
-        """Return the nodes to search next for the pivot of `node`, its sources in the same branch or
-        iteration.
+        """Return the nodes to search next for the pivot of `node`.
 
-        For an Exit or a Merge, which end a loop or conditional, these are the nodes that enter it. `depth`
-        counts nested conditionals.
+        They are its sources in the same branch or iteration; for an Exit or a Merge, which end a loop or
+        conditional, the nodes that enter it. `depth` counts nested conditionals.
         """
         if node.op in EXITS:
             return self._before_loop(node)

@@ -46,9 +46,7 @@ def objects_among(result: Any) -> dict[str, Any]:
 
 
 def holding(models: Mapping[str, Any]) -> Any:
-    """Return the model named "", or a new `tf.Module` that has these models as attributes under
-    their names.
-    """
+    """Return the model named "", or a new `tf.Module` with these models as attributes of their names."""
     import tensorflow as tf
 
     if "" in models:
@@ -66,8 +64,7 @@ def _is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Tensors, Tensors]]:
-    """Return {signature: (inputs, outputs)} of a model or module, which is called on new placeholders in this
-    graph.
+    """Return {signature: (inputs, outputs)} of a model or module, called on new placeholders in this graph.
 
     Inputs and outputs are tensors by name. With a `name`, its only or default signature gets that name, and
     others `<name>_<signature>`; `label` names the builder in messages. BuilderError if it has no signatures,
@@ -147,8 +144,7 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Raise BuilderError for a model with variables outside of this graph: it was built before, as a global
-    is.
+    """Raise BuilderError for a model with variables outside of this graph: it was built before.
 
     `label` names the builder in the message.
     """
@@ -344,8 +340,7 @@ def _value_of(item: Any) -> Any:
 
 
 def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
-    """Return new placeholders for a Keras model's inputs, by name, and in the structure that it is called
-    with.
+    """Return new placeholders for a Keras model's inputs: by name, and in the structure of its calls.
 
     BuilderError if the model's inputs are unknown; `label` names the builder in the message.
     """
@@ -395,10 +390,9 @@ def _input_names(model: Any, structure: Any) -> list[str]:
 
 
 def _built_shapes(model: Any) -> Any:
-    """Return a TensorSpec of any batch size for a subclassed model's only input, from the shape it was built
-    with.
+    """Return a TensorSpec, of any batch size, of a subclassed model's only input, from its build shape.
 
-    None if it was not built, or has several inputs.
+    None if the model was not built, or has several inputs.
     """
     import tensorflow as tf
 
@@ -494,10 +488,10 @@ def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
 
 
 def _argument_names(specs: Sequence[Any], keywords: Sequence[str]) -> list[str]:
-    """Return a name for each of a function's tensors, in order: its own, else one of `keywords`, else
-    `input_<i>`.
+    """Return a name for each of a function's tensors, in order.
 
-    `keywords` has one name for each component, of which sparse and ragged tensors have several.
+    It is the tensor's own, else one of `keywords`, else `input_<i>`. `keywords` has one name for each
+    component, of which sparse and ragged tensors have several.
     """
     import tensorflow as tf
 

@@ -41,10 +41,9 @@ if TYPE_CHECKING:
 
 
 def _written(default: Any) -> Any:
-    """Return a field whose default is a copy of this one, and is written into JSON, too, as earlier releases
-    did.
+    """Return a field whose default is a copy of this one, and is written into documents, too.
 
-    `omit_defaults` leaves out plain defaults, but not those of factories.
+    Earlier releases wrote it; `omit_defaults` leaves out plain defaults, but not those of factories.
     """
     return field(default_factory=lambda: copy(default))
 
@@ -106,11 +105,10 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """Yield the differences of a later request's model and options from this origin, as phrases for a
-        message.
+        """Yield phrases that tell how a later request's model and options differ from this origin.
 
         A model or options that the request omits do not count. BuilderError if the builder does not exist,
-        UsageError if the graph's file does not.
+        UsageError if the graph's file does not, ManifestError if a recorded file is not below its directory.
         """
         given = graph_options(request)
         if given:
@@ -129,12 +127,13 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def code_differences(
         self, request: GraphRequest, places: CodePlaces, digests: FileDigests, known: Mapping[str, str]
     ) -> tuple[list[str], list[str]]:
-        """Return the changes of a later request's code, as phrases, and the names of parts that are unknown.
+        """Return the changes of a later request's code, as phrases, and the names of its unknown parts.
 
         The second list has modules that are not found, or were edited before they were recorded, and files
         that the builder read if they differ. `known` has, by name, digests of such files that made the same
-        graph; `places` are paths of the last run. Both are empty for a request without a model. BuilderError
-        if the builder does not exist, UsageError if the graph's file does not.
+        graph; `places` are paths of the last run. Both lists are empty for a request without a model.
+        BuilderError if the builder does not exist, UsageError if the graph's file does not, ManifestError if
+        a recorded name leads out of its directory.
         """
         if request.model is None:
             return [], []
@@ -190,19 +189,19 @@ class CodePlaces(Struct, frozen=True):
         return cls(code.places, code.beside, code.by_name)
 
     def find(self, name: str, path: list[str], builder: BuilderFile | None) -> Path | None:
-        """Return the present file of a module, searched along `path` and beside a builder that may have
-        moved.
+        """Return the present file of a module; None if it is not found.
 
-        None if it is not found.
+        It is searched along `path` and, as `builder` may have moved, beside the builder.
         """
         if name in self.by_name:
             return find_module(name, path) or self._kept(name, builder)
         return self._kept(name, builder) or find_module(name, path)
 
     def find_opened(self, name: str, root: Path, builder: BuilderFile | None) -> Path | None:
-        """Return the present path of a file that a builder read under a name, else the one below `root`.
+        """Return the present path of a file that the builder read under a name; None if there is none.
 
-        None if none exists. UsageError or a subclass of ExportError if the name leads out of `root`.
+        Without a recorded place it is the file below `root`. ManifestError if the name is not that of a file
+        below it.
         """
         beside = below(root, name, "a manifest names a file of the builder:")
         return self._kept(name, builder) or (beside if beside.is_file() else None)
@@ -268,10 +267,10 @@ def check_named(model: Any) -> None:
 
 
 def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
-    """Return a model's builder and file: (function's name, the builder's file, None), or ("", None, finished
-    graph's file).
+    """Return (builder's function, its file, None), or ("", None, file of the finished graph).
 
-    ("", None, None) for None. UsageError if the file does not exist, BuilderError if the builder does not.
+    ("", None, None) for None; the builder's file is None if it cannot be found without running code.
+    UsageError if the graph's file does not exist, BuilderError if the builder does not.
     """
     if model is None:
         return "", None, None
@@ -295,9 +294,7 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 
 
 def _is_as_written(path: Path, known: str) -> bool:
-    """True if `path` is an archive whose model has the digest `known`, as releases before 0.3.0
-    recorded it.
-    """
+    """True if `path` is an archive whose model has the digest `known` as releases before 0.3.0 made it."""
     from exporter.checkpoint.families import is_archive
 
     if not is_archive(path):

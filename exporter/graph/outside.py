@@ -150,12 +150,11 @@ def _harmless() -> frozenset[str]:
 def outside_ops(
     graph_def: Proto, files: Collection[str] = (), own: Collection[str] = (), fed: Collection[str] = ()
 ) -> list[Outside]:
-    """Return every operation of a served graph that reaches out, each once, except reads of the version's own
-    files.
+    """Return every operation of a served graph that reaches out, each once.
 
-    `files` are nodes with the path of an own file; the nodes `own` are not judged; clients send values for
-    the nodes `fed`. NotServable if a function calls itself; GraphError if two nodes of a function have one
-    name.
+    Reads of the version's own files are left out: `files` are nodes with the path of such a file. The nodes
+    `own` are not judged; clients send values for the nodes `fed`. NotServable if a function calls itself;
+    GraphError if two nodes of a function have one name.
     """
     return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
 
@@ -163,8 +162,7 @@ def outside_ops(
 def running_outside(
     graph_def: Proto, names: Collection[str], is_stateful: Callable[[str], bool]
 ) -> list[Outside]:
-    """Return the operations that reach out, beyond reading, if this process imports a graph and runs the
-    nodes `names`.
+    """Return the operations that reach out, beyond reading, if this process imports a graph and runs `names`.
 
     First come those that certainly run. `is_stateful` tells for an operation's name whether it has state for
     TensorFlow; others may also run while the graph is imported.
@@ -238,8 +236,7 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
 
 
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
-    """Yield the operations with an effect among the nodes of a function, or of the graph (""), in their
-    order.
+    """Yield the operations with an effect among the nodes of a function ("": the graph), in their order.
 
     `library` has the names of the graph's functions.
     """
@@ -301,8 +298,7 @@ def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
 
 
 def _is_in_memory(source: str) -> bool:
-    """True if `source`, a proto's `descriptor_source`, names no file: the descriptor is linked in, or in the
-    graph.
+    """True if `source`, a proto's `descriptor_source`, names no file: it is linked in, or in the graph.
 
     Source: core/util/proto/descriptors.cc.
     """
@@ -333,11 +329,7 @@ class _Judge:
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """Return positions of a function's arguments that must name own files, and its operations that reach
-        out.
-
-        Operations that reach out only through these arguments are not in the list. Memoised.
-        """
+        """Return as `_body`, memoised, for the function with this name."""
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: until this one is judged, it is empty.
             self._judged[name] = (set(), [])
@@ -345,10 +337,10 @@ class _Judge:
         return self._judged[name]
 
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
-        """Return positions of a body's arguments that must name own files, and its other operations that
+        """Return a body's arguments, by position, that must name own files, and its other operations that
         reach out.
 
-        The positions are those of the function's arguments; none for the graph itself.
+        There are none of these arguments for the graph itself.
         """
         found: list[Outside] = []
         arguments: set[int] = set()
@@ -369,8 +361,7 @@ class _Judge:
         return arguments, found
 
     def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
-        """Return the positions of the scope's arguments that must be own files so that a call reads no other
-        file.
+        """Return the scope's arguments, by position, that must be own files if a call is to read no other.
 
         None if it reads another file whatever they are.
         """
@@ -378,16 +369,16 @@ class _Judge:
         return self._own.needs_of_call(node, callee, places, scope) if places else set()
 
     def _alike(self, name: str) -> list[str]:
-        """Return the function `name`, and the functions of its `api_implements` that TensorFlow may replace
-        it by.
+        """Return the function `name`, and others by which TensorFlow may replace it.
+
+        These have the same `api_implements`.
         """
         interface = attr(self._library[name], "api_implements").s
         others = self._library.items() if interface else ()
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
     def _reads(self, node: Proto, callee: str, scope: Body) -> list[Outside]:
-        """Return the operations that read files in a function to which a call passes the name of another
-        file.
+        """Return the operations that read files in a function called with the name of another file.
 
         The call itself, as a read, if none is known.
         """
@@ -398,8 +389,7 @@ class _Judge:
 
 
 def runnable_graph(source: SourceGraph) -> Proto:
-    """Return a copy of the source's GraphDef to run here, without control edges from nodes that cannot be
-    run.
+    """Return a copy of the source's GraphDef to run here, with control edges only from nodes that can be run.
 
     Operations that TensorFlow cannot import, and all nodes that read from them, are left out. GraphError if
     two nodes have the same name.
@@ -425,10 +415,9 @@ def runnable_graph(source: SourceGraph) -> Proto:
 
 
 def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
-    """Remove operations that stock TensorFlow cannot import, and nodes that read from them, from `graph_def`
-    in place.
+    """Remove operations that stock TensorFlow cannot import from `graph_def`, in place.
 
-    `index` is of an equal graph.
+    So are nodes that read from them, directly or not. `index` is of an equal graph.
     """
     foreign = foreign_ops(index.nodes.values(), index.functions)
     has_attributes = is_deeprecs(index.nodes.values())

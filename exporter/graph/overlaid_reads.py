@@ -95,9 +95,7 @@ class OverlaidReads(RowReads, frozen=True):
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """Return the nodes of the handles beside the table: changed, slots, overlay and, if there is one,
-        pages.
-        """
+        """Return the nodes of the handles of changed, slots, overlay and, if it has one, pages."""
         return self.changed, self.slots, self.overlay, *([self.pages] if self.pages else [])
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
@@ -189,8 +187,7 @@ class _Adder(Struct, frozen=True):
         return self.body.single(made, output)
 
     def switch(self, what: str, tensor: str, condition: str, of: DType) -> tuple[str, str]:
-        """Add a Switch and return the names of its outputs: the one if `condition` is false, then the one if
-        it is true.
+        """Add a Switch and return the names of its outputs, for a false `condition` and for a true one.
 
         `of` is the dtype of the tensor.
         """
@@ -234,7 +231,7 @@ class _Adder(Struct, frozen=True):
 
 
 def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: Sequence[str]) -> None:
-    """Rename a gather of the table's rows, and add a node with its old name that returns the current rows.
+    """Rename a gather of the table's rows; a new node with its old name returns the current rows.
 
     `extra_handles` are the handles beside the table, by their names in this body.
     """
@@ -272,11 +269,10 @@ def _overlay_rows(body: Body, node: Proto, table: OverlaidReads, extra_handles: 
 
 
 def _overlay_rows_of_all(body: Body, number: int, reads: Sequence[tuple[Proto, OverlaidReads]]) -> None:
-    """Rename gathers of tables that share an overlay, and add nodes with their old names for the current
-    rows.
+    """Rename gathers of tables that share an overlay, and add nodes with their old names.
 
-    `reads` are (gather, its table); they are in the body of a graph, and always run together. `number` makes
-    the names of the group's nodes unique.
+    The new nodes return the current rows. `reads` are (gather, its table), in the body of a graph, and always
+    run together. `number` makes the names of the group's nodes unique.
     """
     first, table = reads[0]
     dtype, index_type, many = table.dtype, base_dtype(first.attr["Tindices"].type), len(reads)

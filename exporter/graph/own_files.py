@@ -50,8 +50,7 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """Return the positions of the scope's arguments that must be own files so that the tensors `texts`
-        are.
+        """Return the scope's arguments, by position, that must be own files so that the tensors `texts` are.
 
         Empty if they are in any case; None if one of them may be another path.
         """
@@ -74,8 +73,7 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """Return as `needs` the positions for the inputs that a call passes to arguments `places` of the
-        function `callee`.
+        """Return as `needs` the positions for inputs that a call passes to arguments `places` of `callee`.
 
         None also if it is not known which inputs those are. GraphError if two nodes of a loop's body have one
         name.
@@ -97,10 +95,9 @@ class OwnFiles:
         return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """Return the positions of a loop's arguments that must be own files so that `places` always are, also
-        in later turns.
+        """Return a loop's arguments, by position, that must be own files so that `places` are in every turn.
 
-        None if no arguments ensure it.
+        None if no arguments ensure it. GraphError if two nodes of the loop's body have one name.
         """
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):

@@ -53,8 +53,9 @@ class Effects(Struct, frozen=True):
 
     @property
     def is_purpose(self) -> bool:
-        """True if clients call the signature for its effects: it saves, or its outputs are only inputs and
-        constants.
+        """True if it saves, or changes something while its outputs are only inputs and constants.
+
+        Clients call such a signature for its effects.
         """
         saves = any(each.op in _SAVES for each in self.dropped)
         return saves or (bool(self.writes or self.dropped) and not self.computes)
@@ -77,8 +78,9 @@ class _Body(Struct, frozen=True):
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
     def _origin(self, text: str) -> str:
-        """Return the node or argument that a tensor comes from, behind at most 32 Identity nodes on a
-        handle.
+        """Return the node or argument that a tensor comes from, behind Identity nodes on a handle.
+
+        At most 32 of them are followed.
         """
         name = node_of(text)
         for _ in range(_MAX_IDENTITIES):
@@ -130,9 +132,7 @@ class EffectsOf:
         return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the variables and tables that results read, and those that are changed, by node or
-        argument.
-        """
+        """Return the variables and tables that results read, and those that are changed, as handles."""
         reads, writes = set[str](), set[str]()
         for node in body.nodes.values():
             taken = body.handles_of(node)
@@ -263,9 +263,7 @@ def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, Signatur
 
 
 def _training(source: SourceGraph, effects: Mapping[str, Effects]) -> dict[str, str]:
-    """Return {signature: reason} for the signatures that change state from which another or the same answer
-    is computed.
-    """
+    """Return {signature: reason} for signatures that change state from which an answer is computed."""
     readers = {handle: name for name, done in effects.items() for handle in done.reads}
     found = {}
     for name, done in effects.items():

@@ -78,8 +78,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
-    """Return the MetaGraphDef with exactly the tags in `tag` (comma-separated), else the only one that has
-    more.
+    """Return the MetaGraphDef with exactly the tags in `tag`, comma-separated, else the only one with more.
 
     "" means a graph without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the
     one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not
@@ -171,10 +170,9 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 
 
 def asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
-    """Return (node that gets the path, file name under assets/) for each asset, from the field, then the
-    collection.
+    """Return (node that gets the path, file name under assets/) for each asset.
 
-    CorruptFile if the collection is damaged.
+    Those of the field come first, then the collection's. CorruptFile if the collection is damaged.
     """
     assets = [*meta_graph.asset_file_def]
     if "saved_model_assets" in meta_graph.collection_def:

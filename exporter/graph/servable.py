@@ -52,9 +52,7 @@ _REBUILD = (
 
 
 def foreign_ops(nodes: Iterable[Proto], functions: Collection[str]) -> frozenset[str]:
-    """Return the names of operations among nodes that stock TensorFlow lacks, without the graph's
-    `functions`.
-    """
+    """Return the nodes' operations (names) that stock TensorFlow lacks, without the graph's `functions`."""
     used = {str(node.op) for node in nodes}
     return frozenset(op for op in used if op not in functions and (is_deeprec(op) or not is_stock(op)))
 
@@ -162,10 +160,9 @@ def changes_state(op: str) -> bool:
 
 
 def is_refused(op: str) -> bool:
-    """True for an operation that a served output may not need: one that changes state, feeds training or
-    calls Python.
+    """True for an operation that a served output may not need.
 
-    Also for an operation of DeepRec.
+    It changes state, feeds training, calls Python, or is one of DeepRec's.
     """
     return bool(_refusal(op))
 
@@ -177,11 +174,10 @@ def check_servable(
     allowed: Collection[str] = (),
     foreign: Collection[str] = (),
 ) -> None:
-    """Raise an error, about the node nearest to an output, if a server cannot or must not run the reached
-    nodes.
+    """Raise an error if a server cannot or must not run the reached nodes.
 
-    `fed` are the placeholders that get a value; `allowed` are nodes that run once, at load; `foreign` are
-    operations that stock TensorFlow lacks.
+    It is about the node nearest to an output. `fed` are the placeholders that get a value; `allowed` are
+    nodes that run once, at load; `foreign` are operations that stock TensorFlow lacks.
 
     Raises:
         ForeignOperations: stock TensorFlow lacks an operation.
@@ -267,8 +263,7 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Raise NotServable for a read that must see a change of the same call, like the value of
-    `v.assign_add(1)`.
+    """Raise NotServable for a read that must see a change of the same call, as of `v.assign_add(1)`.
 
     The nodes `names` are checked. The nodes `allowed` may change what is read, because they are served, too.
     `mutating_functions` are the functions that change state. `where` follows the error's first clause, such

@@ -54,18 +54,15 @@ class GraphSession(Struct, frozen=True):
         )
 
     def load(self, saved_model: Path) -> Proto:
-        """Load a SavedModel's graph tagged `serve`, with its variables, and return its MetaGraphDef without
-        the graph.
+        """Load a SavedModel's graph tagged `serve`, and return its MetaGraphDef without the graph.
 
-        It replaces the previous graph. Loading has no time limit.
+        Its variables are restored. It replaces the previous graph. Loading has no time limit.
         """
         (content,) = self._ask({"load": str(saved_model), "limited": False})
         return protos.message_class("MetaGraphDef").FromString(content)
 
     def stateful(self, ops: Iterable[str]) -> frozenset[str]:
-        """Return those of the operations (by name) that have state for TensorFlow, which never runs them by
-        itself.
-        """
+        """Return those of the operations (names) that have state, which TensorFlow never runs by itself."""
         (content,) = self._ask({"stateful": sorted({*ops})})
         return frozenset(json.loads(content))
 

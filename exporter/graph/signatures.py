@@ -36,7 +36,7 @@ StaticShape = tuple[int | None, ...] | None
 
 
 class SignatureTensor(Struct, frozen=True):
-    """A tensor by its canonical name (`node:0`)."""
+    """A tensor of a signature by its canonical name, `node:0`."""
 
     name: str
     dtype: DType
@@ -44,7 +44,10 @@ class SignatureTensor(Struct, frozen=True):
 
 
 def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
-    """Return the tensors of a signature's inputs or outputs, each once, in the order of their keys."""
+    """Return the tensors of a signature's inputs or outputs, each once, in the order of their aliases.
+
+    All must be plain tensors: sparse and composite ones have no name. GraphError for an unknown type number.
+    """
     found = (
         SignatureTensor(canonical(info.name), base_dtype(info.dtype), _shape(info.tensor_shape))
         for _, info in sorted(infos.items())
@@ -53,7 +56,7 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
 
 
 def signature_nodes(meta_graph: Proto) -> set[str]:
-    """Return the names of the nodes of all signatures' inputs and outputs."""
+    """Return the names of the nodes of all signatures' inputs and outputs, which must be plain tensors."""
     return {
         node_of(tensor.name)
         for signature in meta_graph.signature_def.values()
@@ -69,7 +72,10 @@ class SignatureEnds(Struct, frozen=True):
 
     @classmethod
     def of(cls, signature: Proto) -> SignatureEnds:
-        """Return the tensors of a SignatureDef, composite ones as their components."""
+        """Return the tensors of a SignatureDef, sparse and composite ones as their components.
+
+        Both are in the order of their aliases; of several aliases of an input the last is kept.
+        """
         inputs: dict[Endpoint, str] = {}
         outputs: list[Endpoint] = []
         for role, alias, info in signature_tensors(signature):
@@ -81,19 +87,20 @@ class SignatureEnds(Struct, frozen=True):
 
     @property
     def nodes(self) -> set[str]:
-        """The nodes of all its tensors."""
+        """The names of the nodes of all its tensors."""
         return {tensor.node for tensor in (*self.inputs, *self.outputs)}
 
     @property
     def computed(self) -> list[str]:
-        """Return the nodes that make the outputs, each once, without outputs that are inputs as well."""
+        """Return the names of the nodes that make the outputs, each once, without outputs that are inputs as
+        well.
+        """
         return [*dict.fromkeys(tensor.node for tensor in self.outputs if tensor not in self.inputs)]
 
 
 def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
-    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature, inputs first.
-
-    Sorted by alias.
+    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature, inputs first, sorted by
+    alias.
     """
     for alias, info in sorted(signature.inputs.items()):
         yield "input", alias, info
@@ -102,14 +109,17 @@ def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
 
 
 def tensor_names(info: Proto) -> list[str]:
-    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or a composite's."""
+    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or those of a composite's
+    components.
+    """
     return [getattr(message, field) for message, field in _names(info)]
 
 
 def without_references(meta_graph: Proto) -> None:
-    """Replace reference types in signatures by the types referred to, in place.
+    """Replace reference types in signatures by the types referred to, in place: clients do not know
+    references.
 
-    Clients do not know references.
+    GraphError for an unknown type number.
     """
     for signature in meta_graph.signature_def.values():
         for _, _, info in signature_tensors(signature):
@@ -119,19 +129,22 @@ def without_references(meta_graph: Proto) -> None:
 
 
 def rename_tensors(info: Proto, names: Mapping[str, str]) -> None:
-    """Rename a TensorInfo's tensors, in place, by {old canonical name: new name}."""
+    """Rename a TensorInfo's tensors, in place; `names` is {old canonical name: new name}.
+
+    Other tensors keep their names, in canonical form.
+    """
     for message, field in _names(info):
         name = canonical(getattr(message, field))
         setattr(message, field, canonical(names.get(name, name)))
 
 
 def canonical(name: str) -> str:
-    """Return a tensor's name with its output: `node:0` for `node`."""
+    """Return a tensor's name with its output number: `node:0` for `node`."""
     return name if ":" in name else f"{name}:0"
 
 
 def _names(info: Proto) -> Iterator[tuple[Proto, str]]:
-    """Yield (message in a TensorInfo, field) for each field that names a tensor."""
+    """Yield (message in a TensorInfo, field) for each field that holds the name of a tensor."""
     if info.HasField("coo_sparse"):
         for what in ("values", "indices", "dense_shape"):
             yield info.coo_sparse, f"{what}_tensor_name"
@@ -168,9 +181,10 @@ class SignatureSpec(Struct, frozen=True):
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """Return the signatures of `--signatures`, else of `--input` and `--output`; none if neither is given.
+    """Return the signatures of `--signatures`, else of `--input` and `--output`.
 
-    UsageError if both are given, or only inputs.
+    Empty if none of them is given. UsageError if both are given, if there are inputs without outputs, or if
+    the file is not valid.
     """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
@@ -185,7 +199,7 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
 
 
 def read_signatures_file(path: Path) -> list[SignatureSpec]:
-    """Return the signatures of a JSON file (see the module), or UsageError."""
+    """Return the signatures of a JSON file in its order; UsageError if it cannot be read or is not valid."""
     document = read_signatures(path)
     if not isinstance(document, dict) or not document:
         raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")
@@ -193,7 +207,10 @@ def read_signatures_file(path: Path) -> list[SignatureSpec]:
 
 
 def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> SignatureSpec:
-    """Return the signature of one entry of a signatures file, or UsageError."""
+    """Return the signature `name` of a signatures file, from its value `entry`.
+
+    UsageError if that is not valid. `where` names the file, and `document` is all of it.
+    """
     wanted = 'expected {"inputs": {NAME: TENSOR}, "outputs": {NAME: TENSOR}, "method": "predict"}'
     if not isinstance(entry, dict) or set(entry) - {"inputs", "examples", "outputs", "method"}:
         raise UsageError(f"{where}: signature {name!r} is not a signature", cause=wanted)
@@ -216,9 +233,11 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """Add one parser of Examples to the graph; returns the specs with the parsed tensors.
+    """Add one parser of Examples to the graph, and return the specs with the parsed tensors as their inputs.
 
-    UsageError if two specs parse different features.
+    Specs without `examples` read tensors that are parsed, too. If no spec has any, nothing changes. `index`
+    does not get the new nodes. UsageError if two specs parse different features, or if a feature does not fit
+    its tensors.
     """
     asking = [spec for spec in specs if spec.examples]
     if not asking:
@@ -248,9 +267,9 @@ def _is_names(value: Any) -> bool:
 
 
 def collection_spec(meta_graph: Proto) -> SignatureSpec | None:
-    """Return the signature in the collections `inputs` and `outputs`, of one JSON object each.
+    """Return the signature in the collections `inputs` and `outputs`; None if the graph lacks one of them.
 
-    None without them. GraphError if they have other contents.
+    GraphError if each does not hold one JSON object of tensor names.
     """
     # Cloud ML's convention: `tf.add_to_collection("inputs", json.dumps({"image": x.name}))`.
     if not {"inputs", "outputs"} <= set(meta_graph.collection_def):
@@ -276,6 +295,7 @@ def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[Signatu
     Raises:
         UnknownTensor: a spec names a tensor that the graph lacks.
         UsageError: a tensor has no values, or a method does not allow the tensors.
+        GraphError: the type of a tensor is unknown.
     """
     meta_graph.signature_def.clear()
     for spec in specs:
@@ -291,7 +311,10 @@ def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[Signatu
 
 
 def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
-    """Return the TensorInfo of a named tensor; UsageError for one without values."""
+    """Return the TensorInfo of the tensor that a user named by `text`; `role` says for what, in errors.
+
+    UnknownTensor if the graph lacks it, UsageError if it has no values, GraphError if its type is unknown.
+    """
     tensor = index.resolve(text, role)
     if index.dtype(tensor) in (DType.RESOURCE, DType.VARIANT):
         readers = (name for name, _ in index.consumers[tensor.node])
@@ -306,10 +329,11 @@ def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
 
 
 def check_method(name: str, signature: Proto) -> None:
-    """Check that a classify or regress signature has the tensors that TensorFlow Serving requires.
+    """Raise UsageError for a classify or regress signature without the tensors that TensorFlow Serving
+    requires.
 
-    UsageError if not. Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input
-    `inputs` of serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
+    Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
+    serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
     """
     method = signature.method_name.rpartition("/")[2]
     if method not in _OUTPUTS_OF:
@@ -337,20 +361,24 @@ def drop_internal(meta_graph: Proto) -> None:
 
 
 def none_servable(label: str, reasons: Mapping[str, str], hint: str) -> NotServable:
-    """Return the error for a graph without a signature that can be served, from {name: reason}."""
+    """Return the error for a graph `label` whose signatures cannot be served.
+
+    `reasons` is {signature: reason}.
+    """
     listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
     return NotServable(f"no signature of {label} can be served", cause=listed, hint=hint)
 
 
 def left_out(reasons: Mapping[str, str]) -> list[str]:
-    """Return notes on signatures that are left out, from {name: reason}."""
+    """Return a note on each signature that is left out, sorted by name; `reasons` is {signature: reason}."""
     return [f"signature {name!r} is left out: {reason}" for name, reason in sorted(reasons.items())]
 
 
 def keep_answering(meta_graph: Proto, label: str) -> list[str]:
-    """Keep the signatures that TensorFlow Serving can answer, in place; returns notes on the removed ones.
+    """Remove the signatures that TensorFlow Serving cannot answer, in place, and return notes on them.
 
-    NotServable if none is left.
+    Sparse and composite tensors become their components, `ids`, `ids_1` and so on. NotServable if no
+    signature is left; `label` names the graph.
     """
     # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has no name, so it
     # is served as its components: `ids`, `ids_1` and so on.
@@ -374,7 +402,11 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 
 
 def _take_apart(infos: Any) -> str:
-    """Replace each composite TensorInfo by its components' TensorInfos; returns why not, "" if done."""
+    """Replace each sparse or composite TensorInfo in a signature's `infos` by the TensorInfos of its
+    components.
+
+    Returns "", or the reason why a tensor cannot be served; others may be replaced already.
+    """
     given = sorted(infos)
     for alias in given:
         parts = [*_parts(infos[alias])]
@@ -392,7 +424,7 @@ def _take_apart(infos: Any) -> str:
 
 
 def _parts(info: Proto) -> Iterator[Proto]:
-    """Yield the plain TensorInfos of a TensorInfo, in the order of `tf.nest.flatten`."""
+    """Yield copies of the plain TensorInfos of a TensorInfo, in the order of `tf.nest.flatten`."""
     if info.HasField("coo_sparse"):
         shape, sparse = _shape(info.tensor_shape), info.coo_sparse
         rank = None if shape is None else len(shape)
@@ -412,14 +444,19 @@ def _parts(info: Proto) -> Iterator[Proto]:
 
 
 def _kind(info: Proto) -> str:
-    """Return the kind of a tensor without values, in its author's words."""
+    """Return the kind of a tensor without values, for a message: `a resource`, or a composite with
+    its class.
+    """
     if info.HasField("composite_tensor"):
         return f"a composite tensor with a handle ({info.composite_tensor.type_spec.type_spec_class_name})"
     return f"a {base_dtype(info.dtype).label}"
 
 
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
-    """Write every name in `signature_def` as `node:index`, in place; UnknownTensor if it does not exist."""
+    """Write every tensor's name in `signature_def` as `node:output`, in place.
+
+    UnknownTensor if the graph lacks it.
+    """
     for name, signature in meta_graph.signature_def.items():
         for role, alias, info in signature_tensors(signature):
             for text in tensor_names(info):

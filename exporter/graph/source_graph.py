@@ -36,7 +36,7 @@ class Trust(Struct, frozen=True):
     def require_file(self, path: Path, directory: Path) -> None:
         """Raise AccessRefused for a file that a found graph in `directory` may not read.
 
-        A link counts as its target.
+        A link counts as its target. Nothing is refused to a graph that the request names.
         """
         places = [directory, *self.files]
         if not self.is_found or any(path.resolve().is_relative_to(place.resolve()) for place in places):
@@ -52,10 +52,10 @@ ANY_FILES = Trust()
 
 
 class GraphRequest(GraphOptions, frozen=True):
-    """The request to the graph stage: a model, the options about its graph, and where it was found.
+    """The request to the graph stage: a model, the options about its graph, and whether it was found.
 
-    `inputs` and `outputs` map signature names to tensor names and make the signature `serving_default`;
-    `signatures` is JSON with several (see `exporter.graph.signatures`).
+    `inputs` and `outputs` map names in the signature `serving_default` to names of tensors; `signatures` is a
+    JSON file with several signatures (see `exporter.graph.signatures`).
     """
 
     model: Model = None
@@ -66,9 +66,10 @@ class GraphRequest(GraphOptions, frozen=True):
     def of(
         cls, request: ExportRequest, beside: str | None = None, naming: Naming = Naming.NAMES
     ) -> GraphRequest:
-        """Return the request for the named graph, or for the graph `beside` the checkpoint, with the options.
+        """Return the request for the named graph, else for the graph `beside` the checkpoint, with the
+        options.
 
-        `naming` is the checkpoint's.
+        `beside` is that graph's path, None if there is none; `naming` is the checkpoint's.
         """
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None
@@ -87,9 +88,9 @@ class GraphRequest(GraphOptions, frozen=True):
 
 
 def read_signatures(path: Path) -> Any:
-    """Read the file of `--signatures` and return its JSON value.
+    """Return the JSON value in the file of `--signatures`.
 
-    UsageError if it cannot be read, or is not JSON.
+    UsageError if it cannot be read, has more than 64 MiB, or is not JSON.
     """
     try:
         return json.loads(read_regular(path, 64 << 20))
@@ -112,7 +113,7 @@ class TableKey(Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str) -> TableKey:
-        """Return the names that a stock Saver uses."""
+        """Return the names that a stock Saver uses for a table whose node has this name."""
         return cls(f"{name}-keys", f"{name}-values")
 
 

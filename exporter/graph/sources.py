@@ -95,7 +95,7 @@ class Code(Struct, frozen=True):
     by_name: frozenset[str] = frozenset()
 
     def without_files_of(self, directory: Path) -> Code:
-        """Return the code without the files that the builder opened below a directory."""
+        """Return a copy without the files that the builder opened below a directory."""
         top = directory.resolve()
         opened = {n: d for n, d in self.opened.items() if not self.places[n].resolve().is_relative_to(top)}
         return replace(self, opened=opened)
@@ -110,7 +110,7 @@ class BuilderFile(Struct, frozen=True):
 
     @classmethod
     def of_module(cls, path: Path, name: str) -> BuilderFile:
-        """Return the file of the module that is imported as `name`."""
+        """Return the builder file at `path`, which is imported as the module `name`."""
         parts = name.split(".")
         depth = len(parts) if path.name == "__init__.py" else len(parts) - 1
         return cls(path, path.resolve().parents[depth], parts[0])
@@ -118,7 +118,10 @@ class BuilderFile(Struct, frozen=True):
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Put the working directory first on the path, as `python -m` does, while user code is imported."""
+    """Put the working directory first on `sys.path`, as `python -m` does, during the block.
+
+    What `put_first` adds in this thread meanwhile is removed after the block, too.
+    """
     added: list[str] = []
     token = _ADDED.set(added)
     try:
@@ -132,21 +135,24 @@ def importable() -> Iterator[None]:
 
 
 def put_first(directory: Path) -> None:
-    """Put a directory first on the path; this thread's `importable` removes it at its end."""
+    """Put a directory first on `sys.path`.
+
+    This thread's `importable` removes it at its end, if there is one.
+    """
     _ADDED.get([]).append(str(directory))
     sys.path.insert(0, str(directory))
 
 
 def file_of(module: object) -> str:
-    """Return the file of a module as Python names it; "" if it has none."""
+    """Return the `__file__` of a module; "" if it has none, or if the object is not a module."""
     file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
     return file if isinstance(file, str) else ""
 
 
 def named_function(model: Any) -> tuple[str, BuilderFile | None]:
-    """Return the name of a builder given as a function, and the file that defines it.
+    """Return the qualified name of a builder given as a function or object, and the .py file that defines it.
 
-    None if it has no file.
+    For an object it is its class's; the file is None if there is none, as for code typed at a prompt.
     """
     while isinstance(model, functools.partial):
         model = model.func
@@ -202,9 +208,10 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 
 
 def require_function(found: BuilderFile, where: str, name: str) -> None:
-    """Raise BuilderError for a function that a builder's module certainly lacks.
+    """Raise BuilderError if a builder's module certainly lacks the function `name`, or cannot be parsed.
 
-    If its code does not show all names, only importing it can decide.
+    `where` is the module as the user named it. If its code does not show all names, only importing it can
+    decide.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
@@ -212,7 +219,10 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
 
 
 def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
-    """Return the error for a builder's module that lacks the named function."""
+    """Return the error for a builder's module `where` that lacks the function `name`.
+
+    `functions` are those it has.
+    """
     import difflib
 
     nearest = next(iter(difflib.get_close_matches(name, functions, 1)), "FUNCTION")
@@ -224,9 +234,10 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """Return the paths of `known` files that changed or do not exist.
+    """Return the recorded paths of `known` files whose code changed, or that do not exist.
 
-    `main` is the first one's present file.
+    `main` is the present file of the first; the others are looked up from it. ManifestError if a path leads
+    out of their directory.
     """
     own, *others = known
     *packages, _ = own.path.split("/")
@@ -241,7 +252,7 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 def code_digest(where: str) -> str | None:
     """Return the digest of the code of `pkg.mod` or `path/file.py`.
 
-    None if the file is not found, or is not valid Python.
+    None if it is not found or not valid Python.
     """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
@@ -258,9 +269,10 @@ def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
 
 
 def code_of(content: bytes, path: Path) -> str:
-    """Return the digest of a Python file's code, without comments, docstrings and what runs it as a program.
+    """Return the digest of a Python file's code, without comments, docstrings and statements for running it.
 
-    It is that of the bytes if `path`, which is not read, is not a .py file, or the code cannot be parsed.
+    The latter are `if __name__ == "__main__":`. The digest is that of the bytes if `path`, which is not read,
+    is not a .py file, or the code cannot be parsed.
     """
     with contextlib.suppress(BuilderError):
         if path.suffix == ".py":
@@ -269,18 +281,21 @@ def code_of(content: bytes, path: Path) -> str:
 
 
 def digest_of(content: bytes) -> str:
-    """Return the lower-case SHA-256 of bytes."""
+    """Return the SHA-256 of bytes, in lower-case hex."""
     return hashlib.sha256(content).hexdigest()
 
 
 def digest_at(file: str) -> str:
-    """Return the digest of a module's file; "" if it cannot be read."""
+    """Return the SHA-256, in hex, of a module's file; "" if it cannot be read."""
     content = content_of(file)
     return "" if content is None else digest_of(content)
 
 
 def content_of(file: str) -> bytes | None:
-    """Return the bytes of a module's file, also in an archive on the path; None if it cannot be read."""
+    """Return the bytes of a module's file, also in a zip archive; None if it cannot be read.
+
+    None also if a .py file has more than 64 MiB, or another file more than 1 GiB.
+    """
     with contextlib.suppress(OSError):
         return read_regular(Path(file), MAX_SOURCE_BYTES if file.endswith(".py") else MAX_COMPILED_BYTES)
     for archive in Path(file).parents:
@@ -299,7 +314,7 @@ _PARSINGS = 50
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Ignore warnings about the files that are parsed here; other threads have the same filters."""
+    """Ignore warnings about files that `parse` reads, during the block; the filter is that of all threads."""
     ours = ("ignore", None, Warning, re.compile(re.escape(_PARSED)), 0)
     warnings.filters.insert(0, ours)  # type: ignore[attr-defined]  # a list, says the documentation
     try:
@@ -317,7 +332,11 @@ MAX_COMPILED_BYTES = 1 << 30
 
 
 def parse(path: Path, content: bytes | None = None) -> ast.Module:
-    """Return the syntax tree of a file, or BuilderError; syntax warnings are not shown."""
+    """Return the syntax tree of a Python file, or of its `content`.
+
+    BuilderError if it cannot be read or parsed. Syntax warnings are not shown; a lock lets one thread parse
+    at a time.
+    """
     try:
         content = read_regular(path, MAX_SOURCE_BYTES) if content is None else content
         with _PARSED_IN_SILENCE(), _PARSING:
@@ -327,7 +346,10 @@ def parse(path: Path, content: bytes | None = None) -> ast.Module:
 
 
 def _parsed(source: bytes, name: str) -> ast.Module:
-    """Return the syntax tree of a file's bytes; tries again while other threads make Python 3.11 fail."""
+    """Return the syntax tree of a file's bytes, named `name` in errors; repeated while Python 3.11 fails.
+
+    At most 51 attempts; then SystemError. SyntaxError or ValueError if the bytes are not valid Python.
+    """
     # It counts the depth of a tree for all threads together, and raises SystemError if the count is wrong.
     # TensorFlow's AutoGraph parses without our lock.
     for _ in range(_PARSINGS):
@@ -337,7 +359,10 @@ def _parsed(source: bytes, name: str) -> ast.Module:
 
 
 def _code(tree: ast.Module) -> str:
-    """Return the digest of the code that runs when a module is imported; `tree` loses its docstrings."""
+    """Return the digest of the code that runs when a module is imported; `tree` loses its docstrings.
+
+    The digest depends on the minor version of Python.
+    """
     tree.body = [node for node in tree.body if not _runs_as_program_alone(node)]
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -354,7 +379,10 @@ def _runs_as_program_alone(node: ast.stmt) -> bool:
 
 
 def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
-    """Return a module's names after its import (None: its text does not show all), and its functions."""
+    """Return the names that a module has after its import, and its functions, sorted.
+
+    (None, []) if its text does not show all names.
+    """
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -389,7 +417,11 @@ def _bound_names(tree: ast.Module) -> tuple[set[str] | None, list[str]]:
 
 
 def find_module(name: str, path: list[str]) -> Path | None:
-    """Return the file that importing `name` executes with this path, found without running code; or None."""
+    """Return the file that importing `name` executes with this `sys.path`; None if it is not found.
+
+    No code runs, except that of finders other than Python's own, for a top-level module that is not on the
+    path.
+    """
     spec: ModuleSpec | None = None
     for number, part in enumerate(name.split(".")):
         places = path if number == 0 else [*((spec and spec.submodule_search_locations) or ())]
@@ -406,7 +438,10 @@ def find_module(name: str, path: list[str]) -> Path | None:
 
 
 def _find_otherwise(name: str) -> ModuleSpec | None:
-    """Return the place of a top-level module by other finders, as of editable installations; or None."""
+    """Return the spec of a top-level module by finders of other packages, as editable installations have.
+
+    Or None.
+    """
     for finder in sys.meta_path:
         if finder is not PathFinder and getattr(finder, "__module__", "") != "_frozen_importlib":
             with contextlib.suppress(ImportError, AttributeError, TypeError, ValueError):
@@ -418,9 +453,10 @@ def _find_otherwise(name: str) -> ModuleSpec | None:
 def changed_modules(
     known: Iterable[ModuleFile], find: Callable[[str], Path | None]
 ) -> tuple[list[str], list[str]]:
-    """Return the names of modules whose code changed, and of modules about which nothing is known.
+    """Return the names of modules whose code changed, and the names of modules that cannot be compared.
 
-    `find` returns the present file of a module, None if there is none.
+    The latter have no file, cannot be read, or were recorded without a digest. `find` returns the present
+    file of a module, None if there is none.
     """
     changed, unknown = [], []
     for module in known:
@@ -433,7 +469,7 @@ def changed_modules(
 
 
 def changed_libraries(known: Mapping[str, str]) -> Iterator[str]:
-    """Yield how versions of installed libraries differ, in words.
+    """Yield phrases that tell how versions of installed libraries differ from `known`, {name: version}.
 
     A library that is not installed is skipped.
     """

@@ -72,7 +72,7 @@ def is_plain_module(module: bytes) -> bool:
 
 
 def read_program(module: bytes) -> Program:
-    """Return the operations and texts of a program in MLIR's bytecode.
+    """Return the operations and texts of a program in MLIR's bytecode, up to version 6.
 
     ValueError, or IndexError at its end, if the bytes are not such a program.
     """
@@ -112,7 +112,7 @@ class _Reader:
         return self._at >= len(self._content)
 
     def take(self, count: int) -> memoryview:
-        """Return the next `count` bytes; IndexError if there are fewer."""
+        """Return the next `count` bytes as a view; IndexError if there are fewer."""
         taken = self._content[self._at : self._at + count]
         if len(taken) < count:
             raise IndexError("the bytes end too early")
@@ -120,13 +120,19 @@ class _Reader:
         return taken
 
     def number(self) -> int:
-        """Read a number of variable length: zeros at the end of its first byte count the bytes after it."""
+        """Read a number of variable length: zeros at the end of its first byte count the bytes after it.
+
+        IndexError at the end of the bytes.
+        """
         first = self.take(1)[0]
         more = (first & -first).bit_length() - 1 if first else 8
         return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
 
     def section(self) -> tuple[int, memoryview]:
-        """Read the next section's kind and content; ValueError if it is aligned."""
+        """Read the next section; returns its kind, a number, and its content as a view.
+
+        ValueError if it is aligned, IndexError if it is cut off.
+        """
         kind = self.take(1)[0]
         if kind & 0x80:
             raise ValueError("an aligned section")
@@ -134,9 +140,9 @@ class _Reader:
 
 
 def _strings(reader: _Reader) -> list[str]:
-    """Read the table of strings; their lengths come first, in reverse order, and count a zero byte.
+    """Read the section of strings; their lengths come first, in reverse order, and count a zero byte.
 
-    ValueError if bytes are left over.
+    ValueError if bytes are left over or not UTF-8, IndexError if there are too few.
     """
     lengths = [reader.number() for _ in range(reader.number())]
     found = [str(reader.take(length)[:-1], "utf-8") for length in reversed(lengths)]
@@ -146,7 +152,10 @@ def _strings(reader: _Reader) -> list[str]:
 
 
 def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[str], frozenset[str]]:
-    """Read the names of the dialects, and the full names of the operations."""
+    """Read the names of the dialects, in order, and the full names of the operations, `dialect.operation`.
+
+    `version` is the bytecode's. IndexError if it is cut off.
+    """
     dialects, operations = [], set[str]()
     for _ in range(reader.number()):
         index = reader.number()
@@ -194,7 +203,7 @@ def _texts(
 def _attributes(
     offsets: _Reader, contents: _Reader, dialects: list[str]
 ) -> list[tuple[str, memoryview]] | None:
-    """Return the (dialect, encoded content) of each attribute.
+    """Return (dialect, encoded content) of each attribute, in order.
 
     None if one is a text that MLIR would parse.
     """

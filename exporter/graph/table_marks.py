@@ -25,7 +25,8 @@ _MOST_MARKED_BYTES = 1 << 20
 
 
 def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """Return the dynamic tables that are marked by attributes of their variables' nodes.
+    """Return the dynamic tables that are marked by attributes of their variables' nodes, in the graph's
+    order.
 
     GraphError if the parts of a table are missing or damaged.
     """
@@ -38,10 +39,10 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 
 
 def mark_tables(graph: InferenceGraph) -> InferenceGraph:
-    """Return a copy of a graph with marked dynamic tables.
+    """Return a copy of a graph with marked dynamic tables; the graph itself if it has none.
 
-    The same graph if it has none or too many default rows. DeepRec's tables have 4,096 default rows: with
-    more than 64 floats each, such a graph cannot be used for other checkpoints.
+    The graph itself also if the default rows of all tables take more than 1 MiB: then it cannot be used for
+    other checkpoints. (DeepRec's tables have 4,096 default rows: more than 64 floats each are too many.)
     """
     total = sum(table.defaults.nbytes for table in graph.dynamic_tables)
     if not graph.dynamic_tables or total > _MOST_MARKED_BYTES:
@@ -58,14 +59,14 @@ def mark_tables(graph: InferenceGraph) -> InferenceGraph:
 
 
 def mark(node: Proto, table: str, part: str) -> None:
-    """Mark a variable's node as this part of a table, in place."""
+    """Mark a variable's node, in place, as the part `part` (a member of `PARTS`) of the table `table`."""
     node.attr[TABLE].s, node.attr[PART].s = table.encode(), part.encode()
 
 
 def _table(name: str, nodes: dict[str, Proto]) -> GraphDynamicTable:
-    """Return the dynamic table of these variables' nodes, by part.
+    """Return the dynamic table `name` of these variables' nodes, by part.
 
-    GraphError if parts or default rows are missing, or if rows and default rows differ in kind.
+    GraphError if parts or default rows are missing or damaged.
     """
     if set(nodes) != set(PARTS) or DEFAULTS not in nodes[VALUES].attr:
         raise GraphError(

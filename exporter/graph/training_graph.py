@@ -32,7 +32,10 @@ from exporter.wire.protos import Proto
 
 
 def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> list[str]:
-    """Remove, in place, signatures that a server cannot run, given constants for `fixed`; returns notes."""
+    """Remove the signatures that a server cannot run, in place, and return a note on each, sorted by name.
+
+    `fixed` are placeholders that get constants. GraphError if two nodes have the same name.
+    """
     index = GraphIndex.of(meta_graph)
     notes = []
     for name, signature in sorted(meta_graph.signature_def.items()):
@@ -47,7 +50,7 @@ def drop_training_signatures(meta_graph: Proto, fixed: Collection[str] = ()) -> 
 def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Collection[str]) -> None:
     """Raise GraphError for a signature that needs operations of training, or tensors that do not exist.
 
-    NotServable, which is a GraphError, also if it has no outputs.
+    It is NotServable (a GraphError) also if it has no outputs. `fixed` are placeholders that get constants.
     """
     for role, alias, info in signature_tensors(signature):
         for text in tensor_names(info):
@@ -67,7 +70,10 @@ def _check_signature(index: GraphIndex, name: str, signature: Proto, fixed: Coll
 
 
 class TrainingGraph(Struct, frozen=True):
-    """A training graph as its author saved it, to be published under `tag` beside the serving graph."""
+    """A training graph as its author saved it, to be published under `tag` beside the serving graph.
+
+    `source` names its SavedModel; `assets` are files by the node that gets the path.
+    """
 
     source: str
     tag: str
@@ -78,7 +84,7 @@ class TrainingGraph(Struct, frozen=True):
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """Return the graph, with the tensors that it restores.
+        """Return the training graph with the names and variables that it restores, found in `meta_graph`.
 
         UnsupportedFormat if it is object-based, GraphError if it computes the names of its tensors.
         """
@@ -101,9 +107,9 @@ class TrainingGraph(Struct, frozen=True):
 
 
 def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
-    """Return the names that the Saver's restore nodes read, each once; none if there is no Saver.
+    """Return the names of tensors that the Saver's restore nodes read, as keys, each once.
 
-    GraphError if they are computed.
+    None if `restore_op` is "". GraphError if they are computed.
     """
     found: dict[str, None] = {}
     if not restore_op:

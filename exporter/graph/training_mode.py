@@ -62,7 +62,10 @@ _MOST_BYTES = 1 << 10  # of a computed span: two numbers, but a damaged graph ma
 
 
 def training_mode(meta_graph: Proto) -> TrainingMode:
-    """Return batch statistics, dropout, noise and other random numbers among nodes that signatures run."""
+    """Return batch statistics, dropout, noise and other random numbers among nodes that signatures run.
+
+    All are empty for a graph without such operations.
+    """
     nodes = all_nodes(meta_graph.graph_def)
     if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
         return TrainingMode()  # for most graphs: following constants takes time
@@ -80,7 +83,7 @@ def training_mode(meta_graph: Proto) -> TrainingMode:
 
 
 def _graphs(meta_graph: Proto, fixed: Mapping[str, Array]) -> list[CalledBody]:
-    """Return the graph as each signature runs it, with the values `fixed` for some nodes."""
+    """Return a body of the graph for each signature, in any order, with the values `fixed` for some nodes."""
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     library = {function.signature.name: function for function in meta_graph.graph_def.library.function}
     return [
@@ -96,10 +99,10 @@ def _graphs(meta_graph: Proto, fixed: Mapping[str, Array]) -> list[CalledBody]:
 
 
 def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
-    """Refuse a graph with dropout or noise that is on; `feeds` are the placeholders that were fixed.
+    """Raise TrainingModeServed for a graph with dropout or noise that is on.
 
-    Raises:
-        TrainingModeServed: names the first place, and the placeholders that turn it off, if any do.
+    `feeds` are the placeholders that were fixed, with their values. The error names the first operation, and
+    the placeholders that turn all of them off, if any do.
     """
     found = [*graph.training.dropping()]
     if not found:
@@ -115,7 +118,10 @@ def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
 
 
 def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
-    """Return {placeholder: value as text}, as few as turn dropout and noise off; empty if none do."""
+    """Return {placeholder: value as JSON}, as few as turn dropout and noise off; empty if none do.
+
+    `feeds` are the placeholders that were fixed. More than eight candidates are not tried.
+    """
     values = _switchable(graph.meta_graph, feeds)
 
     def drops(fixed: Mapping[str, Array]) -> bool:
@@ -133,7 +139,10 @@ def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
 
 
 def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Return {placeholder: present value} of the booleans and floats that `--feed` fixed or may fix."""
+    """Return {placeholder: present value} of the booleans and floats that `--feed` fixed or may fix.
+
+    `feeds` are the fixed ones; others have a constant default, and no signature has them as an input.
+    """
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values = dict(feeds)
     for node in nodes.values():
@@ -152,7 +161,7 @@ def _is_random(op: str) -> bool:
 
 
 def _batch_norms(body: CalledBody) -> Iterator[str]:
-    """Yield the operations, in words, that normalise by the request's own batch."""
+    """Yield `operation 'node'` for each node that normalises by the request's own batch, sorted by node."""
     for name in sorted(body.live & body.nodes.keys()):
         node = body.nodes[name]
         fused = is_by_batch(node) and not _is_one_example(body, node)
@@ -171,7 +180,10 @@ def _is_one_example(body: CalledBody, node: Proto) -> bool:
 
 
 def _is_batch_variance(body: CalledBody, node: Proto) -> bool:
-    """True for the distance of a tensor from its own mean over the batch, as in `tf.nn.moments`."""
+    """True if a SquaredDifference is the distance of a tensor from its own mean over the batch.
+
+    `tf.nn.moments` makes such nodes.
+    """
     inputs = input_names(node)
     mean = _node(body, through_identities(body.nodes, inputs[1], _SAME)) if len(inputs) == 2 else None
     if mean is None or mean.op != "Mean" or len(input_names(mean)) != 2 or input_names(mean)[0] != inputs[0]:
@@ -196,7 +208,10 @@ _TRAINS = (_Kind.ALL, _Kind.DROPOUT, _Kind.NOISE)
 
 
 class _Drawn(Struct, frozen=True):
-    """One use of random numbers: the operation that draws them, in words, and the dropout's rate if known."""
+    """One use of random numbers: the operation that draws them, in words, its kind, and the rate of dropout.
+
+    `rate` is the part that is dropped, None if it is unknown or not dropout.
+    """
 
     name: str
     kind: _Kind
@@ -204,7 +219,10 @@ class _Drawn(Struct, frozen=True):
 
 
 def _drawn(body: CalledBody) -> Iterator[_Drawn]:
-    """Yield the uses of each random operation that runs, at least one for each."""
+    """Yield the uses of each random operation that runs, at least one for each, sorted by node.
+
+    Uses that the request itself chooses count as OTHER.
+    """
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     uses = _Uses(body, drawing) if drawing else None
     for node in (body.nodes[name] for name in drawing):
@@ -218,7 +236,9 @@ def _drawn(body: CalledBody) -> Iterator[_Drawn]:
 
 
 class _Uses:
-    """Follows the random numbers that a body draws to the masks and noise made of them."""
+    """Follows the random numbers that the nodes `drawing` draw in a body, to the masks and noise made of
+    them.
+    """
 
     def __init__(self, body: CalledBody, drawing: Collection[str]) -> None:
         self._body = body
@@ -226,7 +246,10 @@ class _Uses:
         self._readers = readers_of(body.nodes[name] for name in body.live & body.nodes.keys())
 
     def masks(self, uniform: Proto) -> Iterator[tuple[_Kind, float | None]]:
-        """Yield the kind of each mask made of uniform numbers, with the part that it drops, if known."""
+        """Yield (kind, the part that it drops) for each mask made of the uniform numbers of a node.
+
+        The part is None if it is unknown, or not one number. At most 64 nodes are followed.
+        """
         # The numbers are in a span from 0 to 1, which constants scale and shift. They are compared with a
         # rate or, in old TensorFlow, shifted by the probability to keep and rounded down.
         pending: list[tuple[Proto, Array | None]] = [(uniform, np.array([0.0, 1.0]))]
@@ -245,7 +268,11 @@ class _Uses:
                     pending.append((node, self._moved(node, source, span)))
 
     def noises(self, normal: Proto) -> Iterator[tuple[_Kind, float | None]]:
-        """Yield NOISE or OFF for each use of normal numbers, of a constant mean and deviation, with data."""
+        """Yield (NOISE or OFF, None) for each use of normal numbers, of constant mean and deviation, with
+        data.
+
+        At most 64 nodes are followed.
+        """
         pending: list[tuple[Proto, Array | None]] = [(normal, np.array([0.0, 1.0]))]  # mean, one deviation up
         for _ in range(_MOST_PLACES):
             if not pending:
@@ -273,7 +300,10 @@ class _Uses:
         return is_alone or any(self._body.is_of_request(t) or node_of(t) in self._random for t in varying)
 
     def _moved(self, node: Proto, source: Proto, span: Array | None) -> Array | None:
-        """Return the span after a node adds a constant or multiplies by it; None if that is unknown."""
+        """Return the span of numbers from `source` after a node adds a constant or multiplies by it.
+
+        A span is two numbers; None, in and out, if it is unknown.
+        """
         numbers = {text: _only(self._body.repeated_value(text)) for text in self._others(node, source)}
         if span is None or None in numbers.values():
             return None
@@ -290,9 +320,9 @@ class _Uses:
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """Return the comparison's outcome for which its mask keeps an input; None if it makes no mask.
+        """Return the outcome of a comparison (True or False) for which its mask keeps an input.
 
-        True, too, if that is not found within `_MOST_PLACES` places.
+        None if it makes no mask. True also if the mask's use is not found within 64 nodes.
         """
         pending = [(comparison, True)]
         for _ in range(_MOST_PLACES):
@@ -318,23 +348,29 @@ def _is_integer(node: Proto) -> bool:
 
 
 def _only(value: Array | None) -> float | None:
-    """Return the number that all elements equal; None if they differ, or there are none."""
+    """Return the number that all elements of `value` equal; None if they differ, or there are none."""
     if value is None or not value.size or (value != value.ravel()[0]).any():
         return None
     return float(value.ravel()[0])
 
 
 def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
-    """Return the kind of a mask that drops these `parts` (None: unknown), and the part, if one number."""
+    """Return (kind of a mask that drops these `parts`, the dropped part if it is one number, else None).
+
+    `parts` has the dropped part, 0 to 1, for each element, and is None if it is unknown: that counts as
+    DROPOUT.
+    """
     if parts is None or ((parts > 0) & (parts < 1)).any():
         return _Kind.DROPOUT, _only(parts)
     return _Kind.ALL if parts.all() else _Kind.OFF, None
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """Return, per element of `bound`, the probability that comparing a number of the span with it is False.
+    """Return the probability, for each element of `bound`, that comparing a number of the span with it is
+    False.
 
-    None if the span or the bound is unknown, or the span is one number.
+    `node` compares; the number is its input from `source`. None if the span or the bound is unknown, or the
+    span is one number.
     """
     if span is None or bound is None or span[0] == span[1]:
         return None
@@ -345,7 +381,7 @@ def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) 
 
 
 def _dropped_by_floor(span: Array | None) -> Array | None:
-    """Return the probability that a number in the span, rounded down, is the smallest possible.
+    """Return the probability, a scalar array, that a number in the span is rounded down to the least integer.
 
     None if the span is unknown, or one number.
     """

@@ -54,20 +54,28 @@ class Use(Flag):
 
 
 class Reading(Struct, frozen=True):
-    """The use of a variable, and the first node that reads it whole or might change it, in words."""
+    """The use of a variable, and the first node that reads it whole or might change it.
+
+    `taken_by` tells of that node as the end of an error message; "" if there is none.
+    """
 
     use: Use = Use.NOTHING
     taken_by: str = ""
     handles: int = 0  # number of its VarHandleOps: a change of the reads of one does not affect the others
 
     def __or__(self, other: Reading) -> Reading:
-        """Return both uses together, with the first `taken_by` and all handles."""
+        """Return both uses together, with the first `taken_by` that is not empty, and the sum of the
+        handles.
+        """
         handles = self.handles + other.handles
         return Reading(self.use | other.use, self.taken_by or other.taken_by, handles)
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
-    """Make gathers, and reads of the shape, use the variable's handle, in place; nodes `fetched` are kept."""
+    """Make gathers, and reads of the shape, use the variable's handle, in place.
+
+    Reads of whole tables that nothing reads any more are removed, except the nodes `fetched` of the graph.
+    """
     # Results are the same bit for bit: a cast in between is done on the gathered rows instead of the table.
     fetched = set(fetched)
     for body in bodies(graph_def):
@@ -78,7 +86,7 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 
 
 def uses(graph_def: Proto) -> dict[str, Use]:
-    """Return {VarHandleOp of the graph: how the graph, with its functions, uses that handle}."""
+    """Return {VarHandleOp of the graph: how that handle is used by the graph and functions that get it}."""
     tracker = _Tracker(graph_def)
     return {
         node.name: tracker.follow("", f"{node.name}:0").use
@@ -88,7 +96,9 @@ def uses(graph_def: Proto) -> dict[str, Use]:
 
 
 def readings(graph_def: Proto) -> dict[str, Reading]:
-    """Return {VarHandleOp of the graph: the Reading of its variable, over all handles, also in functions}."""
+    """Return {VarHandleOp of the graph: the Reading of its variable, over all its handles, also in
+    functions}.
+    """
     tracker = _Tracker(graph_def)  # handles with equal container and shared name are the same memory
     found: dict[tuple[str, str], Reading] = defaultdict(Reading)
     named: dict[str, tuple[str, str]] = {}
@@ -105,7 +115,11 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
-    """Make a node read by handle, in place, if possible; returns the nodes that it no longer reads from."""
+    """Make a node read by handle, in place, if possible.
+
+    Returns the names of the nodes that it no longer reads from. Empty if the node is unchanged. Nodes may be
+    added to the body.
+    """
     if node.op in _SEGMENTS:
         return _sum_gathered(body, node)
     if node.op not in ("Gather", "GatherV2", "GatherNd", "Shape") or not _takes_rows(body, node):
@@ -122,7 +136,10 @@ def _rewrite(body: Body, node: Proto) -> set[str]:
 
 
 def _sum_gathered(body: Body, node: Proto) -> set[str]:
-    """Turn a sum of a variable's rows into one of gathered rows, in the same order; returns as `_rewrite`."""
+    """Turn a sum of a variable's rows into a sum of gathered rows, in the same order, in place.
+
+    Returns the names of the nodes that it no longer reads from; empty if the rows are not a variable's.
+    """
     chain = _chain_to_read(body, node.input[0])
     if not chain:
         return set()
@@ -159,7 +176,10 @@ def _takes_rows(body: Body, node: Proto) -> bool:
 
 
 def _chain_to_read(body: Body, reference: str) -> list[Proto]:
-    """Return the nodes from a tensor back to the ReadVariableOp with its value (the last one), or none."""
+    """Return the nodes from a tensor back to the ReadVariableOp with its value, which is the last; else none.
+
+    Only Identity and Cast may be between them.
+    """
     chain: list[Proto] = []
     producer = body.producer(reference)
     while producer is not None and producer.op in _TRANSPARENT:
@@ -169,7 +189,10 @@ def _chain_to_read(body: Body, reference: str) -> list[Proto]:
 
 
 def _become_gather(body: Body, node: Proto, chain: list[Proto]) -> None:
-    """Turn `node` into a gather by handle, followed by the casts of `chain`, which were before it."""
+    """Turn `node` into a gather by handle, in place, followed by the casts of `chain`, which were before it.
+
+    `chain` is as `_chain_to_read` returns it. With casts the gather is a new node, and `node` an Identity.
+    """
     casts = [link for link in reversed(chain) if link.op == "Cast"]
     op = "ResourceGatherNd" if node.op == "GatherNd" else "ResourceGather"
     gather = node
@@ -199,7 +222,11 @@ def _become(
     keep: tuple[str, ...],
     inputs: Iterable[str] = (),
 ) -> None:
-    """Make `node` an `op` on `handle`, with the control inputs of all nodes that it replaces."""
+    """Make `node` an `op` on `handle` and `inputs`, in place, with the control inputs of all nodes that it
+    replaces.
+
+    `chain` are the replaced nodes besides it; `keep` are the attributes that stay.
+    """
     controls = {ref for old in (node, *chain) for ref in old.input if ref.startswith("^")}
     dropped = {f"^{link.name}" for link in chain}
     node.op = op
@@ -209,7 +236,11 @@ def _become(
 
 
 def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
-    """Remove the `candidates` that no node reads any more, and control edges from them."""
+    """Remove the nodes named in `candidates` that no node reads any more, and control edges from them, in
+    place.
+
+    Results of a function are kept, and the nodes `fetched` of a graph.
+    """
     kept = {*map(node_of, body.results())} | (fetched if body.function is None else set())
     dead: set[str] = set()
     while True:  # a read may have only readers that are removed themselves
@@ -232,7 +263,9 @@ class _Tracker:
         self._bodies: dict[str, _Consumers] = {}
 
     def follow(self, scope: str, handle: str) -> Reading:
-        """Return all uses of a handle, a tensor of the graph ("") or a function `scope`, also in callees."""
+        """Return all uses of a handle, a tensor of the function `scope` ("": of the graph), also in functions
+        that get it.
+        """
         found = Reading()
         seen = set()
         pending = [(scope, handle)]
@@ -257,7 +290,9 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """Return how `node` uses the handle in input `index`, and the (scope, tensor) that get it from it."""
+        """Return how `node` uses the handle at its data input `index`, and the (scope, tensor) that get it
+        from there.
+        """
         if node.op in _ROW_READS:
             return Use.ROWS, []
         if node.op in INDIFFERENT:
@@ -282,7 +317,9 @@ class _Tracker:
 
 
 def _taker(scope: str, node: Proto) -> str:
-    """Return a sentence's end on a node that reads a variable whole, or takes its handle otherwise."""
+    """Return the end of an error message that tells how a node of the function `scope` ("": the graph) uses a
+    variable.
+    """
     where = f" in function {scope!r}" if scope else ""
     if node.op != "ReadVariableOp":
         return f"{node.op} {node.name!r}{where} takes it"
@@ -290,7 +327,7 @@ def _taker(scope: str, node: Proto) -> str:
 
 
 class _Consumers:
-    """The consumers of each tensor of a body, by its canonical name."""
+    """The readers of each tensor of a body, by its canonical name."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -300,5 +337,7 @@ class _Consumers:
                 self._found[body.canonical(reference)].append((node, index))
 
     def of(self, tensor: str) -> list[tuple[Proto, int]]:
-        """Return (node, which of its inputs) for each use of `tensor`."""
+        """Return (node, position among its data inputs) for each use of the tensor with this canonical
+        name.
+        """
         return self._found.get(tensor, [])
