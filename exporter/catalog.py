@@ -34,7 +34,7 @@ class SliceSpec(Struct, frozen=True):
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> SliceSpec:
-        """The box that is the whole tensor."""
+        """Return the box that is all of a tensor of this shape."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
@@ -61,13 +61,16 @@ class Content(Protocol):
     """Values in a file that is not a tensor bundle: without a checksum, perhaps compressed."""
 
     def blocks(self) -> Iterator[Any]:
-        """Yield the values in C order and little endian, as flat numpy arrays of bounded size."""
+        """Yield the values in C order and little endian, as flat numpy arrays of bounded size.
+
+        CheckpointError (and subclasses) if the file is damaged.
+        """
 
 
 class SliceRef(Struct, frozen=True):
     """One slice of a partitioned tensor, stored in a bundle (`extent`) or another file (`content`).
 
-    Otherwise missing.
+    It is missing if both are None.
     """
 
     spec: SliceSpec
@@ -103,7 +106,9 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """The stored runs of the tensor's bytes, one for each slice."""
+        """The stored runs of the tensor's bytes: one if it is stored whole, else one for each stored
+        slice.
+        """
         if self.extent is not None:
             return (self.extent,)
         return tuple(part.extent for part in self.slices if part.extent is not None)
@@ -151,22 +156,28 @@ class Catalog(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The checkpoint's name for people, with its directory's if only the directory has a number."""
+        """The checkpoint's name for people: the last part of its prefix.
+
+        Its directory's name is in front if that ends in a digit and the prefix has none.
+        """
         directory, name = self.prefix.parent.name, self.prefix.name
         return f"{directory}/{name}" if directory[-1:].isdigit() and not any(map(str.isdigit, name)) else name
 
     @property
     def is_bundle(self) -> bool:
-        """False if values must be written into a tensor bundle before they can be served."""
+        """True if all tensors are stored in a tensor bundle.
+
+        Else values must be written into one to be served.
+        """
         return all(ref.content is None for ref in self.tensors.values())
 
     @property
     def bytes_(self) -> int:
-        """Bytes of all tensors."""
+        """Bytes of all tensors, on disk or as they would be in a bundle."""
         return sum(ref.bytes_ for ref in self.tensors.values())
 
     def path_of(self, extent: Extent) -> Path:
-        """The path of the shard that holds an extent."""
+        """Return the path of the shard that holds an extent."""
         return self.shards[extent.shard]
 
 

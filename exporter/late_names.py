@@ -11,9 +11,10 @@ from typing import Any
 
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make a package's `__getattr__`, which imports a name from its module in `homes` on first use.
+    """Return a package's `__getattr__`, which imports a name from its module in `homes` on first use.
 
-    It raises AttributeError for any other name.
+    `homes` is {name: module}. The function raises AttributeError for any other name, and ImportError if the
+    import fails.
     """
 
     def get(name: str) -> Any:
@@ -26,7 +27,10 @@ def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def short_help(package: str) -> None:
-    """Make `help(package)` show each public name in a few lines, and nothing that classes inherit."""
+    """Make `help(package)` show each public name in a few lines, and nothing that classes inherit.
+
+    `package` is the name of an imported package with `__all__`, whose class is changed.
+    """
     sys.modules[package].__class__ = _ShortHelp
 
 
@@ -36,7 +40,7 @@ class _ShortHelp(ModuleType):
         return "\n\n".join([(self.__dict__["__doc__"] or "").rstrip(), *_summaries(self)])
 
     def __dir__(self) -> list[str]:
-        """The public names; none for pydoc, which would print all that classes inherit below it."""
+        """Return the public names; none for pydoc, which would print all that classes inherit below it."""
         frame = sys._getframe()
         for _ in range(3):  # getmembers, and what it calls, stand between pydoc and this
             if frame.f_back is not None:
@@ -47,7 +51,10 @@ class _ShortHelp(ModuleType):
 
 
 def _summaries(package: ModuleType) -> Iterator[str]:
-    """Yield each public name, as a call, and the first line of its docstring: classes, then functions."""
+    """Yield each name in `__all__`, as a call, with the first line of its docstring; classes, then functions.
+
+    A name that cannot be imported is yielded alone.
+    """
     import inspect
     from textwrap import fill
 
@@ -68,7 +75,10 @@ def _summaries(package: ModuleType) -> Iterator[str]:
 
 
 def _call(signature: Any, function: Any) -> str:
-    """The signature without types of arguments; a function's own `**options` stay unexpanded."""
+    """Return the signature as text, without types of arguments.
+
+    A function's own `**options` stay unexpanded.
+    """
     own, shown = getattr(function, "__code__", None), []
     for each in signature.parameters.values():
         if own is not None and each.name not in own.co_varnames:
@@ -84,7 +94,7 @@ def _call(signature: Any, function: Any) -> str:
 
 
 class _LateModule:
-    """A module that is imported when one of its names is first used."""
+    """A module that is imported when one of its names is first used; ImportError then if it is missing."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -21,7 +21,10 @@ else:
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """The SHA-256 in hex of an open file, from its present offset; OSError if reading fails."""
+    """Return the SHA-256, in lower-case hex, of an open file from its present offset.
+
+    OSError if reading fails.
+    """
     import hashlib  # late: OpenSSL takes 3 ms, and most of a help text's time is imports
 
     if sys.version_info >= (3, 11):
@@ -33,7 +36,7 @@ def sha256_of(file: BinaryIO) -> str:
 
 
 def module_command(module: str) -> list[str]:
-    """The command line `python -P -m MODULE`: modules are not searched in the working directory."""
+    """Return the command line `python -P -m MODULE`: modules are not searched in the working directory."""
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module]
     run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -41,7 +44,10 @@ def module_command(module: str) -> list[str]:
 
 
 def timeout(seconds: float) -> Any:
-    """A block as by `asyncio.timeout`, which raises TimeoutError after this many seconds."""
+    """Return an asynchronous context manager that raises TimeoutError after this many seconds.
+
+    It does so where the task waits, as `asyncio.timeout`. RuntimeError outside of a running loop.
+    """
     if sys.version_info < (3, 11):
         return _Timeout(seconds)
     import asyncio
@@ -71,11 +77,11 @@ class _Timeout:
             raise TimeoutError
 
     def when(self) -> float:
-        """The loop's time at which it ends."""
+        """Return the loop's time, in seconds, at which it ends."""
         return self._when
 
     def reschedule(self, when: float) -> None:
-        """Set another end, in the loop's time."""
+        """Set another end, in seconds of the loop's time."""
         self._handle.cancel()
         self._when, self._handle = when, self._loop.call_at(when, self._end)
 
@@ -86,7 +92,10 @@ class _Timeout:
 
 
 def type_hints(annotated: Callable[..., Any]) -> dict[str, Any]:
-    """The hints of a function or class; `Annotated` stays outermost where the default is None, too."""
+    """Return {parameter or field: type} of a function or class, and "return"; `Annotated` stays outermost.
+
+    Python 3.10 would put it into an Optional where the default is None.
+    """
     hints = get_type_hints(annotated, include_extras=True)
     if sys.version_info < (3, 11):  # which makes it Optional[Annotated[...]]
         for name, hint in hints.items():

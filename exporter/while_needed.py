@@ -18,7 +18,10 @@ _LOCK = threading.RLock()  # reentrant: a signal's handler may run during a chan
 
 
 class WhileNeeded:
-    """A change as a context manager that any number of threads may be in at once."""
+    """A change as a context manager that any number of threads may be in at once.
+
+    `change` returns a context manager that makes the change and undoes it.
+    """
 
     def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
         self._change = change
@@ -28,7 +31,10 @@ class WhileNeeded:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Make the change, unless it is in effect; undo it at the end of the last block that needs it."""
+        """Make the change, unless it is in effect; undo it at the end of the last block that needs it.
+
+        Other threads wait while it is made or undone.
+        """
         me = threading.get_ident()
         try:
             with _LOCK:
@@ -59,7 +65,7 @@ _ALL: weakref.WeakSet[WhileNeeded] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """Undo, in a forked child, the changes of threads that it does not have."""
+    """Undo, in a forked child, the changes of threads that it does not have, and release the lock."""
     for each in [*_ALL]:
         each._keep_only(threading.get_ident())
     _LOCK.release()

@@ -337,8 +337,8 @@ class _Judge:
         return self._judged[name]
 
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
-        """Return a body's arguments, by position, that must name own files, and its other operations that
-        reach out.
+        """Return a body's arguments, by position, that must name own files, and other operations that reach
+        out.
 
         There are none of these arguments for the graph itself.
         """

@@ -92,15 +92,17 @@ class SignatureEnds(Struct, frozen=True):
 
     @property
     def computed(self) -> list[str]:
-        """Return the names of the nodes that make the outputs, each once, without outputs that are inputs as
-        well.
+        """Return the names of the nodes that make the outputs, each once.
+
+        An output that is an input as well does not count.
         """
         return [*dict.fromkeys(tensor.node for tensor in self.outputs if tensor not in self.inputs)]
 
 
 def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
-    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature, inputs first, sorted by
-    alias.
+    """Yield ("input" or "output", alias, TensorInfo) for each tensor of a signature.
+
+    Inputs come first; both are sorted by alias.
     """
     for alias, info in sorted(signature.inputs.items()):
         yield "input", alias, info
@@ -109,15 +111,12 @@ def signature_tensors(signature: Proto) -> Iterator[tuple[str, str, Proto]]:
 
 
 def tensor_names(info: Proto) -> list[str]:
-    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or those of a composite's
-    components.
-    """
+    """Return the names of a TensorInfo's tensors: one, a sparse tensor's three, or all of a composite's."""
     return [getattr(message, field) for message, field in _names(info)]
 
 
 def without_references(meta_graph: Proto) -> None:
-    """Replace reference types in signatures by the types referred to, in place: clients do not know
-    references.
+    """Replace reference types in signatures, in place, by the types referred to, which clients know.
 
     GraphError for an unknown type number.
     """
@@ -233,11 +232,11 @@ def _spec(where: str, name: str, entry: Any, document: Mapping[str, Any]) -> Sig
 
 
 def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSpec]) -> list[SignatureSpec]:
-    """Add one parser of Examples to the graph, and return the specs with the parsed tensors as their inputs.
+    """Add one parser of Examples to the graph, and return the specs with its input and the parsed tensors.
 
-    Specs without `examples` read tensors that are parsed, too. If no spec has any, nothing changes. `index`
-    does not get the new nodes. UsageError if two specs parse different features, or if a feature does not fit
-    its tensors.
+    Specs without `examples` use parsed tensors, too. If no spec has examples, nothing changes. `index` does
+    not get the new nodes. UsageError if two specs parse different features, or if a feature does not fit its
+    tensors.
     """
     asking = [spec for spec in specs if spec.examples]
     if not asking:
@@ -329,11 +328,10 @@ def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
 
 
 def check_method(name: str, signature: Proto) -> None:
-    """Raise UsageError for a classify or regress signature without the tensors that TensorFlow Serving
-    requires.
+    """Raise UsageError for a classify or regress signature without the tensors that it needs.
 
-    Source: tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc: one input `inputs` of
-    serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
+    TensorFlow Serving requires them (tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc): one
+    input `inputs` of serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
     """
     method = signature.method_name.rpartition("/")[2]
     if method not in _OUTPUTS_OF:
@@ -402,8 +400,7 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 
 
 def _take_apart(infos: Any) -> str:
-    """Replace each sparse or composite TensorInfo in a signature's `infos` by the TensorInfos of its
-    components.
+    """Replace each sparse or composite TensorInfo in `infos`, in place, by the TensorInfos of its components.
 
     Returns "", or the reason why a tensor cannot be served; others may be replaced already.
     """
@@ -444,9 +441,7 @@ def _parts(info: Proto) -> Iterator[Proto]:
 
 
 def _kind(info: Proto) -> str:
-    """Return the kind of a tensor without values, for a message: `a resource`, or a composite with
-    its class.
-    """
+    """Return the kind of a tensor without values, for a message: `a resource`, or a composite's class."""
     if info.HasField("composite_tensor"):
         return f"a composite tensor with a handle ({info.composite_tensor.type_spec.type_spec_class_name})"
     return f"a {base_dtype(info.dtype).label}"

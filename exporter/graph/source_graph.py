@@ -66,10 +66,10 @@ class GraphRequest(GraphOptions, frozen=True):
     def of(
         cls, request: ExportRequest, beside: str | None = None, naming: Naming = Naming.NAMES
     ) -> GraphRequest:
-        """Return the request for the named graph, else for the graph `beside` the checkpoint, with the
-        options.
+        """Return the request for the named graph, else for the graph `beside` the checkpoint.
 
-        `beside` is that graph's path, None if there is none; `naming` is the checkpoint's.
+        It has the options of `request`. `beside` is that graph's path, None if there is none; `naming` is the
+        checkpoint's.
         """
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None

@@ -25,8 +25,7 @@ _MOST_MARKED_BYTES = 1 << 20
 
 
 def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
-    """Return the dynamic tables that are marked by attributes of their variables' nodes, in the graph's
-    order.
+    """Return the dynamic tables marked by attributes of their variables' nodes, in the graph's order.
 
     GraphError if the parts of a table are missing or damaged.
     """

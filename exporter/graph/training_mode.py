@@ -221,7 +221,7 @@ class _Drawn(Struct, frozen=True):
 def _drawn(body: CalledBody) -> Iterator[_Drawn]:
     """Yield the uses of each random operation that runs, at least one for each, sorted by node.
 
-    Uses that the request itself chooses count as OTHER.
+    A use that the request itself chooses counts as OTHER.
     """
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     uses = _Uses(body, drawing) if drawing else None
@@ -236,9 +236,7 @@ def _drawn(body: CalledBody) -> Iterator[_Drawn]:
 
 
 class _Uses:
-    """Follows the random numbers that the nodes `drawing` draw in a body, to the masks and noise made of
-    them.
-    """
+    """Follows random numbers to the masks and noise made of them; the nodes `drawing` of a body draw them."""
 
     def __init__(self, body: CalledBody, drawing: Collection[str]) -> None:
         self._body = body
@@ -268,10 +266,9 @@ class _Uses:
                     pending.append((node, self._moved(node, source, span)))
 
     def noises(self, normal: Proto) -> Iterator[tuple[_Kind, float | None]]:
-        """Yield (NOISE or OFF, None) for each use of normal numbers, of constant mean and deviation, with
-        data.
+        """Yield (NOISE or OFF, None) for each use of a node's normal numbers with data.
 
-        At most 64 nodes are followed.
+        Their mean and deviation must be constant. At most 64 nodes are followed.
         """
         pending: list[tuple[Proto, Array | None]] = [(normal, np.array([0.0, 1.0]))]  # mean, one deviation up
         for _ in range(_MOST_PLACES):
@@ -366,8 +363,7 @@ def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
 
 
 def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) -> Array | None:
-    """Return the probability, for each element of `bound`, that comparing a number of the span with it is
-    False.
+    """Return the probability, per element of `bound`, that comparing a number of the span with it is False.
 
     `node` compares; the number is its input from `source`. None if the span or the bound is unknown, or the
     span is one number.

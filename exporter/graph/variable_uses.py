@@ -64,9 +64,7 @@ class Reading(Struct, frozen=True):
     handles: int = 0  # number of its VarHandleOps: a change of the reads of one does not affect the others
 
     def __or__(self, other: Reading) -> Reading:
-        """Return both uses together, with the first `taken_by` that is not empty, and the sum of the
-        handles.
-        """
+        """Return both uses together, with the first `taken_by` that is not "", and the sum of the handles."""
         handles = self.handles + other.handles
         return Reading(self.use | other.use, self.taken_by or other.taken_by, handles)
 
@@ -96,9 +94,7 @@ def uses(graph_def: Proto) -> dict[str, Use]:
 
 
 def readings(graph_def: Proto) -> dict[str, Reading]:
-    """Return {VarHandleOp of the graph: the Reading of its variable, over all its handles, also in
-    functions}.
-    """
+    """Return {VarHandleOp of the graph: the Reading of its variable, over all handles and functions}."""
     tracker = _Tracker(graph_def)  # handles with equal container and shared name are the same memory
     found: dict[tuple[str, str], Reading] = defaultdict(Reading)
     named: dict[str, tuple[str, str]] = {}
@@ -222,8 +218,7 @@ def _become(
     keep: tuple[str, ...],
     inputs: Iterable[str] = (),
 ) -> None:
-    """Make `node` an `op` on `handle` and `inputs`, in place, with the control inputs of all nodes that it
-    replaces.
+    """Make `node` an `op` on `handle` and `inputs`, in place, with control inputs of all replaced nodes.
 
     `chain` are the replaced nodes besides it; `keep` are the attributes that stay.
     """
@@ -236,8 +231,7 @@ def _become(
 
 
 def _drop_unread(body: Body, candidates: set[str], fetched: set[str]) -> None:
-    """Remove the nodes named in `candidates` that no node reads any more, and control edges from them, in
-    place.
+    """Remove the nodes among `candidates` that no node reads any more, in place, and control edges from them.
 
     Results of a function are kept, and the nodes `fetched` of a graph.
     """
@@ -263,8 +257,9 @@ class _Tracker:
         self._bodies: dict[str, _Consumers] = {}
 
     def follow(self, scope: str, handle: str) -> Reading:
-        """Return all uses of a handle, a tensor of the function `scope` ("": of the graph), also in functions
-        that get it.
+        """Return all uses of a handle, also in functions that get it.
+
+        `handle` is a tensor of the function `scope`, or of the graph if that is "".
         """
         found = Reading()
         seen = set()
@@ -290,8 +285,9 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """Return how `node` uses the handle at its data input `index`, and the (scope, tensor) that get it
-        from there.
+        """Return how `node` uses the handle at its data input `index`, and who gets it from there.
+
+        The latter are (scope, tensor); `body` is the one of `scope`.
         """
         if node.op in _ROW_READS:
             return Use.ROWS, []
@@ -317,8 +313,9 @@ class _Tracker:
 
 
 def _taker(scope: str, node: Proto) -> str:
-    """Return the end of an error message that tells how a node of the function `scope` ("": the graph) uses a
-    variable.
+    """Return the end of an error message that tells how a node uses a variable.
+
+    `scope` is the function that the node is in, "" for the graph.
     """
     where = f" in function {scope!r}" if scope else ""
     if node.op != "ReadVariableOp":
@@ -337,7 +334,8 @@ class _Consumers:
                 self._found[body.canonical(reference)].append((node, index))
 
     def of(self, tensor: str) -> list[tuple[Proto, int]]:
-        """Return (node, position among its data inputs) for each use of the tensor with this canonical
-        name.
+        """Return (node, position among its data inputs) for each use of the tensor with this name.
+
+        The name must be canonical.
         """
         return self._found.get(tensor, [])

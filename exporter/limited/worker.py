@@ -36,11 +36,11 @@ _idle: dict[str, Worker] = {}
 
 
 class LimitedWork(Struct, frozen=True):
-    """A process's program, and its limits.
+    """The program of a process, and its limits.
 
     `program` is its module, see `worker_process.py`; equal `key`s may share a process. It may have
     `memory_bytes` beyond what it needs to start, and for each step `cpu_seconds` of computing and
-    `step_seconds` of waiting.
+    `step_seconds` of wall time.
 
     `details` are the program's own configuration, `settings` variables of its environment.
     """
@@ -72,9 +72,10 @@ class NotStarted(Exception):
 
 @contextmanager
 def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]:
-    """Yield a process for this work: an idle one, or else a new one. It is ended if the block fails.
+    """Yield a process for this work, an idle one if there is one, else a new one.
 
-    A new one inherits the open file `descriptor`. Raises NotStarted.
+    After the block it is kept as the idle one of its program, and ends by itself after five seconds; it is
+    killed if the block fails. A new one inherits the open file `descriptor`. Raises NotStarted.
     """
     found = _take(work) or Worker(work, descriptor)
     try:
@@ -90,7 +91,10 @@ def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]
 
 
 def _take(work: LimitedWork) -> Worker | None:
-    """Return the idle process if it does this work; else None, and it stays idle."""
+    """Return the program's idle process, no longer kept, if it does this work.
+
+    Else None, and it stays idle.
+    """
     found = _idle.pop(work.program, None)
     if found is None or found.does(work):
         return found
@@ -105,7 +109,10 @@ def _end_idle() -> None:
 
 
 class Worker:
-    """A process that works within limits that it sets itself: see `worker_process.py`."""
+    """A process that works within limits that it sets itself: see `worker_process.py`.
+
+    Making one starts the process; NotStarted if the system refuses.
+    """
 
     def __init__(self, work: LimitedWork, descriptor: int | None = None) -> None:
         self.idle_since = 0.0
@@ -134,15 +141,18 @@ class Worker:
             raise NotStarted(str(error)) from None
 
     def does(self, work: LimitedWork) -> bool:
-        """True if the process does this work, and can take a request."""
+        """True if the process runs, was idle for less than 2.5 seconds, and does this work.
+
+        False in a fork of the process that started it.
+        """
         is_fresh = time.monotonic() - self.idle_since < _IDLE_SECONDS / 2  # later it may be about to end
         is_ours = self._owner == os.getpid() and self._process.poll() is None
         return is_fresh and is_ours and self._work == work
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
-        """Send a request with `body`, wait for the answer, and return its first line.
+        """Send a request with `body`, wait for the answer, and return its first line, with its line break.
 
-        Ended if the process ends first. A line of `_MAX_LINE_BYTES` is returned without its end.
+        Ended if the process ends first. A line of more than 256 MiB is returned without its end.
         """
         self._send(request, body)
         assert self._process.stdout is not None
@@ -152,9 +162,9 @@ class Worker:
         return line
 
     def blocks(self, size: int, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-        """Yield the next `size` bytes of the answer to a request, sent if given.
+        """Yield the next `size` bytes of the answer in blocks of 4 MiB, the last one smaller; waits for each.
 
-        Ended if the process ends first.
+        `request` is sent first if it is given. Ended if the process ends first.
         """
         if request is not None:
             self._send(request, b"")
@@ -166,7 +176,7 @@ class Worker:
             yield block
 
     def end(self) -> None:
-        """Kill the process: its code may never read another request."""
+        """Kill the process and wait for its end, unless it belongs to the parent of this fork."""
         if self._owner == os.getpid():
             self._process.kill()
             with suppress(BrokenPipeError):
@@ -181,7 +191,7 @@ class Worker:
             self._process.stdin.flush()
 
     def _ending(self) -> Ended:
-        """Wait for the process to end; returns the reason."""
+        """Wait for the process to end, and return the reason as an exception to raise."""
         assert self._process.stderr is not None
         said, code = self._process.stderr.read(), self._process.wait()
         if code == REFUSED:

@@ -39,7 +39,10 @@ _UNKNOWN_SIZE = 4 << 30  # assumed for the memory that is mapped already, if the
 
 
 class Refused(Exception):
-    """An error that the parent is to raise: the name of its class, and its message after the file's name."""
+    """An error that the parent is to raise, as `document` for its answer.
+
+    `kind` is the name of the error's class, and `message` is what follows the file's name.
+    """
 
     def __init__(self, kind: str, message: str, cause: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -47,13 +50,16 @@ class Refused(Exception):
 
 
 class Deadline:
-    """Ends the process by SIGXCPU or SIGALRM if one step takes too long."""
+    """Ends the process by SIGXCPU or SIGALRM if one step takes too long.
+
+    A step may take `cpu_seconds` of computing, and `seconds` of wall time (0: any time).
+    """
 
     def __init__(self, cpu_seconds: int, seconds: float) -> None:
         self._cpu_seconds, self._seconds = cpu_seconds, seconds
 
     def start(self) -> None:
-        """Start the time of the next step: an object of the file, or a block of values."""
+        """Start the time of the next step, such as an object of the file, or a block of values."""
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that only waits uses no CPU time
 
@@ -64,7 +70,10 @@ class Deadline:
         resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
     def stop(self) -> None:
-        """Stop the clock while the parent works: it may need long for each block."""
+        """Stop the clock of wall time while the parent works, which may need long for each block.
+
+        The limit of computing stays: nothing is computed meanwhile.
+        """
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -103,7 +112,11 @@ def _require(library: str) -> None:
 
 
 def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
-    """Return the error that the parent raises for one of the library."""
+    """Return the error that the parent raises for an error of the library; a Refused is returned as it is.
+
+    `config["kind"]` names the kind of file. No memory: UnsafeArchive; "truncated" in the text: TruncatedFile;
+    else CorruptFile.
+    """
     if isinstance(error, Refused):
         return error
     kind, name = config["kind"], config["kind"].partition(" ")[0]
@@ -117,7 +130,7 @@ def _reason(error: BaseException, config: Mapping[str, Any]) -> Refused:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Limit the process's memory to `more_bytes` beyond what its libraries have mapped already.
+    """Limit the process's address space to `more_bytes` beyond what its libraries have mapped already.
 
     There is no limit on systems that know none.
     """
@@ -130,13 +143,16 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Set the soft limit of a resource, at most to the hard limit, so that it can be raised again."""
+    """Set the soft limit of the resource `what`, at most to the hard limit, so that it can be raised."""
     _, hard = resource.getrlimit(what)
     resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """Answer requests until stdin ends or is idle too long; exits with REFUSED after an error."""
+    """Answer requests on stdin until it ends or is idle too long.
+
+    Writes the reason and exits with REFUSED after an error.
+    """
     # a damaged file may crash the library, which should leave no core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers, reasons, nowhere = os.dup(1), os.dup(2), os.open(os.devnull, os.O_WRONLY)

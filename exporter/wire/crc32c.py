@@ -51,23 +51,26 @@ def zeros_crc(size: int) -> int:
 
 
 def mask(crc: int) -> int:
-    """Return the stored form of a plain crc32c."""
+    """Return the form in which files store this plain crc32c."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _WORD
 
 
 def unmask(stored: int) -> int:
-    """Return the plain crc32c of a stored one."""
+    """Return the plain crc32c that files store in this form."""
     rotated = (stored - _MASK_DELTA) & _WORD
     return (rotated << 15 | rotated >> 17) & _WORD
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the stored checksum of `data`."""
+    """Return the crc32c of `data` as files store it."""
     return mask(extend(0, data))
 
 
 def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
-    """Yield `size` bytes of an open file from `offset` in chunks; ends early if the file does."""
+    """Yield `size` bytes of an open file from `offset`, in chunks of 1 MiB; fewer if the file ends.
+
+    OSError if reading fails.
+    """
     end = offset + size
     while offset < end:
         chunk = os.pread(fd, min(CHUNK, end - offset), offset)
@@ -78,7 +81,10 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 
 def crc_of(fd: int, offset: int, size: int) -> int:
-    """Return the plain crc32c of `size` bytes of an open file from `offset`, or up to the end of the file."""
+    """Return the plain crc32c of `size` bytes of an open file from `offset`, or up to the end of the file.
+
+    OSError if reading fails.
+    """
     import numpy as np  # late: an index is read without it
 
     # one buffer for all chunks: the kernel would have to provide new pages for each new one
@@ -93,7 +99,10 @@ def crc_of(fd: int, offset: int, size: int) -> int:
 
 
 def read_into(fd: int, offset: int, buffer: Bytes) -> int:
-    """Fill a buffer from an open file, as far as it goes; return the plain crc32c of the bytes read."""
+    """Fill a buffer from an open file, from `offset`, and return the plain crc32c of the bytes read.
+
+    If the file ends earlier, the rest of the buffer stays as it is. OSError if reading fails.
+    """
     position = crc = 0
     while position < len(buffer):
         count = os.preadv(fd, [buffer.data[position : position + CHUNK]], offset + position)
@@ -106,7 +115,7 @@ def read_into(fd: int, offset: int, buffer: Bytes) -> int:
 
 @cache
 def _power_of_x(exponent: int) -> int:
-    """Return the power of x with this exponent, modulo the polynomial."""
+    """Return the power of x with this exponent, modulo Castagnoli's polynomial, bit-reversed; memoised."""
     result, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:
@@ -117,7 +126,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return the product of two polynomials, modulo the polynomial."""
+    """Return the product of two polynomials, bit-reversed, modulo Castagnoli's."""
     product = 0
     while a:
         if a & _ONE:

@@ -57,7 +57,7 @@ class DType(IntEnum):
     def _missing_(cls, value: object) -> DType:
         """Return the type that a reference refers to: DT_FLOAT_REF is DT_FLOAT + 100, and so on.
 
-        Numbers come from files. ValueError for a number that no type has.
+        `DType(number)` calls it for other numbers. ValueError for a number that no type has.
         """
         number = value - _REFERENCES if isinstance(value, int) else 0
         if number in cls._value2member_map_:
@@ -71,12 +71,18 @@ class DType(IntEnum):
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """The numpy type of the stored bytes (little endian)."""
+        """The numpy type of the stored bytes (little endian).
+
+        TypeError for strings, resources and variants, and for a type that the installed ml-dtypes lacks.
+        """
         return _numpy(self)
 
     @property
     def itemsize(self) -> int | None:
-        """Bytes of one element on disk; None if elements vary in size."""
+        """Bytes of one element on disk; None if elements vary in size.
+
+        TypeError for a type that the installed ml-dtypes lacks.
+        """
         return None if self in _VARIABLE_SIZE else _SIZES.get(self) or _numpy(self).itemsize
 
     @property
@@ -91,13 +97,13 @@ class DType(IntEnum):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest value of an integer type."""
+        """The least and the greatest value of an integer type; ValueError for other types."""
         kind, _, bits = self.name.partition("INT")  # numpy does not know them below 8 bits
         return (0, (1 << int(bits)) - 1) if "U" in kind else (-1 << int(bits) - 1, (1 << int(bits) - 1) - 1)
 
     @classmethod
     def of(cls, label: str) -> DType:
-        """Return the type with this name; KeyError for other names."""
+        """Return the type with this label (`float32`) or name (`FLOAT`), in any case; KeyError for others."""
         return _BY_LABEL[label.lower()]
 
 
@@ -138,7 +144,7 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
 
 
 def is_floating(values: np.ndarray[Any, Any]) -> bool:
-    """True for an array of floats, including bfloat16, which numpy regards as raw bytes."""
+    """True for an array of floats of 16 bits or more, including bfloat16, which numpy sees as raw bytes."""
     return values.dtype.kind == "f" or str(values.dtype) == DType.BFLOAT16.label
 
 

@@ -27,9 +27,9 @@ _SPARE_BITS = 7  # of a float32's 24: the bits that a code of seven bits adds to
 
 
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
-    """Return the nearest codes int8 [n, ...], scales float32 [n], and a mask of rows that fit.
+    """Return the nearest codes int8 [n, ...], scales float32 [n], and a mask [n] of the rows that fit.
 
-    Such rows are finite and not too large.
+    `rows` are [n, ...]. A row fits if it is finite and not too large; another has codes and a scale of 0.
     """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)
@@ -45,17 +45,17 @@ def to_codes(rows: Array) -> tuple[Array, Array, Array]:
 
 
 def _rounded_up(scales: Array) -> Array:
-    """Positive float32 values, rounded up to 17 significant bits."""
+    """Return positive float32 values, rounded up to 17 significant bits."""
     spare = np.uint32((1 << _SPARE_BITS) - 1)
     return np.asarray(((scales.view(np.uint32) + spare) & ~spare).view(np.float32))
 
 
 def beside_codes(codes: Array, scales: Array) -> Array:
-    """Return served rows int8 [n, dim + 4], given codes [n, dim] and their scales."""
+    """Return served rows int8 [n, dim + 4], given codes int8 [n, dim] and their scales [n]."""
     return np.concatenate([codes, scales.astype("<f4")[:, np.newaxis].view(np.int8)], axis=1)
 
 
 def values_of(served: Array) -> Array:
-    """Return the values float32 [n, dim] of served rows."""
+    """Return the values float32 [n, dim] of served rows int8 [n, dim + 4]."""
     scales = np.ascontiguousarray(served[:, -SCALE_BYTES:]).view("<f4")
     return np.asarray(served[:, :-SCALE_BYTES].astype(np.float32) * scales)

@@ -45,14 +45,14 @@ class _Versioned(msgspec.Struct):
 
 
 def doc(text: str) -> Meta:
-    """Describe a field, for the reference."""
+    """Return the description of a field, to be put into its `Annotated` type; the reference shows it."""
     return Meta(description=text)
 
 
 def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any], bytes]) -> Any:
-    """Decode the one JSON object in `text`, called `where` in errors.
+    """Return the one JSON object in `text` as a value of `type_`; errors call it `where`.
 
-    `written` encodes a value as we write it.
+    `written` encodes a value as we write it: a text that differs from it is searched for doubled keys.
 
     Raises:
         DocumentError: it is not strict JSON (RFC 8259, no NaN), nests too deep, names a key twice, or a field
@@ -67,9 +67,9 @@ def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any]
 
 
 def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
-    """Decode some fields of an object.
+    """Return the JSON object in `text` as a value of `type_`, which declares only some of its fields.
 
-    Its keys from `end` on, which are most of the text, are not checked.
+    Doubled keys are not searched from the text `end` on, if all declared fields come before it.
 
     Raises:
         DocumentError: as `decode`.
@@ -95,7 +95,7 @@ def in_utc(moment: datetime) -> datetime:
 
 
 def format_version(text: str | bytes, where: str) -> int:
-    """Return the format version in a document.
+    """Return the number in the field `format_version` of a document; errors call it `where`.
 
     Raises:
         DocumentError: it has none, or is not a JSON object.
@@ -105,7 +105,10 @@ def format_version(text: str | bytes, where: str) -> int:
 
 
 def refuse_doubled_keys(text: str | bytes, where: str) -> None:
-    """Raise DocumentError for a text in which an object names a key twice."""
+    """Raise DocumentError for a text in which an object names a key twice, or which is not JSON.
+
+    The error calls it `where`.
+    """
     try:
         json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
@@ -113,7 +116,7 @@ def refuse_doubled_keys(text: str | bytes, where: str) -> None:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value in compact ASCII."""
+    """Return a value as compact JSON in ASCII."""
     return _in_ascii(msgspec.json.encode(value))
 
 
@@ -123,13 +126,13 @@ def as_builtins(value: Any) -> Any:
 
 
 def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
-    """Encode a list with a line for each value, in ASCII."""
+    """Return a list as JSON in ASCII with a line for each item."""
     lines = msgspec.json.Encoder().encode_lines(values).removesuffix(b"\n")
     return b"[\n  " + _in_ascii(lines.replace(b"\n", b",\n  ")) + b"]"
 
 
 def encode_indented(value: Any) -> bytes:
-    """Encode a value with a line for each field, in ASCII."""
+    """Return a value as JSON in ASCII with a line for each field, and a line break at the end."""
     return _in_ascii(msgspec.json.format(msgspec.json.encode(value), indent=1)) + b"\n"
 
 
@@ -143,7 +146,7 @@ def _decoded(text: str | bytes, type_: Any, where: str) -> Any:
 
 
 def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
-    """Return the error with the path of the field in front."""
+    """Return the DocumentError for an error of msgspec, with the path of the field in front."""
     said, _, path = str(error).partition(" - at ")
     key, _, field = path.strip("`").rpartition("` in `")
     what = "a key: " if key else ""
@@ -151,7 +154,7 @@ def _named(error: msgspec.ValidationError, where: str) -> DocumentError:
 
 
 def decoder(type_: Any) -> msgspec.json.Decoder[Any]:
-    """Return the decoder of a type, for any thread."""
+    """Return the decoder of a type, memoised; any thread may use it."""
     with _MAKING:
         return _made(type_)
 
@@ -166,7 +169,7 @@ def _made(type_: Any) -> msgspec.json.Decoder[Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from its pairs, for `json.loads`.
+    """Return an object's pairs as a dict: a hook for `json.loads`.
 
     Raises:
         ValueError: a key occurs twice.
@@ -177,7 +180,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _in_ascii(text: bytes) -> bytes:
-    """Return the text with other characters escaped, as Python's encoder does it."""
+    """Return JSON with all other characters escaped, as Python's encoder does it."""
     if text.isascii() and b"\x7f" not in text:
         return text
     return re.sub(r"[^\x00-\x7e]+", lambda each: json.dumps(each[0])[1:-1], text.decode()).encode("ascii")

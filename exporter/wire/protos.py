@@ -48,7 +48,7 @@ _BUILDING = threading.RLock()
 
 
 def __getattr__(name: str) -> Any:
-    """Return the message class with a short name: `protos.BundleEntryProto()`.
+    """Return the message class with a short name: `protos.BundleEntryProto` is `tensorflow.BundleEntryProto`.
 
     AttributeError if there is none.
     """
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def message_class(name: str) -> Any:
-    """Return the class of message `tensorflow.<name>`.
+    """Return the class of message `tensorflow.<name>` in the private pool, memoised; any thread may call it.
 
     TF Serving's are called `serving.PredictRequest` and so on.
 
@@ -100,7 +100,7 @@ def _held(descriptor: Any) -> Any:
 
 
 def class_of(descriptor: Any) -> Any:
-    """Return the class of a message of any pool."""
+    """Return the class of a message of any pool, given its descriptor."""
     from google.protobuf import message_factory
 
     if hasattr(message_factory, "GetMessageClass"):
@@ -111,7 +111,11 @@ def class_of(descriptor: Any) -> Any:
 
 @cache
 def service_methods(name: str) -> dict[str, tuple[Any, Any]]:
-    """Return the classes of request and response of each method of `tensorflow.serving.<name>`."""
+    """Return {method: (class of its request, class of its response)} of the service
+    `tensorflow.serving.<name>`.
+
+    Memoised. KeyError if there is no such service.
+    """
     with _BUILDING:
         for file in _SERVING_FILES:
             _add_file(_pool(), file)
@@ -128,7 +132,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 @cache
 def _shipped() -> dict[str, Any]:
-    """Return the `FileDescriptorProto` of each shipped file, by its name."""
+    """Return {name: FileDescriptorProto} of all shipped files, memoised."""
     from google.protobuf import descriptor_pb2
 
     files = descriptor_pb2.FileDescriptorSet.FromString(_DESCRIPTORS.read_bytes()).file
@@ -136,7 +140,7 @@ def _shipped() -> dict[str, Any]:
 
 
 def _add_file(pool: descriptor_pool.DescriptorPool, name: str) -> None:
-    """Add a file to the pool, after all files that it depends on."""
+    """Add a file to the pool, after all files that it depends on; nothing changes if it is there."""
     left = [] if _is_in(pool, name) else [name]
     while left:
         file = _shipped().get(left[-1]) or _of_the_runtime(left[-1])
@@ -163,7 +167,7 @@ def _of_the_runtime(name: str) -> Any:
 
 
 def varint(value: int) -> bytes:
-    """Encode a non-negative number as protocol buffers do: seven bits a byte, lowest first."""
+    """Return a non-negative number as protocol buffers encode it: seven bits a byte, lowest first."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -173,7 +177,7 @@ def varint(value: int) -> bytes:
 
 
 def all_nodes(graph_def: Proto) -> Iterator[Proto]:
-    """Yield the nodes of a graph and of its functions."""
+    """Yield the nodes of a graph, then those of its functions, in their order."""
     yield from graph_def.node
     for function in graph_def.library.function:
         yield from function.node_def

@@ -53,17 +53,20 @@ MOST_IN_ONE = 1 << 20
 
 # A request is read block by block because numbers as Python objects take ten times the memory of their text.
 class LongList(Struct, frozen=True):
-    """A list in the text of a long request, which is read again block by block."""
+    """A list in the text of a long request, which is read again, block by block, at each use.
+
+    `begin` is the offset of its opening bracket.
+    """
 
     text: str
     begin: int
     decoder: json.JSONDecoder
 
     def blocks(self) -> Generator[list[Json], None, int]:
-        """Yield the list's items in blocks, for an empty list one empty block.
+        """Yield the list's items in blocks; for an empty list one empty block.
 
-        The generator returns the list's end. ValueError, or its subclass JSONDecodeError, if it is nested too
-        deeply or is not JSON.
+        The generator returns the offset after the list. ValueError, or its subclass JSONDecodeError, if it is
+        nested too deeply, is not JSON, or has an item of too many parts.
         """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
@@ -82,7 +85,10 @@ class LongList(Struct, frozen=True):
                 at = _skip_comma(text, at)
 
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
-        """Return the items before some comma, and the place after it; None if no such comma is found."""
+        """Return the items from offset `at` to some comma, and the offset after it.
+
+        None if no such comma is found.
+        """
         # The text before a comma parses as a list only if the comma separates two items: inside an item a
         # bracket or a quote is open, and after the list there are a key and a colon.
         for before in ("],", "},", ","):
@@ -93,7 +99,11 @@ class LongList(Struct, frozen=True):
         return None
 
     def _one_by_one(self, at: int) -> tuple[list[Json], int]:
-        """Return some items, at least one, and the place of the comma or the bracket after them."""
+        """Return some items from offset `at`, at least one, and the offset of the comma or bracket after
+        them.
+
+        ValueError, or its subclass JSONDecodeError, if an item has too many parts, or is not JSON.
+        """
         items, end = [], at + _BLOCK_BYTES
         while True:
             item, at = _value(self.text, _space(self.text, at), self.decoder)
@@ -105,13 +115,13 @@ class LongList(Struct, frozen=True):
 
 
 def parse_request(body: bytes | bytearray) -> dict[str, Json]:
-    """Parse the object in a request's body; `NaN`, `Infinity` and `-Infinity` are numbers.
+    """Return the object in a request's JSON body; `NaN`, `Infinity` and `-Infinity` are numbers.
 
     In a body of more than `LONG_BYTES`, a single row or value may have at most `MOST_IN_ONE` parts, and the
     lists of rows, columns and examples are left in their text (`LongList`).
 
     Raises:
-        ValueError: it is not JSON, with the place, or not an object.
+        ValueError: it is not JSON, with the place, or not an object, or a value is too large.
     """
     if not body:
         raise ValueError("JSON Parse error: The document is empty")
@@ -191,7 +201,10 @@ def _space(text: str, at: int) -> int:
 
 
 def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
-    """Return a key of an object, and the place where its value begins; JSONDecodeError if there is none."""
+    """Return a key of an object at offset `at`, and the offset of its value.
+
+    JSONDecodeError if there is none.
+    """
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
     key, at = decoder.raw_decode(text, at)
@@ -214,9 +227,10 @@ def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
 def _long_object(
     text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
-    """Return an object and its end, with a `LongList` for each list with one of these names.
+    """Return the object at offset `at`, and the offset after it, with a `LongList` for some of its lists.
 
-    No names mean all lists.
+    These are the lists under the keys `lists`; an empty `lists` means all. ValueError, or its subclass
+    JSONDecodeError, if it is not JSON, or a value has too many parts.
     """
     found: dict[str, Json] = {}
     at = _space(text, at + 1)
@@ -237,9 +251,10 @@ def _long_object(
 
 
 def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Json, int]:
-    """Return a value of a long document, and its end, within a bounded number of objects.
+    """Return the value of a long document at offset `at`, and the offset after it.
 
-    ValueError for more of them, JSONDecodeError if it is not JSON.
+    ValueError if it is long and has more than `MOST_IN_ONE` lists, objects and strings, JSONDecodeError if it
+    is not JSON.
     """
     with suppress(json.JSONDecodeError):
         value, size = decoder.raw_decode(text[at : at + LONG_BYTES])
@@ -280,7 +295,7 @@ def _finite(text: str) -> float:
 
 
 def signature_name(document: Mapping[str, Json]) -> str:
-    """Return the signature that a request names; "" if it names none.
+    """Return the name of the signature in a request; "" if it names none.
 
     Raises:
         ValueError: it is not a string.
@@ -294,10 +309,13 @@ def signature_name(document: Mapping[str, Json]) -> str:
 def predict_inputs(
     document: Mapping[str, Json], signature: Proto, *, check_shapes: bool = True
 ) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a predict request by name, for its `SignatureDef`; strings are `bytes` objects.
+    """Return the inputs of a predict request as arrays by name, for its `SignatureDef`.
+
+    Strings are `bytes` objects. Without `check_shapes`, they may have other shapes than the signature says.
 
     Raises:
         ValueError: an input is wrong; the message names it and the expected form.
+        NoJsonForm: a ValueError; JSON has no form for an input's type.
     """
     if ("instances" in document) == ("inputs" in document):
         raise ValueError("expected either the key 'instances' (rows) or the key 'inputs' (columns)")
@@ -335,10 +353,11 @@ def _joined(arrays: Sequence[NDArray[Any]], name: str, info: Proto, check_shape:
 
 
 def examples_input(document: Mapping[str, Json]) -> Proto:
-    """Return the `serving.Input` of a classify or regress request.
+    """Return the `serving.Input` of a classify or regress request, with its examples and its context, if it
+    has one.
 
     Raises:
-        ValueError: an example is wrong; the message says what was expected.
+        ValueError: an example is wrong, or there is none; the message says what was expected.
     """
     examples = document.get("examples")
     if isinstance(examples, LongList):
@@ -359,7 +378,11 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """Return the array that a server feeds for a `serving.Input`: serialised examples, with their context."""
+    """Return the array that a server feeds for a `serving.Input`: its examples, serialised, as `bytes`
+    objects [n].
+
+    An example has the features of the context, too, except those that it has itself.
+    """
     found = message.example_list.examples or message.example_list_with_context.examples
     merged = []
     for example in found:
@@ -374,9 +397,10 @@ def serialized_examples(message: Proto) -> NDArray[Any]:
 
 
 def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> NDArray[Any]:
-    """Convert a JSON value to the tensor that `info`, a TensorInfo, describes.
+    """Return a JSON value as the tensor that `info`, a TensorInfo, describes.
 
-    Its shape is checked if asked. ValueError if it does not fit.
+    `name` is the input's, for errors. With `check_shape` its shape must be the one in `info`. ValueError if
+    the value does not fit.
     """
     if isinstance(value, LongList):
         parts = [to_array(block, name, info, False) for block in value.blocks()]
@@ -398,7 +422,11 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
 
 
 def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
-    """Convert items one after another to an array; ValueError names the one that does not fit."""
+    """Return a JSON value as an array, converting one item after another.
+
+    ValueError names one that does not fit. `shape` is that of its nested lists, `name` the input's.
+    NoJsonForm, a ValueError, if JSON has no form for `dtype`.
+    """
     leaves = list(_leaves(value, shape, name, 0))
     convert = _converter(dtype)
     try:
@@ -413,9 +441,9 @@ def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str)
 
 
 def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[Any] | None:
-    """Convert numbers that need no individual check to an array, eight times as fast.
+    """Return nested lists of numbers as an array, eight times as fast as `_checked_array`.
 
-    None for other values.
+    None for a value that must be converted item by item, or does not fit.
     """
     items: Sequence[Json] = [value]
     for size in shape:
@@ -434,7 +462,9 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
 
 
 def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Cast the numbers to `dtype` like the server: to the nearest, too large ones to infinity."""
+    """Return numbers as an array of `dtype`, like the server: the nearest ones, infinity for too
+    large ones.
+    """
     with np.errstate(over="ignore"):
         return doubles.astype(dtype.numpy)
 
@@ -442,10 +472,11 @@ def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
 def _rows(
     rows: Json, signature: Proto, first: int = 0, is_named: bool | None = None
 ) -> dict[str, list[Json]]:
-    """Return rows, numbered from `first`, as columns by name.
+    """Return rows as {input: its value in each row}.
 
-    `is_named` says if the rows before are objects of inputs. ValueError, which names the row, if it differs
-    from the others or lacks inputs.
+    `first` is the number of the first row, for errors. `is_named` says if earlier rows were objects of
+    inputs, None if there are none. ValueError, which names the row, if a row differs from the others or lacks
+    inputs; also if there is no row.
     """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")
@@ -483,7 +514,7 @@ def _columns(document: Mapping[str, Json], signature: Proto) -> dict[str, Json]:
 
 
 def _shape_of(value: Json) -> tuple[int, ...]:
-    """Return the shape of nested lists, by their first items."""
+    """Return the shape of nested lists, by their first items; () for any other value."""
     shape = []
     while isinstance(value, list):
         shape.append(len(value))
@@ -520,7 +551,7 @@ def _check_shape(shape: tuple[int, ...], name: str, dtype: DType, expected: Prot
 
 
 class NoJsonForm(ValueError):
-    """The JSON of TensorFlow Serving's REST does not have this type."""
+    """TensorFlow Serving's JSON has no form for values of this type."""
 
 
 def _converter(dtype: DType) -> Callable[[Json], Any]:
@@ -536,9 +567,9 @@ def _converter(dtype: DType) -> Callable[[Json], Any]:
 
 
 def _float(leaf: Json) -> float:
-    """Return a double.
+    """Return a JSON number as a float, infinity and NaN included; ValueError for any other value.
 
-    ValueError unless it is a number, all of which are accepted, as by the server's `GetFloat`.
+    ValueError also for an integer beyond float64. The server's `GetFloat` accepts the same numbers.
     """
     if isinstance(leaf, bool) or not isinstance(leaf, int | float):
         raise ValueError(_brief(leaf))
@@ -577,10 +608,7 @@ def _is_binary(value: Json) -> bool:
 
 
 def _binary(value: Json) -> bytes | None:
-    """Return the bytes of `{"b64": "..."}`.
-
-    None if the value is something else, ValueError if it is not base64.
-    """
+    """Return the bytes of `{"b64": "..."}`; None for any other value, ValueError if it is not base64."""
     if not _is_binary(value):
         return None
     data = _unescaped(value["b64"])
@@ -623,7 +651,11 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 
 
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
-    """Return the field of `Feature` for a JSON value, and the item."""
+    """Return the field of `Feature` for a JSON value (`int64_list`, `float_list` or `bytes_list`), and the
+    item.
+
+    ValueError for any other value, and for an integer between the largest int64 and the largest uint64.
+    """
     if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
         return "int64_list", _integer(int(value), DType.INT64)  # `1` and `true` are integers, `1.0` is not
     if isinstance(value, int | float):  # to the server, an integer beyond 64 bits is a decimal number

@@ -23,7 +23,10 @@ OLDEST: Version = (1, 15)
 
 
 class Growth(Struct, frozen=True):
-    """An attribute that was added later, with the text of its default; or types that were added to it."""
+    """An attribute that was added later, with the text of its default; or types that were added to it.
+
+    `default` is as `attribute_text` gives it, "" if types were added; `types` are names as of `type_name`.
+    """
 
     since: Version
     default: str
@@ -31,7 +34,7 @@ class Growth(Struct, frozen=True):
 
 
 class LateOps(Struct, frozen=True):
-    """Additions after `OLDEST`: operations, and the growth of attributes by operation and attribute."""
+    """Additions after `OLDEST`: {operation: first version}, and {operation: {attribute: its growth}}."""
 
     ops: dict[str, Version]
     attributes: dict[str, dict[str, list[Growth]]]
@@ -39,7 +42,7 @@ class LateOps(Struct, frozen=True):
 
 @cache
 def late_ops() -> LateOps:
-    """Read the list, once."""
+    """Return the additions in `server_ops.txt`, read once."""
     found = LateOps({}, {})
     for line in _LIST.read_text().splitlines():
         version, name, *said = line.split(" ")
@@ -55,13 +58,13 @@ def late_ops() -> LateOps:
 
 
 def version_of(text: str) -> Version:
-    """Return major and minor number of `2.8`."""
+    """Return (major, minor) of a version such as `2.8`; ValueError for other text, including `2.8.1`."""
     major, _, minor = text.partition(".")
     return int(major), int(minor)
 
 
 def attribute_text(value: Proto) -> str:
-    """Return the text of an AttrValue, equal for equal values; `=` if it is unset."""
+    """Return the text of an AttrValue, `kind=value`, equal for equal values; `=` if it is unset."""
     kind = value.WhichOneof("value") or ""
     held = getattr(value, kind) if kind else b""
     if hasattr(held, "SerializeToString"):
@@ -71,6 +74,9 @@ def attribute_text(value: Proto) -> str:
 
 @cache
 def type_name(number: int) -> str:
-    """Return TensorFlow's name of a DataType: `uint64`."""
+    """Return TensorFlow's name of a DataType's number in lower case, such as `uint64`.
+
+    KeyError for unknown numbers.
+    """
     types = message_class("AttrValue").DESCRIPTOR.fields_by_name["type"].enum_type
     return str(types.values_by_number[number].name).removeprefix("DT_").lower()

@@ -19,18 +19,18 @@ _INTERNAL = re.compile(
 
 
 def is_stock(op: str) -> bool:
-    """True for an operation of TensorFlow's own."""
+    """True for an operation (its name) of TensorFlow's own, listed or internal."""
     return op in _listed() or _INTERNAL.fullmatch(op) is not None
 
 
 def stock_attributes(op: str) -> frozenset[str] | None:
-    """Return the names of a stock operation's attributes; None if they are not known."""
+    """Return the names of a stock operation's attributes; None if they, or the operation, are not known."""
     attributes = _listed().get(op, "?").split()
     return None if attributes == ["?"] else frozenset(attributes)
 
 
 @cache
 def _listed() -> dict[str, str]:
-    """Return the attributes of each operation, separated by blanks."""
+    """Return {operation: its attributes, separated by blanks}, "?" if unknown; memoised."""
     lines = _LIST.read_text().splitlines()
     return {op: attributes for op, _, attributes in (line.partition(" ") for line in lines)}

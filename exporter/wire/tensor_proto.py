@@ -63,9 +63,10 @@ def dtype_of(array: NDArray[Any]) -> DType:
 def to_arrays(
     protos: Mapping[str, Proto], most_filled_bytes: int = MOST_FILLED_BYTES
 ) -> dict[str, NDArray[Any]]:
-    """Convert the tensors of a message in the order of their names, as `to_array`.
+    """Return the tensors of a message as arrays, by name, converted as by `to_array`.
 
-    The limit is for all together.
+    `most_filled_bytes` limits what is filled in for all together, in the order of their names. ValueError as
+    `to_array`.
     """
     found = {}
     for name, proto in sorted(protos.items()):
@@ -82,6 +83,7 @@ def to_array(proto: Proto, most_filled_bytes: int = MOST_FILLED_BYTES) -> NDArra
     Raises:
         ValueError: its type cannot be sent by value, its values do not fill its shape, or more than
             `most_filled_bytes` of its shape would have to be filled in.
+        TypeError: the installed ml-dtypes lacks its type.
     """
     try:
         dtype = DType(proto.dtype)
@@ -103,7 +105,10 @@ def to_array(proto: Proto, most_filled_bytes: int = MOST_FILLED_BYTES) -> NDArra
 
 
 def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
-    """Write an array into an empty `TensorProto`; `as_fields` in the form of TF Serving's responses.
+    """Write an array into an empty `TensorProto`, in place.
+
+    `as_fields` writes values in the repeated field of their type, as TF Serving's responses do, else as
+    bytes.
 
     Raises:
         ValueError: TensorFlow has no such type.
@@ -178,7 +183,7 @@ def _strings(values: list[bytes], shape: tuple[int, ...], most_filled_bytes: int
 
 
 def _filled_size(sent: int, itemsize: int, shape: tuple[int, ...], most_filled_bytes: int) -> int:
-    """Return the number of elements of `shape`.
+    """Return the number of elements of `shape`, of which `sent` came with `itemsize` bytes each.
 
     ValueError if more were sent, or too much would be filled in.
     """

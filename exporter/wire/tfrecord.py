@@ -19,7 +19,7 @@ class DamagedRecord(ValueError):
 
 
 def encode_records(records: Iterable[bytes]) -> bytes:
-    """Return the bytes of a file with these records."""
+    """Return the bytes of a TFRecord file with these records, in order."""
     pieces = []
     for record in records:
         length = len(record).to_bytes(8, "little")
@@ -28,10 +28,11 @@ def encode_records(records: Iterable[bytes]) -> bytes:
 
 
 def read_records(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the records of a file, one after the other.
+    """Yield the records of a TFRecord file, in order, from its present offset.
 
     Raises:
-        DamagedRecord: one is damaged; those before it have been yielded.
+        DamagedRecord: one is damaged; all records before it have been yielded.
+        OSError: reading fails.
     """
     while header := file.read(12):
         length = int.from_bytes(_checked(header, 8), "little")

@@ -21,7 +21,7 @@ class UpdateStatus(StrEnum):
     remedy: str
 
     def __new__(cls, word: str, meaning: str, remedy: str) -> UpdateStatus:
-        """Make a word with its row in the documentation."""
+        """Return a member whose value is `word`, with its meaning and remedy for the documentation."""
         status = str.__new__(cls, word)
         status._value_ = word
         status.meaning, status.remedy = meaning, remedy

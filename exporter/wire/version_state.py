@@ -17,5 +17,5 @@ class VersionState(IntEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> VersionState:
-        """Return `UNKNOWN` for a state that only later servers have."""
+        """Return `UNKNOWN` for a number that only later servers have."""
         return cls.UNKNOWN
