@@ -106,7 +106,7 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """The stored runs of the tensor's bytes: one if it is stored whole, else one for each stored
+        """The runs of the tensor's bytes in a bundle: one if it is stored whole, else one for each stored
         slice.
         """
         if self.extent is not None:

@@ -337,8 +337,7 @@ class _Judge:
         return self._judged[name]
 
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
-        """Return a body's arguments, by position, that must name own files, and other operations that reach
-        out.
+        """Return a body's arguments, by position, that must name own files, and what else reaches out there.
 
         There are none of these arguments for the graph itself.
         """

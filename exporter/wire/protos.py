@@ -111,10 +111,9 @@ def class_of(descriptor: Any) -> Any:
 
 @cache
 def service_methods(name: str) -> dict[str, tuple[Any, Any]]:
-    """Return {method: (class of its request, class of its response)} of the service
-    `tensorflow.serving.<name>`.
+    """Return {method: (class of its request, class of its response)} of a service of TF Serving.
 
-    Memoised. KeyError if there is no such service.
+    `name` follows `tensorflow.serving.`. Memoised. KeyError if there is no such service.
     """
     with _BUILDING:
         for file in _SERVING_FILES:

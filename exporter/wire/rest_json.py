@@ -99,8 +99,7 @@ class LongList(Struct, frozen=True):
         return None
 
     def _one_by_one(self, at: int) -> tuple[list[Json], int]:
-        """Return some items from offset `at`, at least one, and the offset of the comma or bracket after
-        them.
+        """Return some items from offset `at`, at least one, and the offset of the comma or bracket after.
 
         ValueError, or its subclass JSONDecodeError, if an item has too many parts, or is not JSON.
         """
@@ -353,8 +352,7 @@ def _joined(arrays: Sequence[NDArray[Any]], name: str, info: Proto, check_shape:
 
 
 def examples_input(document: Mapping[str, Json]) -> Proto:
-    """Return the `serving.Input` of a classify or regress request, with its examples and its context, if it
-    has one.
+    """Return the `serving.Input` of a classify or regress request, with its examples and any context.
 
     Raises:
         ValueError: an example is wrong, or there is none; the message says what was expected.
@@ -378,8 +376,7 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
 
 
 def serialized_examples(message: Proto) -> NDArray[Any]:
-    """Return the array that a server feeds for a `serving.Input`: its examples, serialised, as `bytes`
-    objects [n].
+    """Return the array that a server feeds for a `serving.Input`: serialised examples, `bytes` objects [n].
 
     An example has the features of the context, too, except those that it has itself.
     """
@@ -400,7 +397,7 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
     """Return a JSON value as the tensor that `info`, a TensorInfo, describes.
 
     `name` is the input's, for errors. With `check_shape` its shape must be the one in `info`. ValueError if
-    the value does not fit.
+    the value does not fit; NoJsonForm, a ValueError, if JSON has no form for its type.
     """
     if isinstance(value, LongList):
         parts = [to_array(block, name, info, False) for block in value.blocks()]
@@ -462,9 +459,7 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
 
 
 def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Return numbers as an array of `dtype`, like the server: the nearest ones, infinity for too
-    large ones.
-    """
+    """Return numbers as an array of `dtype` as the server does: the nearest, too large ones as infinity."""
     with np.errstate(over="ignore"):
         return doubles.astype(dtype.numpy)
 
@@ -651,10 +646,10 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 
 
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
-    """Return the field of `Feature` for a JSON value (`int64_list`, `float_list` or `bytes_list`), and the
-    item.
+    """Return the field of `Feature` for a JSON value, and the item to append to it.
 
-    ValueError for any other value, and for an integer between the largest int64 and the largest uint64.
+    The field is `int64_list`, `float_list` or `bytes_list`. ValueError for another value, and for an integer
+    that fits into uint64 but not into int64.
     """
     if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
         return "int64_list", _integer(int(value), DType.INT64)  # `1` and `true` are integers, `1.0` is not
