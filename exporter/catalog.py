@@ -106,9 +106,7 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """The runs of the tensor's bytes in a bundle: one if it is stored whole, else one for each stored
-        slice.
-        """
+        """The runs of the tensor's bytes in a bundle: one for the whole, else one for each stored slice."""
         if self.extent is not None:
             return (self.extent,)
         return tuple(part.extent for part in self.slices if part.extent is not None)
@@ -165,10 +163,7 @@ class Catalog(Struct, frozen=True):
 
     @property
     def is_bundle(self) -> bool:
-        """True if all tensors are stored in a tensor bundle.
-
-        Else values must be written into one to be served.
-        """
+        """True if all tensors are stored in a tensor bundle; False if one must first be written into one."""
         return all(ref.content is None for ref in self.tensors.values())
 
     @property

@@ -75,10 +75,7 @@ def _summaries(package: ModuleType) -> Iterator[str]:
 
 
 def _call(signature: Any, function: Any) -> str:
-    """Return the signature as text, without types of arguments.
-
-    A function's own `**options` stay unexpanded.
-    """
+    """Return the signature as text, without types of arguments; a function's `**options` stay unexpanded."""
     own, shown = getattr(function, "__code__", None), []
     for each in signature.parameters.values():
         if own is not None and each.name not in own.co_varnames:

@@ -147,10 +147,10 @@ def _lookups(
 
 
 def _lookup(index: GraphIndex, table: GraphDynamicTable, row: str) -> _Lookup | None:
-    """Return the lookup in `table` whose gather of row numbers is the node `row`; None if `add_rows` did not
-    add it.
+    """Return the lookup in `table` whose gather of row numbers is the node `row`.
 
-    None also if a node outside of it reads one of its nodes other than its results.
+    None if `add_rows` did not add the node, or if a node outside of the lookup reads one of its nodes other
+    than its results.
     """
     nodes, readers = index.nodes, index.consumers
     scope, slash, _ = row.rpartition("/")
@@ -202,8 +202,7 @@ def _asked_together(
 def _join_variables(
     graph_def: Proto, graph: InferenceGraph, tables: Sequence[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add to the graph, for each part of an index, one variable that joins this part of all tables, in their
-    order.
+    """Add one variable for each part of an index, which joins this part of all tables, in their order.
 
     Returns {node of a table's own variable: its joined variable and first element there}, and the nodes of
     the new variables in the order of `INDEX`. `scope` is the prefix of their names.
@@ -332,10 +331,10 @@ def separate_lookups(meta_graph: Proto) -> None:
 
 
 def _require_free(index: GraphIndex, names: set[str], count: int) -> None:
-    """Raise GraphError if two of `count` new nodes share a name, or an old node that joining did not add has
-    one.
+    """Raise GraphError if new nodes share a name, or have the name of a node that joining did not add.
 
-    `names` are the names of the new nodes. Joining leaves only a Const or an Identity under such a name.
+    There are `count` of them, with these `names`. Joining leaves only a Const or an Identity under such a
+    name.
     """
     taken = [index.nodes[name] for name in names & index.nodes.keys()]
     if len(names) < count or any(node.op not in ("Const", "Identity") for node in taken):
@@ -392,9 +391,7 @@ def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
 
 
 def _damaged(table: str, scope: str) -> GraphError:
-    """Return the error for the joined lookup `scope` in `table`, whose nodes have changed since they were
-    added.
-    """
+    """Return the error for the joined lookup `scope` in `table`, whose nodes were changed."""
     return GraphError(f"the joined lookup {scope!r} in table {table!r} is damaged", hint=_NAME_SOURCE)
 
 

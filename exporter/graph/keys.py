@@ -244,8 +244,7 @@ _PASS_THROUGH = frozenset({"Identity", "Reshape", "Cast"})
 
 
 def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey]:
-    """Return {variable's node: the name in checkpoints, and the box of a partition} for all variables of a
-    graph.
+    """Return {variable's node: its name in checkpoints, with its box if it is a part} for all variables.
 
     The graph's Saver has precedence over its collections, and these over names of objects and nodes.
     """
@@ -259,6 +258,7 @@ def variable_keys(meta_graph: Proto, index: GraphIndex) -> dict[str, VariableKey
         if node.op in VARIABLE_OPS:
             shared = attr_text(node, "shared_name") if has_objects else ""
             keys[node.name] = VariableKey(own_names.get(node.name) or shared or node.name)
+    # each further source has precedence over the previous ones
     keys |= {node: key for node, key in _from_collections(meta_graph) if node in keys}
     restored = _from_restore(meta_graph, index, _ASSIGNS, count=1)
     keys |= {node: key for node, (key,) in restored if node in keys}

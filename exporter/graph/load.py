@@ -168,9 +168,10 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 
 
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
-    """Load the graph of a `.meta` file or a SavedModel; UsageError for another directory.
+    """Load the graph of a `.meta` file or a SavedModel.
 
-    GraphError (and subclasses) if it cannot be served, CheckpointError if its file is damaged.
+    UsageError for another directory, or without signatures. GraphError (and subclasses) if it cannot be
+    served, CheckpointError if its file is damaged.
     """
     if not path.is_dir():
         return load_metagraph(path, request)

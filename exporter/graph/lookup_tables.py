@@ -74,7 +74,7 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 
 
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
-    """Return the names of the nodes that fill the needed tables, in the graph's order, then of calls.
+    """Return the names of the nodes that fill the needed tables, in the graph's order, and of calls that may.
 
     `needed` has names of nodes. The calls are of functions, under `init_op` (None: the graph has none); a
     call counts if it takes no resource, or if it uses a needed table.
@@ -141,7 +141,7 @@ class _Tables:
         self._makers = callers(index.functions, {name for name, made in self._made.items() if made})
 
     def behind(self, names: Iterable[str]) -> set[str]:
-        """Return the static tables that these nodes make or forward, or that functions they call make."""
+        """Return the names of the static tables that nodes make or forward, also in functions they call."""
         found: set[str] = set()
         for name in names:
             node = self._index.nodes.get(through_identities(self._index.nodes, name))
@@ -160,7 +160,7 @@ class _Tables:
         return any(_has_fill(functions[name]) for name in reachable([node], functions))
 
     def filled_where_made(self) -> set[str]:
-        """Return the static tables that are made in functions which also fill a table."""
+        """Return the names of the static tables that are made in functions which also fill a table."""
         functions = self._index.functions.items()
         return {table for name, function in functions if _has_fill(function) for table in self._made[name]}
 
@@ -445,9 +445,9 @@ def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
 
 
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """Return a copy of the graph with shapes for the variables of its dynamic tables.
+    """Return a copy of the graph with the variables of its dynamic tables in `variables`, with these shapes.
 
-    The graph itself if it has none. `shapes` must have each of these variables by its served name.
+    The graph itself if it has no such tables. `shapes` must have each of these variables by its served name.
     ShapeMismatch if the shapes of a table's variables contradict each other.
     """
     if not graph.dynamic_tables:
@@ -514,6 +514,7 @@ def use_resource_tables(meta_graph: Proto, index: GraphIndex) -> bool:
     signature could not be computed again after an update. HashTableV2 makes the same table, in the same
     kernel with the same attributes, and returns it as a resource (tensorflow/core/ops/lookup_ops.cc and
     core/kernels/lookup_table_op.cc). A graph in which any other operation takes such a handle is not changed.
+    `index` is the graph's.
     """
 
     def takers(name: str) -> Iterator[str]:

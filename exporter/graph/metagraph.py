@@ -83,10 +83,7 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def is_autodist(meta_graph: Proto) -> bool:
-    """True for a graph that AutoDist has transformed for its replicas.
-
-    The names of its variables fit no checkpoint.
-    """
+    """True for a graph that AutoDist has transformed for its replicas; its names fit no checkpoint."""
     return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 
@@ -187,9 +184,9 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Raise ForeignOperations if every signature needs operations of TFRA.
+    """Raise ForeignOperations if every signature needs operations of TFRA, or a graph without any has some.
 
-    A graph without signatures must have none of them at all. `label` names the graph in the message.
+    `label` names the graph in the message.
     """
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
@@ -239,10 +236,7 @@ def _met(index: GraphIndex, tensor: Endpoint, values: set[str]) -> tuple[str, ..
 
 
 def _readers(index: GraphIndex, tensor: Endpoint) -> list[str]:
-    """Return the names of the nodes that read values of this output.
-
-    Readers of only its shape are left out.
-    """
+    """Return the names of the nodes that read values of this output, and not only its shape."""
     return [name for name in _takers(index, tensor.node) if tensor in data_inputs(index.nodes[name])]
 
 
@@ -275,7 +269,7 @@ def likely_outputs(index: GraphIndex) -> list[Endpoint]:
 
 
 def _is_a_savers(index: GraphIndex, name: str) -> bool:
-    """True if the value of the placeholder `name` is used only in the file names of a Saver."""
+    """True if the placeholder `name` is used, and only in the file names of a Saver."""
     pending, seen, saves = [name], {name}, False
     while pending:
         for reader, _ in index.consumers[pending.pop()]:

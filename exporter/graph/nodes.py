@@ -281,7 +281,10 @@ class GraphIndex:
         return [f"{known}:0" for known in [*dict.fromkeys([*similar, *holding])][:count]]
 
     def op_def(self, op: str) -> Proto | None:
-        """Return the graph's OpDef of an operation, or a function's signature; None if it has none."""
+        """Return the graph's OpDef of an operation, or the signature of a function of this name.
+
+        None if neither exists.
+        """
         return self._op_defs.get(op)
 
     def output_dtypes(self, node: Proto) -> list[DType] | None:
@@ -372,7 +375,10 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 def closure(start: Iterable[ItemT], following: Callable[[ItemT], Iterable[ItemT]]) -> dict[ItemT, None]:
-    """Return `start` and all items that `following` yields from them, as keys, nearest first, each once."""
+    """Return `start` and all items that are reached by `following`, as keys, nearest first, each once.
+
+    `following` returns the next items of an item.
+    """
     found = dict.fromkeys(start)
     pending = deque(found)
     while pending:
@@ -540,10 +546,9 @@ class Pivots:
         self._is_plain = not has_control_flow(nodes)
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """Return a node's data inputs as written.
+        """Return a node's data inputs as written; without any, the control edge from its pivot, `^node`.
 
-        If it has none, the control edge `^node` from its pivot, if it has one. GraphError if conditionals are
-        nested more than 64 deep.
+        Empty if it has neither. GraphError if conditionals are nested more than 64 deep.
         """
         data = input_names(node)
         if data or self._is_plain:
@@ -759,9 +764,9 @@ class Body:
         return iter(self.function.ret.values() if self.function is not None else ())
 
     def canonical(self, reference: str) -> str:
-        """Return the same name for both names of a tensor in a graph, `node:0`.
+        """Return the form of a tensor's name that both its names in a graph have: `node:0` for `node`.
 
-        In a function the name itself.
+        In a function a tensor has only one name.
         """
         return reference if self.function is not None or ":" in reference else f"{reference}:0"
 

@@ -128,9 +128,9 @@ _CALIBRATED = {"gptq", "awq"}
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """Return a note for the user if a subclassed Keras model without declared inputs is served with floats.
+    """Return one note for the user if a subclassed Keras model without declared inputs is served with floats.
 
-    Empty for any other model.
+    () for any other model.
     """
     if not _is_keras_model(model) or _declared_inputs(model) is not None:
         return ()
@@ -172,10 +172,10 @@ class ObjectView(Struct, frozen=True):
 def view_objects(
     model: Any, variable_of: Callable[[Any], TrackedVariable | None] | None = None
 ) -> ObjectView:
-    """Return the objects below a model, as TensorFlow would save them.
+    """Return the objects below a model, as TensorFlow would save them, and the names of its variables.
 
-    Trainable variables of Keras models as a list, too. A variable is what `variable_of` returns for an object
-    (None: not a variable), else its node in the graph.
+    A Keras model also has a list of its trainable variables as a child. A variable is what `variable_of`
+    returns for an object (None: it is not a variable), else its node in the graph.
     """
     import tensorflow as tf
 
@@ -294,10 +294,7 @@ def _subclasses(root: type) -> Iterator[type]:
 
 
 def keras_of(value: Any) -> Any:
-    """Return the Keras module (Keras 3 or tf-keras) whose Model the value is.
-
-    None if it is not a Keras model.
-    """
+    """Return the Keras module (Keras 3 or tf-keras) whose Model the value is; None for any other value."""
     kerases = (sys.modules.get(name) for name in ("keras", "tf_keras"))
     return next((keras for keras in kerases if keras is not None and isinstance(value, keras.Model)), None)
 
@@ -316,9 +313,9 @@ def _variable(item: Any) -> TrackedVariable | None:
 
 
 def _table_node(item: Any) -> str:
-    """Return the name of the node of a table that training fills.
+    """Return the name of a table's node if training fills the table, else "".
 
-    "" for other objects, or outside of a graph.
+    "" also for a table outside of a graph.
     """
     import tensorflow as tf
 
@@ -363,7 +360,7 @@ def _keras_inputs(model: Any, label: str) -> tuple[Tensors, Any]:
 def _declared_inputs(model: Any) -> Any:
     """Return the inputs that a model itself declares, in the structure of its calls.
 
-    None if it declares none.
+    None if there are none.
     """
     structure = _quietly(lambda: model.input)
     if structure is not None:
@@ -408,10 +405,9 @@ def _built_shapes(model: Any) -> Any:
 
 
 def _placeholder(spec: Any, name: str) -> Any:
-    """Return a new placeholder for an input of any batch size.
+    """Return a new placeholder (dense, sparse or ragged, as `spec` declares) for an input of any batch size.
 
-    Dense, sparse or ragged, as `spec` declares it. `spec` is a TypeSpec or one of Keras' own tensors; `name`
-    is the input's.
+    `spec` is a TypeSpec or one of Keras' own tensors; `name` is the input's.
     """
     import tensorflow as tf
 

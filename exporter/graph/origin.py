@@ -72,7 +72,11 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         """Return the sources that a request names, before it is loaded; a builder's code is not known yet.
 
         `is_beside` says that the graph is the one beside the checkpoint. A file that cannot be read is left
-        out. BuilderError if the builder does not exist, UsageError if the graph's file does not exist.
+        out.
+
+        Raises:
+            BuilderError: the builder does not exist, or an archive has only weights.
+            UsageError: the graph's file does not exist, or the file of `--signatures` cannot be read.
         """
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
@@ -153,11 +157,11 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return [f"{name} has changed" for name in changed], unknown
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """Return the digest of the finished graph in a request.
+        """Return the digest of the finished graph in a request; None if it or this origin is another model.
 
-        None if it, or this origin, is not a finished graph. An archive that a release before 0.3.0 recorded
-        has the recorded digest if its model is the same. OSError if the file cannot be read, UsageError if it
-        does not exist.
+        For an archive that a release before 0.3.0 recorded it is the recorded digest if its model is the
+        same. `digests` caches digests of files. OSError if the file cannot be read, UsageError if it does not
+        exist, BuilderError if an archive has only weights.
         """
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
@@ -242,10 +246,10 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """Yield the names of files whose digests changed.
+    """Yield the names of files whose digests changed; missing and unreadable files do not count.
 
-    A file that is missing or cannot be read does not count. `known` has the earlier digests, `places` the
-    present paths, both by name.
+    `known` has the earlier digests, `places` the present paths, both by name; `digests` caches digests of
+    files.
     """
     for name, digest in known.items():
         with contextlib.suppress(OSError):

@@ -132,9 +132,9 @@ _SHOWN = 6
 
 @cache
 def effect_of(op: str) -> Effect | None:
-    """Return the worst effect of an operation (its name), whatever its attributes are.
+    """Return the worst effect that an operation of this name can have; None if it is harmless.
 
-    None if it is harmless. UNKNOWN for an operation that neither list has. Memoised.
+    Attributes do not count. UNKNOWN for an operation that neither list has. Memoised.
     """
     # `_EFFECTS` has precedence over the list, so that an operation in both counts as reaching out.
     known = next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
@@ -150,7 +150,7 @@ def _harmless() -> frozenset[str]:
 def outside_ops(
     graph_def: Proto, files: Collection[str] = (), own: Collection[str] = (), fed: Collection[str] = ()
 ) -> list[Outside]:
-    """Return every operation of a served graph that reaches out, each once.
+    """Return every operation of a served graph that reaches out, to files, processes or code, each once.
 
     Reads of the version's own files are left out: `files` are nodes with the path of such a file. The nodes
     `own` are not judged; clients send values for the nodes `fed`. NotServable if a function calls itself;
@@ -223,9 +223,9 @@ def require_inside(found: Iterable[Outside], *, is_allowed: bool) -> None:
 
 
 def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -> None:
-    """Raise AccessRefused if operations have effects beyond reading, unless `is_allowed`.
+    """Raise AccessRefused, naming the operations, if some have effects beyond reading, unless `is_allowed`.
 
-    The error names them. `what` names the step that would run the graph here.
+    `what` names the step that would run the graph here.
     """
     found = [each for each in found if each.effect is not Effect.READS]
     if found and not is_allowed:
@@ -286,10 +286,7 @@ def _is_opaque(node: Proto, library: Collection[str]) -> bool:
 
 
 def _can_be_followed(function: Proto, library: Collection[str]) -> bool:
-    """True for a function of the graph without functions or tensors as attributes.
-
-    Also for one without a name.
-    """
+    """True for a function of the graph without functions or tensors as attributes, and for an empty name."""
     is_known = not function.name or function.name in library
     return is_known and not any(
         value.WhichOneof("value") in ("func", "tensor") or value.list.func or value.list.tensor
@@ -318,9 +315,10 @@ class _Judge:
         self._judged: dict[str, tuple[set[int], list[Outside]]] = {}
 
     def found(self, own: Collection[str]) -> list[Outside]:
-        """Return the operations that reach out, each once, without nodes of the graph in `own`.
+        """Return the operations that reach out, each once; nodes `own` of the graph are left out.
 
-        NotServable if a function calls itself.
+        First come the graph's, then those of functions. NotServable if a function calls itself, GraphError if
+        two of its nodes have one name.
         """
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
@@ -377,9 +375,9 @@ class _Judge:
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]
 
     def _reads(self, node: Proto, callee: str, scope: Body) -> list[Outside]:
-        """Return the operations that read files in a function called with the name of another file.
+        """Return the operations that read files in a function called with another file's name.
 
-        The call itself, as a read, if none is known.
+        Without any, the call itself, as a read.
         """
         bodies = ((name, self._library[name].node_def) for name in self._alike(callee))
         judged = (each for name, body in bodies for each in _judged(body, name, self._library))
@@ -414,9 +412,9 @@ def runnable_graph(source: SourceGraph) -> Proto:
 
 
 def _drop_foreign(graph_def: Proto, index: GraphIndex) -> None:
-    """Remove operations that stock TensorFlow cannot import from `graph_def`, in place.
+    """Remove operations that stock TensorFlow cannot import, and their readers, from `graph_def`, in place.
 
-    So are nodes that read from them, directly or not. `index` is of an equal graph.
+    Readers of readers are removed, too. `index` is of an equal graph.
     """
     foreign = foreign_ops(index.nodes.values(), index.functions)
     has_attributes = is_deeprecs(index.nodes.values())

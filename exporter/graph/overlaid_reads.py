@@ -182,20 +182,26 @@ class _Adder(Struct, frozen=True):
     device: str
 
     def add(self, what: str, op: str, *inputs: str, output: str = "output", **attrs: Any) -> str:
-        """Add a node and return its output's name; `output` is what its OpDef calls it."""
+        """Add a node under `<prefix>/<what>` and return its output's name.
+
+        `output` is what its OpDef calls it. `inputs` and attributes are as for `Body.add`.
+        """
         made = self.body.add(f"{self.name}/{what}", op, *inputs, device=self.device, **attrs)
         return self.body.single(made, output)
 
     def switch(self, what: str, tensor: str, condition: str, of: DType) -> tuple[str, str]:
         """Add a Switch and return the names of its outputs, for a false `condition` and for a true one.
 
-        `of` is the dtype of the tensor.
+        `what` is the last part of the node's name, `of` the dtype of the tensor.
         """
         made = self.body.add(f"{self.name}/{what}", "Switch", tensor, condition, device=self.device, T=of)
         return self.body.output(made, 0), self.body.output(made, 1)
 
     def reshape(self, what: str, tensor: str, shape: str, of: DType) -> str:
-        """Add a Reshape of a tensor of dtype `of` to an int32 shape, and return its output's name."""
+        """Add a Reshape of a tensor of dtype `of` to an int32 shape, and return its output's name.
+
+        `what` is the last part of the node's name.
+        """
         return self.add(what, "Reshape", tensor, shape, T=of, Tshape=DType.INT32)
 
     def newest(
@@ -337,9 +343,9 @@ def _overlay_rows_of_all(body: Body, number: int, reads: Sequence[tuple[Proto, O
 
 
 def _in_line(body: Body, indices: str, named: Collection[str]) -> str | None:
-    """Return a tensor that is certainly a vector with the same numbers as `indices`.
+    """Return a tensor that is certainly a vector with the same numbers as `indices`; None without one.
 
-    None if the graph has none. `named` are the nodes that signatures name.
+    `named` are the nodes that signatures name.
     """
     if makes_vector(body, indices, named):
         return indices

@@ -136,7 +136,7 @@ class OwnFiles:
     def _assigned(self, handle: str) -> list[str] | None:
         """Return the tensors assigned to the graph's variable with this handle node.
 
-        None if others may change it. None also if nothing is assigned.
+        None if there are none, or if another operation may change the variable.
         """
         node = self._graph.by_name.get(handle)
         if node is None or node.op != "VarHandleOp" or handle in self._fed or not self._is_only_handle(node):

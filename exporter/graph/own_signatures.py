@@ -37,7 +37,7 @@ from exporter.wire import protos
 from exporter.wire.dtypes import DType
 from exporter.wire.protos import Proto
 
-_MAX_IDENTITIES = 32
+_MAX_IDENTITIES = 32  # a damaged graph may have a cycle of them
 _GIVEN = frozenset({"Identity", "IdentityN", "Const", "Placeholder", "PlaceholderWithDefault"})
 _SAVES = frozenset({"Save", "SaveV2", "SaveSlices", "MergeV2Checkpoints"})
 
@@ -152,7 +152,7 @@ class EffectsOf:
         return frozenset(reads), frozenset(writes)
 
     def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
-        """Return the operations that reach out beyond reading, and those among them that no result needs."""
+        """Return the operations with effects outside the model beyond reading, and those no result needs."""
         outside, dropped = set[Outside](), set[Outside]()
         for node in body.nodes.values():
             called, effect = self._called(node).values(), effect_of(node.op)
@@ -191,10 +191,10 @@ def _hands_on(node: Proto) -> bool:
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:
-    """Return a copy of the source without signatures that cannot be served, which its notes name.
+    """Return a copy of the source without signatures that cannot be served; its notes say what was changed.
 
-    The source itself if there are none, or if every signature fails to be cleaned: `clean` then reports why.
-    NotServable if none is left for other reasons; GraphError if two nodes have the same name.
+    The source itself if nothing is to be changed, or if every signature fails to be cleaned: `clean` then
+    reports why. NotServable if none is left for other reasons; GraphError if two nodes have the same name.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}

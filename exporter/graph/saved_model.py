@@ -45,7 +45,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
             f"--model {path} is a base that takes deltas: its graph holds what applies them, too",
             hint="name what it was made from: a builder, a .meta file or the trainer's SavedModel",
         )
-    init_op = _init_op(meta_graph)
+    init_op = _init_op(meta_graph)  # first: its pseudo-signature is dropped with the other internal ones
     drop_refills(meta_graph, init_op)
     assets = _assets(meta_graph, path, request.trust)
     notes = [] if SERVE_TAG in meta_graph.meta_info_def.tags else _without_training(meta_graph, request, path)

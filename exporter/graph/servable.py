@@ -160,7 +160,7 @@ def changes_state(op: str) -> bool:
 
 
 def is_refused(op: str) -> bool:
-    """True for an operation that a served output may not need.
+    """True for an operation, by its name, that a served output may not need.
 
     It changes state, feeds training, calls Python, or is one of DeepRec's.
     """
@@ -225,10 +225,7 @@ _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 
 @cache
 def _refusal(op: str) -> str:
-    """Return the reason, as the end of a clause with "which", why a server must not run an operation.
-
-    "" if it may.
-    """
+    """Return why a server must not run an operation, as words that follow "which"; "" if it may."""
     if is_deeprec(op):
         return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")

@@ -47,7 +47,8 @@ class GraphSession(Struct, frozen=True):
     def open(self, graph_def: Proto, *, plain: bool = False) -> None:
         """Import a graph, replacing the previous one and its variables.
 
-        With `plain` it runs in one thread and is not optimized. Importing has no time limit.
+        With `plain` it runs in one thread and is not optimized. Importing has no time limit. RunFailed if
+        TensorFlow refuses it, Ended if the process ends.
         """
         self._ask(
             {"graph": "plain" if plain else "optimized", "limited": False}, graph_def.SerializeToString()
@@ -56,13 +57,17 @@ class GraphSession(Struct, frozen=True):
     def load(self, saved_model: Path) -> Proto:
         """Load a SavedModel's graph tagged `serve`, and return its MetaGraphDef without the graph.
 
-        Its variables are restored. It replaces the previous graph. Loading has no time limit.
+        Its variables are restored. It replaces the previous graph. Loading has no time limit. RunFailed if
+        TensorFlow refuses it, Ended if the process ends.
         """
         (content,) = self._ask({"load": str(saved_model), "limited": False})
         return protos.message_class("MetaGraphDef").FromString(content)
 
     def stateful(self, ops: Iterable[str]) -> frozenset[str]:
-        """Return those of the operations (names) that have state, which TensorFlow never runs by itself."""
+        """Return those of the operations (names) that have state, which TensorFlow never runs by itself.
+
+        Ended if the process ends.
+        """
         (content,) = self._ask({"stateful": sorted({*ops})})
         return frozenset(json.loads(content))
 
@@ -76,7 +81,8 @@ class GraphSession(Struct, frozen=True):
     ) -> list[Array]:
         """Run the operations `targets` and return the values of the tensors `fetches`, in their order.
 
-        `feeds` has a value for each fed tensor's name. Without `limited` it may take any time.
+        `feeds` has a value for each fed tensor's name. Without `limited` it may take any time. RunFailed if
+        TensorFlow fails, Ended if the process ends or exceeds its limits.
         """
         encoded = {name: _encoded(value) for name, value in feeds.items()}
         sizes = [[name, len(data)] for name, data in encoded.items()]
@@ -103,7 +109,10 @@ class _Here:
         self._answer: Iterator[bytes] = iter(())
 
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
-        """Run a request, and return the first line of the answer, JSON; `blocks` then yields its values."""
+        """Run a request, and return the first line of the answer, in JSON: sizes of its values, or an error.
+
+        `blocks` then yields the values, one at each call.
+        """
         self._answer = self._graphs.answer({**request, "limited": True, "body": body}, Deadline(0, 0.0))
         return next(self._answer)
 
@@ -118,7 +127,10 @@ class _Here:
 
 @contextmanager
 def session_here() -> Iterator[GraphSession]:
-    """Open a session in this process, without limits, for graphs that are trusted; closed after the block."""
+    """Open a session in this process, without limits, for graphs that are trusted.
+
+    Close it after the block.
+    """
     here = _Here()
     try:
         yield GraphSession(here)
@@ -128,10 +140,10 @@ def session_here() -> Iterator[GraphSession]:
 
 @contextmanager
 def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -> Iterator[GraphSession]:
-    """Start a process for graphs, or reuse an idle one.
+    """Yield a session in a process of its own, a new one or an idle one.
 
-    After the block it is kept, or ended if the block fails. `cpu_seconds` and `step_seconds` (of wall time)
-    limit each request, `memory_bytes` its memory. Raises NotStarted and, in the block, Ended.
+    After the block the process is kept, or killed if the block fails. `cpu_seconds` and `step_seconds` (of
+    wall time) limit each request, `memory_bytes` its memory. Raises NotStarted and, in the block, Ended.
     """
     work = LimitedWork(
         program="exporter.graph.session_process",

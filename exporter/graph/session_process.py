@@ -44,10 +44,10 @@ class Graphs:
         self._session: Any = None
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes]:
-        """Yield a line of JSON with the sizes of the values in bytes, then the values, serialised.
+        """Yield one line of JSON, then, if it has no error, the values as serialised TensorProtos.
 
-        Or a line with the error. A TensorFlow error, or a Python one that a bad request causes, becomes such
-        a line. A request that is not `limited` lifts the deadline.
+        The line has the values' sizes in bytes, or the error: a TensorFlow error, or a Python error that a
+        bad request causes. A request that is not `limited` lifts the deadline.
         """
         from tensorflow.python.framework import errors
 
@@ -83,10 +83,7 @@ class Graphs:
                 yield tensor_util.make_tensor_proto(value).SerializeToString()
 
     def _open(self, request: Mapping[str, Any]) -> None:
-        """Import the request's graph into a new session.
-
-        If it is "plain", it runs in one thread and is not optimized.
-        """
+        """Import the request's graph into a new session; a "plain" one runs in one thread, not optimized."""
         from tensorflow.core.framework import graph_pb2
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.framework import importer
@@ -101,9 +98,9 @@ class Graphs:
             importer.import_graph_def(graph_def, name="")
 
     def _load(self, path: str) -> bytes:
-        """Load a SavedModel's graph tagged `serve` into a new session.
+        """Load a SavedModel's graph tagged `serve` into a new session, with its variables.
 
-        Returns its MetaGraphDef, serialised, without the graph.
+        Returns its MetaGraphDef, serialised, without the graph. A TensorFlow error if it cannot be loaded.
         """
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.saved_model import loader_impl

@@ -180,10 +180,9 @@ class SignatureSpec(Struct, frozen=True):
 
 
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
-    """Return the signatures of `--signatures`, else of `--input` and `--output`.
+    """Return the signatures of `--signatures`, else of `--input` and `--output`; empty without any.
 
-    Empty if none of them is given. UsageError if both are given, if there are inputs without outputs, or if
-    the file is not valid.
+    UsageError if both are given, if there are inputs without outputs, or if the file is not valid.
     """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
@@ -450,7 +449,7 @@ def _kind(info: Proto) -> str:
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
     """Write every tensor's name in `signature_def` as `node:output`, in place.
 
-    UnknownTensor if the graph lacks it.
+    UnknownTensor if the graph lacks a tensor.
     """
     for name, signature in meta_graph.signature_def.items():
         for role, alias, info in signature_tensors(signature):

@@ -168,7 +168,9 @@ def named_function(model: Any) -> tuple[str, BuilderFile | None]:
 
 
 def find_builder(where: str) -> BuilderFile | None:
-    """Return the file of `pkg.mod` or `path/file.py`; None if it cannot be found without running code.
+    """Return the file of `pkg.mod` or `path/file.py`; None if it is not Python source.
+
+    No code runs; None also if the file cannot be found without that.
 
     Raises:
         BuilderError: the file or top-level module does not exist.
@@ -250,10 +252,7 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """Return the digest of the code of `pkg.mod` or `path/file.py`.
-
-    None if it is not found or not valid Python.
-    """
+    """Return the digest of the code of `pkg.mod` or `path/file.py`; None if there is no valid Python file."""
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
         return None if found is None else _code(parse(found.path))
@@ -438,9 +437,9 @@ def find_module(name: str, path: list[str]) -> Path | None:
 
 
 def _find_otherwise(name: str) -> ModuleSpec | None:
-    """Return the spec of a top-level module by finders of other packages, as editable installations have.
+    """Return the spec of a top-level module by other packages' finders, as editable installations have.
 
-    Or None.
+    Else None.
     """
     for finder in sys.meta_path:
         if finder is not PathFinder and getattr(finder, "__module__", "") != "_frozen_importlib":

@@ -108,11 +108,11 @@ class _Reader:
 
     @property
     def is_at_end(self) -> bool:
-        """Return True if all bytes are read."""
+        """True if all bytes are read."""
         return self._at >= len(self._content)
 
     def take(self, count: int) -> memoryview:
-        """Return the next `count` bytes as a view; IndexError if there are fewer."""
+        """Return the next `count` bytes as a view, and move behind them; IndexError if there are fewer."""
         taken = self._content[self._at : self._at + count]
         if len(taken) < count:
             raise IndexError("the bytes end too early")
@@ -120,16 +120,16 @@ class _Reader:
         return taken
 
     def number(self) -> int:
-        """Read a number of variable length: zeros at the end of its first byte count the bytes after it.
+        """Read a number of variable length, and move behind it; IndexError at the end of the bytes.
 
-        IndexError at the end of the bytes.
+        Zeros at the end of its first byte count the bytes after it.
         """
         first = self.take(1)[0]
         more = (first & -first).bit_length() - 1 if first else 8
         return (int.from_bytes(self.take(more), "little") << 8 | first) >> min(more + 1, 8)
 
     def section(self) -> tuple[int, memoryview]:
-        """Read the next section; returns its kind, a number, and its content as a view.
+        """Read the next section, and return its kind (a number) and its content as a view.
 
         ValueError if it is aligned, IndexError if it is cut off.
         """
@@ -178,9 +178,9 @@ def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[s
 def _texts(
     sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
 ) -> frozenset[str] | None:
-    """Return the texts in sets of eight or more properties, as custom calls have.
+    """Return the texts in sets of eight or more properties, as custom calls have; None if one is not encoded.
 
-    None if one is not encoded.
+    `sections` must have offsets, attributes and properties. IndexError if one is cut off.
     """
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:
@@ -205,7 +205,7 @@ def _attributes(
 ) -> list[tuple[str, memoryview]] | None:
     """Return (dialect, encoded content) of each attribute, in order.
 
-    None if one is a text that MLIR would parse.
+    None if one is plain text for MLIR's parser. IndexError if the bytes end too early.
     """
     count, _ = offsets.number(), offsets.number()
     found: list[tuple[str, memoryview]] = []

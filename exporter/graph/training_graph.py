@@ -84,8 +84,9 @@ class TrainingGraph(Struct, frozen=True):
 
     @classmethod
     def of(cls, source: str, tag: str, meta_graph: Proto, assets: Mapping[str, Path]) -> TrainingGraph:
-        """Return the training graph with the names and variables that it restores, found in `meta_graph`.
+        """Return the training graph `meta_graph` with the names and variables that it restores.
 
+        `source` names its SavedModel in messages; `assets` are files by the node that gets the path.
         UnsupportedFormat if it is object-based, GraphError if it computes the names of its tensors.
         """
         if meta_graph.HasField("object_graph_def"):
@@ -107,9 +108,9 @@ class TrainingGraph(Struct, frozen=True):
 
 
 def _restored_names(index: GraphIndex, restore_op: str) -> dict[str, None]:
-    """Return the names of tensors that the Saver's restore nodes read, as keys, each once.
+    """Return the names of the tensors that the Saver's restore nodes read, as keys, each once.
 
-    None if `restore_op` is "". GraphError if they are computed.
+    Empty if there is no Saver (`restore_op` is ""). GraphError if the names are computed.
     """
     found: dict[str, None] = {}
     if not restore_op:

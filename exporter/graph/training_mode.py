@@ -64,7 +64,7 @@ _MOST_BYTES = 1 << 10  # of a computed span: two numbers, but a damaged graph ma
 def training_mode(meta_graph: Proto) -> TrainingMode:
     """Return batch statistics, dropout, noise and other random numbers among nodes that signatures run.
 
-    All are empty for a graph without such operations.
+    All fields are empty for a graph without such operations.
     """
     nodes = all_nodes(meta_graph.graph_def)
     if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):
@@ -297,9 +297,10 @@ class _Uses:
         return is_alone or any(self._body.is_of_request(t) or node_of(t) in self._random for t in varying)
 
     def _moved(self, node: Proto, source: Proto, span: Array | None) -> Array | None:
-        """Return the span of numbers from `source` after a node adds a constant or multiplies by it.
+        """Return the span of numbers from `source` after `node` adds a constant to them or multiplies by it.
 
-        A span is two numbers; None, in and out, if it is unknown.
+        A span is two numbers, here the limits, or the mean and one deviation above it; None, in and out, if
+        unknown.
         """
         numbers = {text: _only(self._body.repeated_value(text)) for text in self._others(node, source)}
         if span is None or None in numbers.values():
@@ -317,9 +318,9 @@ class _Uses:
         return _verdict(parts if kept or parts is None else 1 - parts)
 
     def _kept_where(self, comparison: Proto) -> bool | None:
-        """Return the outcome of a comparison (True or False) for which its mask keeps an input.
+        """Return the outcome of a comparison, True or False, for which its mask keeps an input.
 
-        None if it makes no mask. True also if the mask's use is not found within 64 nodes.
+        None without a mask. True also if the mask's use is not found within 64 nodes.
         """
         pending = [(comparison, True)]
         for _ in range(_MOST_PLACES):
@@ -379,7 +380,7 @@ def _parts(node: Proto, source: Proto, span: Array | None, bound: Array | None) 
 def _dropped_by_floor(span: Array | None) -> Array | None:
     """Return the probability, a scalar array, that a number in the span is rounded down to the least integer.
 
-    None if the span is unknown, or one number.
+    A span is the limits of uniform numbers. None if it is unknown, or one number.
     """
     if span is None or span[0] == span[1]:
         return None

@@ -70,7 +70,7 @@ class Reading(Struct, frozen=True):
 
 
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
-    """Make gathers, and reads of the shape, use the variable's handle, in place.
+    """Let gathers, and reads of the shape, take the variable's handle instead of its value, in place.
 
     Reads of whole tables that nothing reads any more are removed, except the nodes `fetched` of the graph.
     """
@@ -84,7 +84,7 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 
 
 def uses(graph_def: Proto) -> dict[str, Use]:
-    """Return {VarHandleOp of the graph: how that handle is used by the graph and functions that get it}."""
+    """Return {VarHandleOp of the graph: what the graph and its functions read by this handle}."""
     tracker = _Tracker(graph_def)
     return {
         node.name: tracker.follow("", f"{node.name}:0").use
@@ -111,10 +111,9 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
 
 
 def _rewrite(body: Body, node: Proto) -> set[str]:
-    """Make a node read by handle, in place, if possible.
+    """Make a node read by handle, in place, if possible; return the names of nodes that it no longer reads.
 
-    Returns the names of the nodes that it no longer reads from. Empty if the node is unchanged. Nodes may be
-    added to the body.
+    Empty if the node is unchanged. Nodes may be added to the body.
     """
     if node.op in _SEGMENTS:
         return _sum_gathered(body, node)
@@ -334,8 +333,5 @@ class _Consumers:
                 self._found[body.canonical(reference)].append((node, index))
 
     def of(self, tensor: str) -> list[tuple[Proto, int]]:
-        """Return (node, position among its data inputs) for each use of the tensor with this name.
-
-        The name must be canonical.
-        """
+        """Return (node, position among its data inputs) for each use of a tensor, by its canonical name."""
         return self._found.get(tensor, [])

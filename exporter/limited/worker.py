@@ -91,10 +91,7 @@ def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]
 
 
 def _take(work: LimitedWork) -> Worker | None:
-    """Return the program's idle process, no longer kept, if it does this work.
-
-    Else None, and it stays idle.
-    """
+    """Return the program's idle process, no longer kept, if it does this work; else None: it stays idle."""
     found = _idle.pop(work.program, None)
     if found is None or found.does(work):
         return found
@@ -141,7 +138,7 @@ class Worker:
             raise NotStarted(str(error)) from None
 
     def does(self, work: LimitedWork) -> bool:
-        """True if the process runs, was idle for less than 2.5 seconds, and does this work.
+        """True if the process is alive, was idle for less than 2.5 seconds, and was started for equal work.
 
         False in a fork of the process that started it.
         """

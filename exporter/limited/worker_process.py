@@ -59,7 +59,11 @@ class Deadline:
         self._cpu_seconds, self._seconds = cpu_seconds, seconds
 
     def start(self) -> None:
-        """Start the time of the next step, such as an object of the file, or a block of values."""
+        """Start the time of a step, such as one object of the file or one block of values.
+
+        Replaces the previous limits.
+        """
+        # the kernel counts whole seconds, from the start of the process
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + self._cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, self._seconds)  # a library that only waits uses no CPU time
 
@@ -100,7 +104,7 @@ def _serve(reader: Any, config: Mapping[str, Any], answers: int) -> None:
 
 
 def _require(library: str) -> None:
-    """Import a library, or raise Refused, so that a broken library is not reported as a damaged file."""
+    """Import a library; Refused if that fails, so that a broken library is not reported as a damaged file."""
     try:
         import_module(library)
     except (Exception, SystemExit) as error:  # a broken module may raise anything
@@ -149,9 +153,10 @@ def _limit(what: int, most: int) -> None:
 
 
 def main(config: Mapping[str, Any]) -> None:
-    """Answer requests on stdin until it ends or is idle too long.
+    """Answer requests on stdin until it ends or none comes for too long.
 
-    Writes the reason and exits with REFUSED after an error.
+    `config` is that of the module docstring. Standard output and error go elsewhere meanwhile. After an error
+    it writes the reason and exits with REFUSED.
     """
     # a damaged file may crash the library, which should leave no core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

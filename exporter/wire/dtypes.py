@@ -144,7 +144,10 @@ def _numpy(dtype: DType) -> np.dtype[Any]:
 
 
 def is_floating(values: np.ndarray[Any, Any]) -> bool:
-    """True for an array of floats of 16 bits or more, including bfloat16, which numpy sees as raw bytes."""
+    """True for an array of floats, including bfloat16, which numpy regards as raw bytes.
+
+    Of 8-bit floats only float8_e5m2 counts.
+    """
     return values.dtype.kind == "f" or str(values.dtype) == DType.BFLOAT16.label
 
 

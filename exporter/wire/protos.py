@@ -82,7 +82,7 @@ _HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_hel
 
 
 def _held(descriptor: Any) -> Any:
-    """Return the class of a message.
+    """Return the class of a message, given its descriptor.
 
     It and the classes of all messages inside it live as long as the process.
     """

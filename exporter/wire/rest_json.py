@@ -87,7 +87,7 @@ class LongList(Struct, frozen=True):
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
         """Return the items from offset `at` to some comma, and the offset after it.
 
-        None if no such comma is found.
+        None without such a comma.
         """
         # The text before a comma parses as a list only if the comma separates two items: inside an item a
         # bracket or a quote is open, and after the list there are a key and a colon.
@@ -200,9 +200,9 @@ def _space(text: str, at: int) -> int:
 
 
 def _key(text: str, at: int, decoder: json.JSONDecoder) -> tuple[str, int]:
-    """Return a key of an object at offset `at`, and the offset of its value.
+    """Return the key of an object at offset `at`, and the offset of its value.
 
-    JSONDecodeError if there is none.
+    JSONDecodeError if none is there.
     """
     if text[at : at + 1] != '"':
         raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, at)
@@ -419,10 +419,10 @@ def to_array(value: Json, name: str, info: Proto, check_shape: bool = True) -> N
 
 
 def _checked_array(value: Json, shape: tuple[int, ...], dtype: DType, name: str) -> NDArray[Any]:
-    """Return a JSON value as an array, converting one item after another.
+    """Return a JSON value as an array, converted item by item; ValueError names one that does not fit.
 
-    ValueError names one that does not fit. `shape` is that of its nested lists, `name` the input's.
-    NoJsonForm, a ValueError, if JSON has no form for `dtype`.
+    `shape` is that of its nested lists, `name` the input's. NoJsonForm, a ValueError, if JSON has no form for
+    `dtype`.
     """
     leaves = list(_leaves(value, shape, name, 0))
     convert = _converter(dtype)
