@@ -178,7 +178,7 @@ def _asked_together(
     """Return the lookups in groups of at least eight that exactly the same signatures need.
 
     `ends` are the signatures by name. A table is left out with all of its lookups if one of them is in a
-    smaller group, is needed by no signature, or has a node that a signature names.
+    smaller group, is needed by no signature, or has a node, besides its row numbers, that a signature names.
     """
     needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}
     given = set[str]().union(*(each.nodes for each in ends.values()))

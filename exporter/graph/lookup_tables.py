@@ -100,7 +100,7 @@ def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
     """Raise NotServable for a static table of the graph that nothing fills.
 
     A node of `filling` fills it, or a call among them, or the function that makes the table. GraphError if
-    two nodes have the same name.
+    two nodes have the same name, or if the graph lacks a called function.
     """
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)

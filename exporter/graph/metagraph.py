@@ -118,8 +118,11 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
 
     Changes `meta_graph`. DeepRec's lookups and reference tables become resources; lookups that a published
     version joined are separate again. `label` names the graph in messages, and its relative paths are looked
-    up in `directory`. UsageError if there are no signatures; GraphError, or a subclass, if they cannot be
-    served.
+    up in `directory`.
+
+    Raises:
+        UsageError: there are no signatures, or an option of the request does not fit the graph.
+        GraphError: the signatures cannot be served; the subclass says why.
     """
     without_references(meta_graph)
     separate_lookups(meta_graph)

@@ -64,10 +64,7 @@ def require_had(graph_def: Proto, server: Version) -> None:
 
 
 def oldest_server(graph_def: Proto) -> Version:
-    """Return the oldest TensorFlow version whose servers load a graph unchanged.
-
-    `OLDEST` if no known one is too old.
-    """
+    """Return the oldest TensorFlow version whose servers load a graph unchanged; never before `OLDEST`."""
     parts = _late_parts(all_nodes(graph_def))
     return max(
         (min(each.since, _PASSES_OVER) if each.silent else each.since for each in parts), default=OLDEST

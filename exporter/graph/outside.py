@@ -153,8 +153,9 @@ def outside_ops(
     """Return every operation of a served graph that reaches out, to files, processes or code, each once.
 
     Reads of the version's own files are left out: `files` are nodes with the path of such a file. The nodes
-    `own` are not judged; clients send values for the nodes `fed`. NotServable if a function calls itself;
-    GraphError if two nodes of a function have one name.
+    `own` are not judged; clients send values for the nodes `fed`. NotServable if a function calls itself or
+    nests too deeply; GraphError if the graph lacks a called function or two nodes of a function have one
+    name.
     """
     return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
 
@@ -168,7 +169,8 @@ def running_outside(
     TensorFlow; others may also run while the graph is imported.
 
     Raises:
-        NotServable: a function calls itself.
+        NotServable: a function calls itself, or functions nest too deeply.
+        GraphError: the graph lacks a called function.
     """
     library = {function.signature.name: function for function in graph_def.library.function}
     called = {*callees_first((node for node in graph_def.node if node.name in names), library)}
@@ -187,7 +189,7 @@ def running_outside(
 def keep_before(graph_def: Proto, names: Collection[str]) -> None:
     """Reduce a graph, in place, to the nodes `names`, all nodes that run before, and functions they call.
 
-    NotServable if such a function calls itself.
+    NotServable if such a function calls itself or nests too deeply, GraphError if the graph lacks it.
     """
     nodes = {node.name: node for node in graph_def.node}
     kept = all_before(nodes, [endpoint(name) for name in names])
@@ -247,9 +249,10 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 
 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
-    """Return the effect of a node with its attributes; None if it is harmless, a call or a foreign operation.
+    """Return the effect of a node with its attributes; None if it is harmless.
 
-    `library` has the names of the graph's functions.
+    A call and a foreign operation count as harmless, unless an attribute cannot be followed. `library` has
+    the names of the graph's functions.
     """
     effect = effect_of(node.op)
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
@@ -317,8 +320,8 @@ class _Judge:
     def found(self, own: Collection[str]) -> list[Outside]:
         """Return the operations that reach out, each once; nodes `own` of the graph are left out.
 
-        First come the graph's, then those of functions. NotServable if a function calls itself, GraphError if
-        two of its nodes have one name.
+        NotServable if a function calls itself or nests too deeply, GraphError if the graph lacks a called
+        function or two nodes of a function have one name.
         """
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion

@@ -215,9 +215,9 @@ class _Adder(Struct, frozen=True):
     ) -> str:
         """Add nodes that replace those of `rows` that have changed, and return the name of their result.
 
-        `ids` are the rows' numbers in the overlay, int64 if there are pages, else of `index_type`. `handles`
-        are the slots', the overlay's and, if there are some, the pages'. `known` adds a constant, given its
-        name, value and dtype, and returns its output.
+        `ids` are the rows' numbers in the overlay, of `index_type`, which is int64 if there are pages.
+        `handles` are the slots', the overlay's and, if there are some, the pages'. `known` adds a constant,
+        given its name, value and dtype, and returns its output.
         """
         slots_handle, overlay_handle, *pages_handle = handles
         for pages in pages_handle:

@@ -53,7 +53,7 @@ class Effects(Struct, frozen=True):
 
     @property
     def is_purpose(self) -> bool:
-        """True if it saves, or changes something while its outputs are only inputs and constants.
+        """True if an operation that no output needs saves, or if something changes and nothing is computed.
 
         Clients call such a signature for its effects.
         """
@@ -100,7 +100,10 @@ class EffectsOf:
         self._order = terminating(index.functions)  # callees first: deep calls without deep recursion
 
     def signature(self, ends: SignatureEnds) -> Effects:
-        """Return the effects of all nodes that a session runs for a signature, also by control edges."""
+        """Return the effects of all nodes that a session runs for a signature, also by control edges.
+
+        GraphError if the graph lacks a node or a function that the outputs need.
+        """
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
         called = reachable((nodes[name] for name in runs), self._index.functions)

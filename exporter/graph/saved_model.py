@@ -34,7 +34,8 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """Load a SavedModel's graph for serving, or under the request's tag, without signatures for training.
 
     Raises:
-        UsageError: it takes deltas, or has no graph or signature to serve.
+        UsageError: it does not exist, takes deltas, or has no graph or signature to serve; or an option is
+            wrong.
         CorruptFile, UnsupportedFormat: it cannot be read.
         MissingAsset: a file that it names does not exist; AccessRefused if the graph may not read it.
         GraphError: the request's signatures cannot be served; the subclass says why.
@@ -69,7 +70,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
         AccessRefused: it names a file that it may not read.
         CorruptFile: the directory holds no readable SavedModel.
         UnsupportedFormat: it has another version, or the graph cannot be saved beside another.
-        UsageError: no graph or several have the tag.
+        UsageError: there is no SavedModel, or no graph or several have the tag.
         MissingAsset: an asset that it names does not exist.
         GraphError: it computes the names of its tensors.
     """
@@ -115,9 +116,11 @@ def _likeliest(graphs: list[Proto]) -> list[str]:
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Remove training signatures from `meta_graph` unless the request names tensors.
+    """Remove training signatures from `meta_graph` unless the request names tensors, and return notes on
+    them.
 
-    Returns notes on the removed ones. UsageError if then none can be served.
+    UsageError if then none can be served, or a feed does not fit; UnknownTensor for the feed of an unknown
+    tensor.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:

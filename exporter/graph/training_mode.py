@@ -139,9 +139,9 @@ def _off(graph: InferenceGraph, feeds: Mapping[str, Array]) -> dict[str, str]:
 
 
 def _switchable(meta_graph: Proto, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """Return {placeholder: present value} of the booleans and floats that `--feed` fixed or may fix.
+    """Return {placeholder: present value} of booleans and floats that `--feed` fixed or may fix.
 
-    `feeds` are the fixed ones; others have a constant default, and no signature has them as an input.
+    `feeds` are the fixed ones; others have a constant default. Inputs of signatures are left out.
     """
     nodes = {node.name: node for node in meta_graph.graph_def.node}
     values = dict(feeds)
