@@ -116,11 +116,10 @@ def _likeliest(graphs: list[Proto]) -> list[str]:
 
 
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
-    """Remove training signatures from `meta_graph` unless the request names tensors, and return notes on
-    them.
+    """Remove training signatures from `meta_graph`, and return notes on them.
 
-    UsageError if then none can be served, or a feed does not fit; UnknownTensor for the feed of an unknown
-    tensor.
+    None if the request names tensors. UsageError if then none can be served, or a feed does not fit;
+    UnknownTensor for the feed of an unknown tensor.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
