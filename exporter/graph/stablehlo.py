@@ -95,6 +95,8 @@ def read_program(module: bytes) -> Program:
     strings = _strings(_Reader(sections[_STRINGS]))
     dialects, operations = _dialects(_Reader(sections[_DIALECTS]), strings, version)
     has_texts = version >= _REGISTERED_FLAG and _TARGET not in strings and _PROPERTIES in sections
+    if has_texts and not {_OFFSETS, _ATTRIBUTES} <= sections.keys():
+        raise ValueError("a section is missing")
     texts = _texts(sections, strings, dialects) if has_texts and _CUSTOM_CALL in operations else None
     return Program(operations, texts)
 

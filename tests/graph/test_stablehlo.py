@@ -105,6 +105,20 @@ def test_every_kind_of_operation_counts(models: Path) -> None:
     assert not is_plain_module(program.replace(b"vhlo", b"mhlo"))
 
 
+def test_properties_without_the_attributes_that_they_number_are_no_plain_program() -> None:
+    def number(value: int) -> bytes:
+        return bytes([value << 1 | 1])
+
+    def section(kind: int, content: bytes) -> bytes:
+        return bytes([kind]) + number(len(content)) + content
+
+    names = [b"vhlo\0", b"custom_call_v1\0"]
+    texts = number(2) + b"".join(number(len(each)) for each in reversed(names)) + b"".join(names)
+    dialects = b"".join(map(number, (1, 0, 1, 0, 1, 2)))
+    head = b"ML\xefR" + number(6) + b"x\0"
+    assert not is_plain_module(head + section(0, texts) + section(1, dialects) + section(8, number(0)))
+
+
 def test_other_bytes_are_no_plain_program(models: Path) -> None:
     (*_, program) = programs(models / "fixed")
     for other in (b"", b"module {}", b"ML\xefR", program[4:], b"ML\xefR\xff" + program[5:], program * 2):
