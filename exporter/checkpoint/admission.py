@@ -36,20 +36,29 @@ class Admission(Struct, frozen=True):
         return self.min_freq <= 0 and self.max_age_steps is None
 
     def enough(self, freqs: Array | None) -> Array | bool:
-        """A mask of the keys seen at least `min_freq` times; True, meaning all, if no counts are recorded."""
+        """Return a bool mask of the keys whose counts in `freqs` are at least `min_freq`.
+
+        True, meaning all keys, if `freqs` is None: no counts are recorded.
+        """
         return True if freqs is None else freqs >= self.min_freq
 
     def recent(self, versions: Array | None, step: int | None) -> Array | bool:
-        """Return a mask of the keys updated at most `max_age_steps` before `step`.
+        """Return a bool mask of the keys updated at most `max_age_steps` before `step`.
 
-        It is True, meaning all, if any age is admitted, no `versions` are recorded, or the step is unknown.
+        `versions` has the step of each key's last update. The result is True, meaning all keys, if any age is
+        admitted, `versions` is None (not recorded), or `step` is None (unknown).
         """
         if versions is None or step is None or self.max_age_steps is None:
             return True
         return versions >= step - self.max_age_steps
 
     def require_recorded(self, catalog: Catalog, variables: tuple[EmbeddingVariable, ...]) -> None:
-        """Raise UsageError if a filter needs numbers that no table with rows has, or an unknown step."""
+        """Raise UsageError if the filter needs numbers that the checkpoint lacks.
+
+        For `max_age_steps` these are the catalog's step and the tables' versions, for `min_freq` the tables'
+        counts. Numbers of tables are lacking if every table in `variables` has rows and none has them
+        recorded completely; a table without rows prevents the error.
+        """
         if self.max_age_steps is not None and catalog.step is None:
             raise UsageError(
                 f"--keys max-age-steps counts back from a training step, and {catalog.prefix.name} has none",
@@ -75,7 +84,9 @@ EVERYONE = Admission()
 def admitted(
     catalog: Catalog, variable: EmbeddingVariable, admission: Admission, step: int | None
 ) -> Array | None:
-    """Return a mask, in stored order, of the rows of a table that are served; None if all are.
+    """Return a bool mask, in stored order, of the rows of a table that are served; None if all are.
+
+    The recorded counts and versions are read; `step` is the checkpoint's, None if unknown.
 
     Raises:
         CorruptFile: a checksum is wrong.

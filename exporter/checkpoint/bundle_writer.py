@@ -42,19 +42,19 @@ WHOLE = (0, -1)  # start and length of a dimension that the writer left open (`-
 
 
 def index_path(prefix: Path) -> Path:
-    """`<prefix>.index`."""
+    """Return the path of a bundle's index: `<prefix>.index`."""
     return prefix.parent / f"{prefix.name}.index"
 
 
 def shard_path(prefix: Path, shard: int, num_shards: int) -> Path:
-    """`<prefix>.data-00003-of-00016`."""
+    """Return the path of shard number `shard`, counted from 0: `<prefix>.data-00003-of-00016`."""
     return prefix.parent / f"{prefix.name}.data-{shard:05d}-of-{num_shards:05d}"
 
 
 def encode_index(tensors: Iterable[TensorRef], num_shards: int) -> bytes:
-    """Return the bytes of an index over `num_shards` shards.
+    """Return the bytes of an index over `num_shards` shards; `tensors` may be in any order.
 
-    Only name, dtype, shape and extents of a tensor matter.
+    Only name, dtype, shape and extents of a tensor matter. ValueError if two tensors have one name.
     """
     header = protos.BundleHeaderProto(num_shards=num_shards)
     header.version.producer = _VERSION
@@ -125,19 +125,20 @@ class BundleWriter:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The final paths of shard and index, which exist once the bundle is finished."""
+        """The final paths of shard and index, in this order; they exist once the bundle is finished."""
         return (self._shard, index_path(self._prefix))
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """The tensors added so far, in order."""
+        """The tensors added so far, in the order of their first addition."""
         return tuple(self._tensors.values())
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
-        """Write an array, or slice `part` of a tensor, and return its extent.
+        """Append an array, or slice `part` of a tensor, to the shard and return its extent.
 
         Strings are `str` or `bytes` objects. ValueError if the tensor was added before, the shape is not that
-        of `part`, or an object is not a string.
+        of `part`, or an object is not a string; KeyError for a numpy type that TensorFlow lacks; OSError if
+        the disk is full.
         """
         import numpy as np  # late, as below: an index is read and written without it
 
@@ -160,10 +161,11 @@ class BundleWriter:
         chunks: Iterable[Buffer],
         part: SliceSpec | None = None,
     ) -> Extent:
-        """Write a numeric tensor, or slice `part` of one, from chunks of its bytes, and return its extent.
+        """Append a numeric tensor, or slice `part` of one, from chunks of its bytes, and return its extent.
 
-        `shape` is that of the values written. ValueError if the dtype has no fixed size, the tensor was added
-        before, or the chunks have another size than the shape.
+        `shape` is the shape of the values written. ValueError if the dtype has no fixed size, the tensor was
+        added before, or the chunks have another size than the shape; in the last case their bytes stay in the
+        shard without a name. OSError if the disk is full.
         """
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
@@ -174,7 +176,10 @@ class BundleWriter:
         return self._record(ref, replace(extent, crc32c=mask(crc)), part)
 
     def finish(self) -> tuple[TensorRef, ...]:
-        """Write the index, give both files their final names and return the bundle's tensors."""
+        """Write the index, rename shard and index to their final names and return the bundle's tensors.
+
+        The tensors are in the order of their first addition. Nothing is synced. OSError if the disk refuses.
+        """
         index = self._temporary.with_name(f"{self._temporary.name}.index")
         index.write_bytes(encode_index(self.tensors, 1))
         self._file.close()
@@ -184,7 +189,7 @@ class BundleWriter:
         return self.tensors
 
     def abandon(self) -> None:
-        """Remove the temporary files; a finished bundle stays."""
+        """Close and remove the temporary files, if they exist; the files of a finished bundle stay."""
         with suppress(OSError):  # a full disk fails once more as the buffer is flushed
             self._file.close()
         for path in (self._temporary, self._temporary.with_name(f"{self._temporary.name}.index")):
@@ -204,9 +209,10 @@ class BundleWriter:
             self.abandon()
 
     def _announce(self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None) -> TensorRef:
-        """Return the tensor, new or known with other slices, before its values are written.
+        """Return the tensor as recorded so far, or a new one without extents, before its values are written.
 
-        ValueError if it was added before, or `shape` is not that of `part`.
+        ValueError if it was added before, other than as slices of the same dtype and shape, or `shape` is not
+        the shape of `part`.
         """
         if part is not None and shape != part.lengths:
             raise ValueError(f"{name!r}: shape {shape} for a slice of {part.lengths}")
@@ -225,7 +231,7 @@ class BundleWriter:
         return extent
 
     def _write(self, chunks: Iterable[Buffer]) -> tuple[Extent, int]:
-        """Append bytes to the shard; return their extent, without a checksum, and their plain crc32c."""
+        """Append bytes to the shard; return their extent, whose checksum is 0, and their plain crc32c."""
         start, crc = self._offset, 0
         for chunk in chunks:
             flat = _flat_bytes(chunk)
@@ -254,7 +260,11 @@ def _flat_bytes(chunk: Buffer) -> Array:
 
 
 def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
-    """Yield the array's bytes in C order and little endian, whatever its memory layout, in blocks."""
+    """Yield the array's bytes in C order and little endian as flat uint8 arrays.
+
+    An array that is stored so already is yielded as one view; any other is copied in blocks of about `CHUNK`
+    bytes, at least one row each.
+    """
     import numpy as np
 
     if array.flags.c_contiguous and array.dtype == dtype.numpy:
@@ -268,7 +278,10 @@ def _blocks(array: Array, dtype: DType) -> Iterator[Array]:
 
 
 def slice_key(name: bytes, boxes: Iterable[tuple[int, int]]) -> bytes:
-    """Return the table key of a slice, given its (start, length) in each dimension."""
+    """Return the table key of a slice of tensor `name` (UTF-8), given its (start, length) in each dimension.
+
+    A dimension that the writer left open is `WHOLE`.
+    """
     boxes = tuple(boxes)
     numbers = (_signed(number) for box in boxes for number in box)
     return b"".join([_number(0), _string(name), _number(len(boxes)), *numbers])
@@ -280,21 +293,22 @@ def _number(value: int) -> bytes:
 
 
 def _string(value: bytes) -> bytes:
-    """The ordered code of a text: 0x00 and 0xff are escaped, so that 0x00 0x01 can only be the end."""
+    """Return the ordered code of a text: 0x00 and 0xff are escaped, so that 0x00 0x01 can only be the end."""
     return re.sub(b"[\x00\xff]", lambda byte: byte[0] + bytes([byte[0][0] ^ 0xFF]), value) + b"\x00\x01"
 
 
 def _signed(value: int) -> bytes:
-    """The ordered code of a number: its leading ones or zeros encode its number of bytes."""
+    """Return the ordered code of a signed number: its leading ones or zeros encode its number of bytes."""
     length = (value if value >= 0 else ~value).bit_length() // 7 + 1
     header = ((1 << length) - 1) << 7 * length
     return ((value & (1 << 8 * length) - 1) ^ header).to_bytes(length, "big")
 
 
 def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
-    """Describe two boxes that overlap, for an error; "" if none do.
+    """Return the specs of two boxes for an error if any boxes of a tensor overlap; "" if none do.
 
-    Grids that need more than `cuts` cuts count too.
+    The two named are the first of a group that no cut along a dimension separates; others of the group may be
+    the ones that overlap. Grids that need more than `cuts` successive cuts count as overlapping.
     """
     # Every partitioner makes grids of grids, which successive cuts along the dimensions separate. The small
     # number of cuts keeps a hostile index from making this slow.
@@ -308,7 +322,7 @@ def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
 
 
 def _separate(specs: Sequence[SliceSpec], axis: int) -> list[list[SliceSpec]]:
-    """Divide boxes into groups; along `axis` no box of one group overlaps a box of another."""
+    """Divide boxes into groups, ordered along `axis`; boxes of different groups do not overlap there."""
     groups: list[list[SliceSpec]] = []
     end = -1
     for spec in sorted(specs, key=lambda spec: (spec.starts[axis], spec.lengths[axis])):

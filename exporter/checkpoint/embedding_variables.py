@@ -119,21 +119,24 @@ class EmbeddingVariable(Struct, frozen=True):
 
     @property
     def filtered_keys(self) -> int:
-        """The number of keys without a row."""
+        """The number of keys that were seen too seldom to have a row."""
         return sum(part.filtered.keys.shape[0] for part in self.parts if part.filtered is not None)
 
     @property
     def bytes_(self) -> int:
-        """Bytes of the rows."""
+        """The bytes of the values of all rows, without keys and counts."""
         return sum(part.values.bytes_ for part in self.parts)
 
 
 def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
-    """Return a checkpoint's embedding variables by name, optimizer slots included; only the index is read.
+    """Return a checkpoint's embedding variables by name, sorted, optimizer slots included.
+
+    Only the index is read; for tables of TFRA in an object-based checkpoint, also its object graph.
 
     Raises:
         CorruptFile: a tensor has another length, rank or type than it should, or a part is missing.
         UnsupportedFormat: rows are stored outside the checkpoint's tensors.
+        CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     parts: dict[str, dict[int | None, EmbeddingPart]] = {}
     for stem in _stems(catalog):
@@ -148,9 +151,10 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
 
 
 def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
-    """Return the variable with this name, or the only one that also has this name.
+    """Return the variable with this name, or else the only one that has it as a further name (`also`).
 
-    None if there is none or several.
+    As a further name it may also be written with underscores for slashes. None if no variable has it, or
+    several do.
     """
     if name in known:
         return known[name]
@@ -168,9 +172,10 @@ def _of_addons(catalog: Catalog, table: AddonsTable) -> EmbeddingVariable:
 
 
 def _stems(catalog: Catalog) -> Iterator[str]:
-    """Yield the common prefix of the tensor names of each part.
+    """Yield the common prefix of each part's tensor names, `emb/part_0` for example.
 
-    CorruptFile if a part lacks keys or values.
+    A part is recognised by its `-versions`, with `-keys` and `-values` beside it. CorruptFile if one of these
+    two is missing and `-partition_offset` is there.
     """
     for tensor in catalog.tensors:
         stem = tensor.removesuffix(VERSIONS)
@@ -185,7 +190,10 @@ def _stems(catalog: Catalog) -> Iterator[str]:
 
 
 def part_of(stem: str) -> tuple[str, int | None]:
-    """Return an embedding variable's name and the number of its part, None if it is stored as a whole."""
+    """Return the name of an embedding variable and the number of its part, None if it is stored as a whole.
+
+    `stem` is the common prefix of the part's tensor names.
+    """
     _, attributes, name = stem.rpartition(OBJECT_ATTRIBUTES)
     if attributes:
         return unquote(name), None
@@ -199,7 +207,10 @@ def name_in_object(name: str) -> str:
 
 
 def table_tensor(stored: str) -> str | None:
-    """Return a table's tensor name, given the key under which an object stored it; None for other tensors."""
+    """Return the tensor name of a table, `user.emb-keys`, for the key under which an object stored it.
+
+    `stored` is that key without the object's path, `user%2Eemb-keys`. None for tensors of other kinds.
+    """
     for suffix in (KEYS, VALUES, VERSIONS, ROWS):
         if stored.endswith(suffix):
             return unquote(stored.removesuffix(suffix)) + suffix
@@ -224,9 +235,10 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 
 
 def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
-    """Yield blocks of admitted keys, int64, each with the row of its first key.
+    """Yield (row of the first key, keys) for blocks of the admitted keys, int64, in stored order.
 
-    Duplicates are not checked. CorruptFile if a key is in the wrong bucket, or a checksum differs.
+    Duplicates are not checked. CorruptFile if a key is in the wrong bucket, the offsets do not fit the keys,
+    or a checksum differs; CheckpointChanged if a shard vanished or shrank.
     """
     begin = 0
     for part in variable.parts:
@@ -242,7 +254,10 @@ def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[
 
 
 def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> CorruptFile:
-    """Return the error for a key that occurs twice; the keys are read again to name the tensors."""
+    """Return the error for `key`, which occurs twice; the keys are read again to name the tensors.
+
+    Reading them may raise the errors of `key_blocks`.
+    """
     rows = [first + np.flatnonzero(keys == key) for first, keys in key_blocks(catalog, variable)]
     bounds = np.cumsum([part.rows for part in variable.parts])
     places = np.searchsorted(bounds, np.concatenate(rows)[:2], side="right")
@@ -252,12 +267,12 @@ def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> Corrup
 
 
 def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """Count the admitted keys of each remainder, int64 [1000].
+    """Count the admitted keys of each remainder modulo `BUCKETS`: int64 [1000].
 
     For parts without offsets the keys are read.
 
     Raises:
-        CorruptFile: a checksum is wrong.
+        CorruptFile: a checksum is wrong, or offsets do not fit the keys.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
     """
     sizes = np.zeros(BUCKETS, np.int64)
@@ -273,7 +288,11 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 def count_blocks(
     catalog: Catalog, variable: EmbeddingVariable, what: str
 ) -> Iterator[tuple[int, Array]] | None:
-    """Blocks of `versions` or `freqs`, each with its first row; None if a part has not recorded them."""
+    """Return an iterator over the recorded versions or counts of all keys; None if a part has none recorded.
+
+    `what` is "versions" or "freqs". Each item is (row of the first, int64 values), in stored order. The
+    values are read, and their checksums verified, during the iteration: CorruptFile, CheckpointChanged.
+    """
     refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
     known = [ref for ref in refs if ref is not None]
     return _joined_blocks(catalog, known) if len(known) == len(refs) else None
@@ -324,9 +343,10 @@ class _Part:
         return FilteredKeys(keys, versions, freqs, self._offsets(FILTERED_OFFSETS))
 
     def _counts(self, suffix: str, rows: int) -> TensorRef | None:
-        """The tensor of numbers for the keys; None if it is missing, or empty because none were recorded.
+        """Return the tensor of numbers for the keys; None if missing, or empty because none were recorded.
 
-        CorruptFile if it has not one int64 for each key.
+        `rows` is the number of keys. CorruptFile unless it has one int64 for each key and is stored as a
+        whole.
         """
         ref = self._find(suffix)
         if ref is None or (ref.shape == (0,) and rows):
@@ -357,9 +377,10 @@ class _Part:
 def _joined(
     catalog: Catalog, name: str, parts: Mapping[int | None, EmbeddingPart], count: int = 0
 ) -> EmbeddingVariable:
-    """Join parts to one variable.
+    """Return the variable `name` with these parts, in the order of their numbers.
 
-    CorruptFile if the parts differ, or one of at least `count` numbers is missing.
+    The key None means a variable stored as a whole. `count` is the number of parts that there must be at
+    least, 0 if unknown. CorruptFile if a part is missing, or the parts differ in dtypes or row length.
     """
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:
@@ -377,7 +398,10 @@ def _joined(
 
 
 def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariable]) -> EmbeddingVariable:
-    """Mark the variable as a slot if its name begins with another variable's name and a slash."""
+    """Return the variable with its `slot_of`: the longest name in `known` that, with a slash, begins its own.
+
+    None if there is no such name: it is not a slot.
+    """
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
         owner = owner.rpartition("/")[0]
@@ -385,19 +409,23 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
 
 
 def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
-    """Require that the keys of each bucket, read from `ref`, are where the offsets place them.
+    """Require that the keys of each bucket are where the offsets place them; `keys` are all those of `ref`.
 
     Raises:
         CorruptFile: they are not, or the checksum of the offsets is wrong.
+        CheckpointChanged: the shard of the offsets vanished or shrank since the catalog was read.
     """
     check_buckets(catalog, offsets_ref, read_offsets(catalog, ref, offsets_ref), keys)
 
 
 def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
-    """Require that each of some consecutive keys is in its bucket; `offsets` count from the first of them.
+    """Require that each of some consecutive keys is in its bucket.
+
+    `offsets` (int64 [1001]) are the buckets' bounds, counted from the first of these keys; `offsets_ref`
+    names them in the error.
 
     Raises:
-        CorruptFile: one is not.
+        CorruptFile: a key is in another bucket.
     """
     expected = np.repeat(np.arange(BUCKETS, dtype=np.int16), np.diff(np.clip(offsets, 0, len(keys))))
     wrong = np.flatnonzero(_buckets_of(keys) != expected)
@@ -424,7 +452,7 @@ def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Ar
 
 
 def _buckets_of(keys: Array) -> Array:
-    """The bucket of each key, int16: its remainder by `BUCKETS`."""
+    """Return the bucket of each int64 key, as int16: its remainder, never negative, modulo `BUCKETS`."""
     # unsigned remainders take half the time; negative keys are corrected below
     found = (keys.view(np.uint64) % np.uint64(BUCKETS)).astype(np.int16)
     negative = np.flatnonzero(keys < 0)

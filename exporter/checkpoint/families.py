@@ -37,13 +37,13 @@ class Family(Protocol):
         """True if `path` is a checkpoint of this family, by its name and by the files there."""
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
-        """Return the checkpoints of this family among a directory's names, in no particular order."""
+        """Return the checkpoints of this family among `names`, a directory's entries, in any order."""
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """Return the names, of those in its directory, that are files of the checkpoint."""
+        """Return those of `names`, the entries of the checkpoint's directory, that are its files."""
 
     def read(self, path: Path) -> Catalog:
-        """Read the checkpoint's catalog."""
+        """Read the checkpoint's catalog; CheckpointError or a subclass if that is impossible."""
 
 
 class _TensorBundle:
@@ -210,12 +210,15 @@ FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE, ORBAX)
 
 
 def family_of(path: Path) -> Family:
-    """Return the first family that matches a path; the tensor bundle's if none does."""
+    """Return the first of `FAMILIES` that matches a path; the tensor bundle's if none does."""
     return next((family for family in FAMILIES if family.matches(path)), BUNDLE)
 
 
 def read_family(path: Path) -> Catalog:
-    """Read the catalog of the checkpoint with this prefix, or in this archive."""
+    """Read the catalog of the checkpoint with this prefix, or in this archive.
+
+    CheckpointError and subclasses if there is none, or it is damaged or cannot be read.
+    """
     return family_of(path).read(path)
 
 
@@ -225,13 +228,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def archives(directory: Path, names: Collection[str]) -> list[Path]:
-    """Return the archives among a directory's names; only a framework's latest one if it keeps that."""
+    """Return the archives among a directory's entries `names`, in no particular order.
+
+    Only the archive with a framework's name for the latest checkpoint (`latest.weights.h5`) if there is one.
+    """
     latest = [directory / family.latest for family in ARCHIVES if family.latest in names]
     return latest or [path for family in ARCHIVES for path in family.candidates(directory, names)]
 
 
 def is_archive(path: Path) -> bool:
-    """True for a file with the name of an archive, and for a directory that Orbax wrote."""
+    """True for an existing file named as an archive, and for a finished directory that Orbax wrote."""
     return any(family.matches(path) for family in ARCHIVES) or ORBAX.matches(path)
 
 
@@ -239,7 +245,7 @@ def describes_model(path: Path) -> bool:
     """True for an archive that holds a model's config beside the weights; the archive is opened.
 
     Raises:
-        CheckpointError: it is damaged or hostile.
+        CheckpointError: it, or a subclass: the archive is damaged or hostile.
     """
     if not (KERAS.matches(path) or ORBAX.matches(path)):
         return False
@@ -249,9 +255,12 @@ def describes_model(path: Path) -> bool:
 
 
 def model_beside(checkpoint: Path) -> str | None:
-    """Return the path of a graph beside a checkpoint: `.meta`, SavedModel or the archive itself.
+    """Return the path of a graph for a checkpoint: its `.meta`, else the SavedModel around it, else itself.
 
-    None without one.
+    The checkpoint itself counts if it is an archive that describes a model. None without a graph.
+
+    Raises:
+        CheckpointError: it, or a subclass: the archive is damaged or hostile.
     """
     for path in (meta_beside(checkpoint), saved_model_around(checkpoint)):
         if path is not None and path.exists():
@@ -260,7 +269,7 @@ def model_beside(checkpoint: Path) -> str | None:
 
 
 def meta_beside(checkpoint: Path) -> Path:
-    """The path where a Saver writes the graph of a checkpoint."""
+    """Return the path where a Saver writes the graph of a checkpoint; the file need not exist."""
     return checkpoint.with_name(f"{V1_SHARD.sub('', checkpoint.name)}.meta")  # V1's shards share one graph
 
 
@@ -297,8 +306,8 @@ def v1_pattern(name: str) -> str:
 def v1_files(prefix: Path) -> list[Path]:
     """Return the files, sorted, of a checkpoint of format V1.
 
-    `prefix` is a file's name or a glob pattern of shards. Empty if there are none, or the directory cannot be
-    listed.
+    `prefix` is a file's path, a glob pattern of shards, or their common prefix. Empty if there are none, or
+    the directory cannot be listed.
     """
     with suppress(OSError):
         return sorted(

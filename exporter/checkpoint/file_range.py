@@ -61,7 +61,11 @@ class FileRange(Struct, frozen=True):
         return cls(path, 0, found.st_size, FileIdentity.of(found))
 
     def part(self, offset: int, size: int, crc32: int | None = None) -> FileRange:
-        """Return the range of `size` bytes at `offset` of this one; TruncatedFile if this one is shorter."""
+        """Return the range of `size` bytes at `offset` of this one.
+
+        `crc32` is the zip's checksum of the new range, None if there is none. TruncatedFile if this range is
+        shorter.
+        """
         if offset < 0 or size < 0 or offset + size > self.size:
             raise TruncatedFile(
                 f"{self.path} is shorter than it says",
@@ -73,7 +77,8 @@ class FileRange(Struct, frozen=True):
     def open(self) -> Iterator[int]:
         """Open the file (not only the range) and yield its descriptor, closed after the `with` block.
 
-        CheckpointChanged if the file vanished or was replaced, CheckpointError if it cannot be read.
+        An object of a store is fetched whole first. CheckpointChanged if the file vanished or was replaced,
+        CheckpointError if it cannot be read.
         """
         try:
             descriptor = open_regular(self.path)
@@ -90,12 +95,15 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def opened(self) -> Iterator[Window]:
-        """Open the range as a binary file of its own; errors are those of `open`."""
+        """Yield the range as a binary file, open inside the `with` block; errors are those of `open`."""
         with self.open() as descriptor:
             yield Window(descriptor, self.offset, self.size)
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes in chunks of bounded size; CheckpointChanged if the file became shorter."""
+        """Yield the bytes in chunks of at most 1 MiB.
+
+        CheckpointChanged if the file became shorter; else the errors of `open`.
+        """
         with self.open() as descriptor:
             done = 0
             for chunk in chunks_of(descriptor, self.offset, self.size):
@@ -105,15 +113,16 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} became shorter after it was read")
 
     def read(self) -> bytes:
-        """Return all bytes at once: for small ranges."""
+        """Return all bytes at once: for small ranges. Errors are those of `chunks`."""
         return b"".join(self.chunks())
 
 
 @lru_cache(maxsize=64)
 def verify(source: FileRange) -> None:
-    """Read the bytes and raise CorruptFile if they have another checksum than zip's, if there is one.
+    """Raise CorruptFile if the bytes of a range do not have its `crc32`; without one nothing is read.
 
-    The results of the last 64 ranges are remembered.
+    The last 64 ranges that passed are remembered, and not read again. Errors of reading are those of
+    `FileRange.chunks`.
     """
     if source.crc32 is None:
         return
@@ -128,9 +137,10 @@ def verify(source: FileRange) -> None:
 
 
 def listed_shard(path: Path, name: object) -> Path:
-    """Return the path of a shard that the list at `path` names.
+    """Return the path of the shard that an entry `name` of the list at `path` names.
 
-    UnsafeArchive if the name is not that of a file beside the list, MissingShard if the file does not exist.
+    UnsafeArchive if the name is not the name of a file beside the list, MissingShard if the file does not
+    exist.
     """
     shard = below(path.parent, str(name), f"{path}: the shard", UnsafeArchive)
     if not isinstance(name, str) or "/" in name:
@@ -151,7 +161,11 @@ class PlainValues(Struct, frozen=True):
     dtype: DType
 
     def blocks(self) -> Iterator[np.ndarray[Any, Any]]:
-        """See `Content.blocks`."""
+        """Yield the values as flat numpy arrays in C order.
+
+        The archive's checksum is verified before the first: CorruptFile if it is wrong, CheckpointChanged if
+        the file was replaced or became shorter, CheckpointError if it cannot be read.
+        """
         verify(self.archive)
         for data in whole_items(self.source.chunks(), self.dtype.numpy.itemsize):
             yield np.frombuffer(data, self.dtype.numpy)

@@ -64,7 +64,11 @@ class Packed(Struct, frozen=True):
     shape: tuple[int, ...]
 
     def blocks(self) -> Iterator[Array]:
-        """See `Content.blocks`."""
+        """Yield the values as flat numpy arrays in C order, from the process that reads the file.
+
+        CorruptFile if the archive's checksum is wrong or the data are damaged, UnsafeArchive beyond a limit,
+        CheckpointChanged if the file was replaced; else the CheckpointError that the process reports.
+        """
         verify(self.archive)
         if not math.prod(self.shape):  # a dimension may be huge where another one is 0
             return
@@ -76,9 +80,11 @@ class Packed(Struct, frozen=True):
 
 # Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Return every dataset of a file, and these text attributes of every group (True: may be continued).
+    """Return every numeric dataset of a file, and its groups' text attributes that `attributes` names.
 
-    CorruptFile if it is not an HDF5 file; else the CheckpointError of the process that reads it.
+    An attribute with True may be continued in `<name>0`, `<name>1`, ... CorruptFile if it is not an HDF5
+    file, UnsafeArchive if it declares more than it can store, CheckpointChanged if it was replaced; else the
+    CheckpointError of the process that reads it.
     """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")
@@ -109,7 +115,10 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents
 
 
 def _require_stored(source: FileRange, datasets: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse datasets that together have more bytes than the file can store: they would share these."""
+    """Raise UnsafeArchive if datasets together have more bytes than the file can store: they share some.
+
+    `datasets` are descriptions by the process, with `size` in bytes and `offset`, which is None if packed.
+    """
     for is_plain, most in ((True, source.size), (False, max(_RATIO_FLOOR_BYTES, _MAX_RATIO * source.size))):
         declared = sum(found["size"] for found in datasets if (found["offset"] is not None) is is_plain)
         if declared > most:
@@ -118,7 +127,11 @@ def _require_stored(source: FileRange, datasets: Sequence[Mapping[str, Any]]) ->
 
 
 def _dataset(source: FileRange, found: Mapping[str, Any]) -> Dataset | None:
-    """Return a dataset as described by the process; None for a type that no variable has."""
+    """Return a dataset from its description by the process; None for a type that no variable has.
+
+    `found` has `path`, `dtype` (numpy's name), `shape`, `size` (bytes) and `offset` (None if packed).
+    TruncatedFile if it ends behind the file.
+    """
     try:
         dtype = DType.of(found["dtype"])
     except KeyError:

@@ -35,7 +35,11 @@ class Walk:
         self.skipped: list[str] = []
 
     def group(self, group: Any, path: str, depth: int) -> None:
-        """Record a group and everything below it."""
+        """Add a group and everything below it to `datasets`, `attributes` and `skipped`.
+
+        `path` is "" for the root, whose `depth` is 0. Refused, with the error's kind, for what is unsafe,
+        damaged or not supported.
+        """
         import h5py
 
         if depth > self._limits["depth"]:
@@ -166,7 +170,7 @@ def _dtype(dataset: Any) -> str | None:
 
 
 def _blocks(dataset: Any) -> Iterator[memoryview]:
-    """Yield a dataset's bytes in C order and little endian."""
+    """Yield a dataset's bytes in C order and little endian, at most `BLOCK_BYTES` at a time."""
     import numpy as np
 
     for box in _boxes(dataset.shape, dataset.dtype.itemsize):
@@ -176,7 +180,10 @@ def _blocks(dataset: Any) -> Iterator[memoryview]:
 
 
 def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice, ...]]:
-    """Yield index boxes of a tensor of at most BLOCK_BYTES each, in the order of its elements."""
+    """Yield index boxes of a tensor of at most `BLOCK_BYTES` each, in the order of its elements.
+
+    A scalar has the one box (); a tensor without elements has none.
+    """
     if not shape or not math.prod(shape):
         yield from [()] if not shape else []
         return
@@ -189,7 +196,12 @@ def _boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int | slice,
 
 @contextmanager
 def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """Open the file whose descriptor the process was given; yield the function that answers requests."""
+    """Open the HDF5 file in a range of an open file; close it at the end of the block.
+
+    `config` has the open file's `descriptor`, and the range's `offset` and `size` in bytes. Yields the
+    function that answers requests: for {"values": path} a dataset's bytes in blocks, for {"list": ...} one
+    line of JSON with the datasets, attributes and skipped paths. It raises Refused.
+    """
     import h5py
 
     from exporter.storage.open_files import Window

@@ -41,7 +41,7 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def of(cls, catalog: Catalog) -> Identity:
-        """Identify a checkpoint whose catalog was just read.
+        """Return the identity of a checkpoint whose catalog was just read.
 
         CheckpointChanged if its index was replaced, or it vanished.
         """
@@ -64,8 +64,8 @@ class Identity(Struct, frozen=True):
     def content_digest(self, of: Callable[[Path], str] = file_digest) -> str:
         """Return the lower-case SHA-256 of the checkpoint's contents, without file names: see `digest`.
 
-        Without an index the files are read, each by `of`; for several files it is the digest of their
-        digests. CheckpointChanged if a file was replaced or vanished.
+        Without an index the files are read, and `of` returns the digest of each; for several files it is the
+        digest of their digests. CheckpointChanged if a file was replaced or vanished.
         """
         if self.is_indexed:
             return self.digest
@@ -77,18 +77,25 @@ class Identity(Struct, frozen=True):
         return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()
 
     def content_files(self) -> list[Path]:
-        """The files of a checkpoint without index, in an order that does not depend on its directory."""
+        """Return the existing files of a checkpoint without index.
+
+        Their order does not depend on the directory: sorted below a directory, else the prefix and then the
+        shards.
+        """
         if self.prefix.is_dir():
             return sorted(path for path in self.prefix.rglob("*") if path.is_file())
         return [path for path in self.paths if path.is_file()]  # a prefix may be a pattern of shards
 
     @property
     def is_untouched(self) -> bool:
-        """True if no file was replaced, removed or added since."""
+        """True if no file was replaced, removed or added since the checkpoint was identified."""
         return _look_at(self.paths) == self.files
 
     def require_same_files(self) -> None:
-        """Raise CheckpointChanged if a file was replaced; removed and new files are allowed."""
+        """Raise CheckpointChanged if a file was replaced since the checkpoint was identified.
+
+        Removed and new files are allowed.
+        """
         now = {entry[0]: entry for entry in _look_at(self.paths)}
         replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
         if replaced:
@@ -111,9 +118,10 @@ def index_digest(prefix: Path) -> str:
 
 
 def look(prefix: Path) -> Looks:
-    """Return name, size, modification time and inode of a checkpoint's files, or of one file.
+    """Return (name, bytes, modification time in ns, inode) of each of a checkpoint's files, sorted by name.
 
-    Empty if one vanishes.
+    `prefix` may also be one file. A mirror is listed again first. Empty if there are no files, one vanishes
+    meanwhile, or the directory cannot be listed; CheckpointError if a store cannot be listed.
     """
     mirror.refresh(prefix)
     with suppress(OSError):
@@ -126,5 +134,5 @@ def look(prefix: Path) -> Looks:
 
 
 def _look_at(paths: tuple[Path, ...]) -> Looks:
-    """Return the same for the files of several paths, all in one directory."""
+    """Return the entries of `look` for several paths of one directory, sorted, each file once."""
     return tuple(sorted({entry for path in paths for entry in look(path)}))

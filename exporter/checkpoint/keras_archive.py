@@ -86,7 +86,8 @@ def read_config(path: Path) -> ModelConfig | None:
     """Return the model that an archive describes, None for weights alone; nothing in it is executed.
 
     Raises:
-        CheckpointError: see `read_keras`.
+        CorruptFile: a `.keras` zip has no `config.json`, or it is damaged.
+        CheckpointError: as `read_keras`.
     """
     if _is_zip_by_name(path):
         members = read_members(path)
@@ -108,7 +109,7 @@ def read_config(path: Path) -> ModelConfig | None:
 
 
 def list_assets(path: Path) -> list[Member]:
-    """Return the files that layers of a `.keras` archive keep beside their weights, by name.
+    """Return the files that layers of a `.keras` archive keep beside their weights, sorted by name.
 
     Empty for other files.
 
@@ -123,10 +124,12 @@ def list_assets(path: Path) -> list[Member]:
 def unpack_assets(path: Path, directory: Path) -> bool:
     """Write the files that layers of a `.keras` archive keep beside their weights into `directory`.
 
-    Return False if there are none.
+    Files of the same names are overwritten. Return False if there are none, and nothing was written.
 
     Raises:
+        UnsafeArchive: a name leads out of `directory`, or a file has more than 1 GiB.
         CheckpointError: see `read_keras`.
+        OSError: a file cannot be written.
     """
     assets = list_assets(path)
     for member in assets:
@@ -192,7 +195,10 @@ def _layers(*files: FileContents) -> Iterator[TensorRef]:
 
 
 def _owner(path: str, names: Mapping[str, str]) -> str:
-    """The names of the objects on a tensor's path, except the model's own; "" if Keras wrote none."""
+    """Return the names, joined by `/`, of the objects on a tensor's path, except the model's own.
+
+    `names` has the name of each object by the path of its group `vars`. "" if Keras wrote none.
+    """
     group, _, _ = path.rpartition("/")
     # groups that Keras divided between shards have no name
     if not group.endswith(f"/{_VARS}") or group not in names:
@@ -206,7 +212,7 @@ def _sharded(path: Path) -> Catalog:
     """Read the catalog of a `.weights.json` and of the shards that it names, each a file beside it.
 
     CorruptFile if it is not such a list, UnsafeArchive if it is too large or a name is not of a file beside
-    it.
+    it, MissingShard if a shard does not exist; else the errors of `read_hdf5`.
     """
     source = FileRange.whole(path)
     if source.size > _MAX_JSON_BYTES:

@@ -47,9 +47,10 @@ class Reading(Struct, frozen=True):
 
 @contextmanager
 def library(reading: Reading) -> Iterator[Library]:
-    """Yield a process with the file open: an idle one, or else a new one, which is ended if the block fails.
+    """Yield a process with the file open: an idle one, or else a new one, which is killed if the block fails.
 
-    CheckpointError if no process can be started, or of the kind that the process reports.
+    An error of the process, in the block, leaves it as the CheckpointError that the process reports.
+    CheckpointError if no process can be started; CheckpointChanged if the file was replaced.
     """
     try:
         with reading.source.open() as opened, worker(reading.work, opened) as process:
@@ -71,7 +72,8 @@ class Library(Struct, frozen=True):
     def contents(self, wanted: Mapping[str, Any]) -> Any:
         """Return the document that the reader makes of the whole file; waits for it.
 
-        UnsafeArchive if it is too long; the process's CheckpointError if the process ends early.
+        `wanted` is the reader's request. UnsafeArchive if the document is too long. If the process ends
+        early, `Ended` is raised, which `library` converts into a CheckpointError at the end of its block.
         """
         line = self.process.ask({"list": wanted})
         if not line.endswith(b"\n"):
@@ -82,9 +84,9 @@ class Library(Struct, frozen=True):
         return json.loads(line)
 
     def values(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield the `size` bytes of an array in blocks.
+        """Yield the `size` bytes of the array at `path` in the file, in blocks.
 
-        The process's CheckpointError if the process ends early.
+        If the process ends early, `Ended` is raised, which `library` converts into a CheckpointError.
         """
         return self.process.blocks(size, {"values": path})
 

@@ -213,9 +213,10 @@ def _without_index(directory: Path, names: list[str], *, is_numbered: bool) -> l
 def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
     """Return the checkpoints in numbered directories of one checkpoint each, from the highest number down.
 
-    A directory that has no checkpoint and is newer than all others is returned itself: it is being written.
-    Empty if there are no such directories, or the newest has several checkpoints. CheckpointNotFound if there
-    are several series.
+    `names` are the entries of `directory`. Of a series only the newest directories are opened. A directory
+    without a checkpoint that is newer than all those with one is returned itself: it is being written. Empty
+    if there are no such directories, or the newest has several checkpoints. CheckpointNotFound if there are
+    several series.
     """
     series: dict[str, list[Path]] = defaultdict(list)
     for name in names:
@@ -242,9 +243,9 @@ def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
 
 
 def _only_below(directory: Path) -> list[Path]:
-    """Return the candidates of a directory, or of `checkpoints/` in it.
+    """Return the candidates, best first, of a directory, or else of `checkpoints/` in it.
 
-    Empty for a version of a published model.
+    Empty if neither has any or can be listed, and for a version of a published model.
     """
     if is_saved_model(directory):
         return []
@@ -261,14 +262,20 @@ def _last_written(paths: Iterable[Path]) -> Path:
 
 
 def _order(path: Path) -> tuple[int, list[str | int]]:
-    """A key that sorts names by step; names without a step come before all others, by their numbers."""
+    """Return a key that sorts names by step: (step, the name's texts and numbers in turn).
+
+    Names without a step, for which it is -1, come before all others, by their numbers.
+    """
     parts = re.split(r"([0-9]+)", path.name)
     step = step_in_name(path.name)
     return -1 if step is None else step, [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _named_by_state(directory: Path) -> Path | None:
-    """Return the path that a directory's state file names as newest; None without a usable one."""
+    """Return the path that a directory's state file names as newest, relative or absolute as it is written.
+
+    None if there is no state file, or it names none.
+    """
     try:
         content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)
         text = content.decode(errors="surrogateescape")
@@ -281,7 +288,10 @@ def _named_by_state(directory: Path) -> Path | None:
 
 
 def _beside(named: Path, directory: Path) -> Path:
-    """Resolve the prefix that a state file in `directory` names, even if the directory was moved."""
+    """Return the path of the prefix `named` by a state file in `directory`, even if the directory was moved.
+
+    If no candidate has an index, it is the path beside the state file.
+    """
     neighbour = directory / named.name
     # an absolute path in a store's state file belongs to the trainer's machine, not to this one
     if mirror.is_remote(directory) and (named.is_absolute() or ".." in named.parts):
@@ -291,9 +301,11 @@ def _beside(named: Path, directory: Path) -> Path:
 
 
 def _read_settled(prefix: Path) -> Catalog:
-    """Read the catalog of `prefix`, a second time after a failure.
+    """Read the catalog of `prefix`; after a failure wait 0.1 s and read it once more.
 
-    CheckpointChanged if its files changed meanwhile.
+    CheckpointChanged if that fails too, and the files changed meanwhile; else the second error, with the hint
+    of an older checkpoint if the file is damaged. CheckpointNotFound, UnsupportedFormat and UnsafeArchive are
+    raised at once.
     """
     try:
         return read_family(prefix)
@@ -330,7 +342,7 @@ def _exists(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """The mode bits of a path; None if it does not exist, or may not be looked at."""
+    """Return the mode bits of a path, links followed; None if it does not exist, or may not be looked at."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):  # ValueError: a NUL in the name
@@ -367,7 +379,7 @@ def _no_index(prefix: Path) -> CheckpointError:
 
 
 def _nearest_step(name: str, there: list[str]) -> str:
-    """Return the name of the checkpoint with the nearest step.
+    """Return the name in `there` with the same stem as `name` and the nearest step.
 
     "" if `name` has no step, or no name has its stem.
     """
@@ -378,7 +390,7 @@ def _nearest_step(name: str, there: list[str]) -> str:
 
 
 def _suggestion(prefix: Path) -> str:
-    """Ask whether an existing path nearby was meant; "" if none is near."""
+    """Return a hint that asks whether an existing path near `prefix` was meant; "" if none is near."""
     close = nearest(prefix.parent)
     if close is None:
         return ""
@@ -394,12 +406,12 @@ def _names(directory: Path) -> list[str]:
 
 
 def _is_published(directory: Path) -> bool:
-    """True if a directory holds versions of a SavedModel."""
+    """True if a directory holds versions of a SavedModel: numbered directories, each with one."""
     return any((child / file).exists() for child in directory.glob("[0-9]*") for file in SAVED_MODEL_FILES)
 
 
 def _below(directory: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Yield the directories in a directory, or `checkpoints/` in these, that have a checkpoint."""
+    """Yield the directories that have a checkpoint: of `names` in `directory`, and `checkpoints/` in each."""
     for name in names:
         for place in (directory / name, directory / name / _CHECKPOINTS):
             with suppress(CheckpointError):
@@ -408,7 +420,7 @@ def _below(directory: Path, names: Iterable[str]) -> Iterator[Path]:
 
 
 def _nothing_in(directory: Path) -> CheckpointError:
-    """Return the error that no checkpoint was found, with the files that were found instead as its cause."""
+    """Return the CheckpointNotFound for a directory; its cause and hint say what was found instead."""
     names, named = sorted(_names(directory)), _named_by_state(directory)
     state = f"its state file names {named}, which is not there" if named else ""
     # left-overs of writers: unfinished shards, and copies that workers save
@@ -426,7 +438,7 @@ def _nothing_in(directory: Path) -> CheckpointError:
 
 
 def _parts_among(names: list[str]) -> str:
-    """The parts of checkpoints among the files of a directory, in words; "" if there are only other files."""
+    """Return which parts of checkpoints are among `names`, in words; "" if there are only other files."""
     if not names:
         return "it is empty"
     metas = sum(name.endswith(".meta") for name in names)

@@ -59,7 +59,11 @@ class NpyValues(Struct, frozen=True):
     count: int
 
     def blocks(self) -> Iterator[Array]:
-        """See `Content.blocks`."""
+        """Yield the values as flat numpy arrays in C order; an array in Fortran order as one block.
+
+        The checksum is compared after the last block: CorruptFile, TruncatedFile or UnsafeArchive as
+        `Member.stream`. CheckpointChanged if the file was replaced.
+        """
         if self.header.is_fortran:
             data = b"".join(self.member.stream())[self.header.size :]
             values = self._numbers(data).reshape(self.header.shape, order="F")
@@ -116,7 +120,10 @@ def read_npz(path: Path) -> Catalog:
 
 
 def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
-    """Return the arrays in the order of their list; None if they have names."""
+    """Return the arrays in the order of their list, by name; None if they have names of their own.
+
+    `found` is all arrays by their names in the archive.
+    """
     if found.keys() == {_LIST}:
         return _unstacked(found[_LIST])
     matches = {name: match for name in found if (match := _NUMBERED.fullmatch(name))}
@@ -128,9 +135,9 @@ def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
 
 
 def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
-    """Return the elements of a list of arrays of one shape, which numpy stored as one array.
+    """Return the elements, by name in order, of a list of arrays of one shape that numpy stored as one array.
 
-    None for other arrays.
+    None for an array in Fortran order, without a dimension or elements, or with more than 100,000 of them.
     """
     assert isinstance(ref.content, NpyValues)
     if not ref.shape or ref.content.header.is_fortran or ref.shape[0] > _MAX_LISTED:
@@ -186,7 +193,10 @@ def read_header(where: str, data: bytes, size: int) -> Header | None:
 
 
 def _begin(path: Path, member: Member) -> bytes:
-    """Return the first bytes of a member, enough for a header."""
+    """Return the first bytes of a member, enough for a header; all bytes of a smaller one.
+
+    Errors are those of `Member.stream`.
+    """
     data = b""
     for chunk in member.stream():
         data += chunk

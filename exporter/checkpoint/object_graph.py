@@ -63,9 +63,9 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     objects: tuple[TrackedObject, ...]
 
     def at(self, path: str, start: int = ROOT) -> int | None:
-        """Return the number of the object at a path such as `model/layers/0`, "" or ".".
+        """Return the number of the object at a path such as `model/layers/0` below object number `start`.
 
-        None if there is none.
+        "" and "." are `start` itself; names are escaped as in tensor names. None if there is none.
         """
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
@@ -88,7 +88,7 @@ class ObjectGraph(Struct, frozen=True, dict=True):
 
     @cached_property
     def paths(self) -> Mapping[int, str]:
-        """A shortest path to each object that can be reached from the root, by number."""
+        """A shortest path from the root to each object that can be reached, by number; the root's is ""."""
         return self.paths_from(ROOT)
 
     def leading_to(self, targets: Iterable[int]) -> frozenset[int]:
@@ -107,9 +107,9 @@ class ObjectGraph(Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def paths_from(self, start: int) -> dict[int, str]:
-        """Return a shortest path to each object that can be reached from `start`, by number.
+        """Return a shortest path to each object that can be reached from object number `start`, by number.
 
-        Its own path is "".
+        The path of `start` is "".
         """
         found, pending = {start: ""}, deque([start])
         while pending:
@@ -126,7 +126,8 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
     """Read the object graph of a checkpoint; None for a checkpoint by names.
 
     Raises:
-        CorruptFile: it cannot be decoded, or an edge leads nowhere.
+        CorruptFile: it cannot be decoded, its checksum is wrong, or an edge leads nowhere.
+        CheckpointChanged: the shard vanished or shrank since the catalog was read.
     """
     ref = catalog.tensors.get(OBJECT_GRAPH)
     if ref is None:
@@ -140,7 +141,7 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
     """Decode a serialised `TrackableObjectGraph`.
 
-    CorruptFile, with the name `where`, if that is impossible.
+    CorruptFile, with the name `where`, if it cannot be decoded, has no object, or an edge leads nowhere.
     """
     try:
         message = protos.TrackableObjectGraph.FromString(data)

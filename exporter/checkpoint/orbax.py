@@ -100,7 +100,11 @@ class OrbaxValues(Struct, frozen=True):
     box_bytes: int
 
     def blocks(self) -> Iterator[np.ndarray[Any, Any]]:
-        """See `Content.blocks`."""
+        """Yield the values as flat numpy arrays in C order, from the process that reads the checkpoint.
+
+        CheckpointChanged if the step was replaced, which may be noticed only after the last block;
+        UnsafeArchive beyond a limit, MissingShard if values are missing, CorruptFile if they are damaged.
+        """
         size = math.prod(self.shape) * self.dtype.numpy.itemsize
         if not size:
             return
@@ -132,7 +136,7 @@ class Item(Struct, frozen=True):
     fills: bool
 
     def reading(self, box_bytes: int) -> Reading:
-        """Describe the process that reads boxes of this size.
+        """Return the description of the process that reads boxes of at most `box_bytes` bytes.
 
         UnsafeArchive if there is too little memory for them. CheckpointError if tensorstore is not installed.
         """
@@ -175,7 +179,10 @@ def is_orbax(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The number at the end of a step's name: 10 for `10` and for `checkpoint_10`; None without one."""
+    """Return the number at the end of a step's name: 10 for `10` and for `checkpoint_10`.
+
+    None without one, or if it has 19 digits or more.
+    """
     found = _NUMBER.search(path.name)
     return int(found[1]) if found and len(found[1]) < _MAX_DIGITS else None
 
@@ -184,7 +191,7 @@ def config_of(path: Path) -> str | None:
     """Return the model's config, in JSON, that Keras keeps beside its variables; None without one.
 
     None, too, for a model whose layers keep files: their vocabularies are not read. CorruptFile if the file
-    is not a config.
+    is not a config or cannot be read.
     """
     file = path.joinpath(*_CONFIG)
     if not file.is_file() or (path / ASSETS_DIRECTORY).exists():
@@ -198,7 +205,7 @@ def config_of(path: Path) -> str | None:
 
 
 def _items(path: Path) -> Iterator[Path]:
-    """Yield the directories of trees: the checkpoint's own, or its items'."""
+    """Yield the directories of trees: `path` itself if it is one, else the items of a step, sorted."""
     if _is_tree(path):
         yield path
     elif (path / _STEP).is_file():
@@ -262,7 +269,10 @@ def _read(path: Path) -> Catalog:
 
 
 def _steps_of(names: Mapping[str, object]) -> list[str]:
-    """Return the names of the tensors that count steps: of Flax's TrainState, and of a Keras optimizer."""
+    """Return names of tensors that count steps, the preferred first: Flax's `step`, then Keras optimizers'.
+
+    `step` is included whether or not it is among `names`.
+    """
     iterations = (
         name for name in names if name.startswith(f"{_OF_OPTIMIZER}/") and name.endswith("/iteration")
     )
@@ -270,15 +280,19 @@ def _steps_of(names: Mapping[str, object]) -> list[str]:
 
 
 def _mark(path: Path, item: Path) -> FileRange:
-    """A file that each checkpoint writes anew, with its time of commit."""
+    """Return a file of the checkpoint at `path` with this `item` that each save writes anew.
+
+    The first that exists: the step's metadata, the item's metadata, its store or its tree.
+    """
     names = (path / _STEP, item / _STEP, item / _STORE, item / _TREE)
     return FileRange.whole(next(name for name in names if name.is_file()))
 
 
 def _stored_bytes(path: Path) -> int:
-    """Sum the bytes of all files of a checkpoint; files in a store are fetched.
+    """Return the total bytes of all files of a checkpoint; files in a store are fetched.
 
-    UnsafeArchive for anything else than files and directories: a link leads elsewhere, a pipe would block.
+    UnsafeArchive for more than a million entries, or anything else than files and directories: a link leads
+    elsewhere, a pipe would block. OSErrors pass.
     """
     total = count = 0
     waiting = [path]
@@ -299,7 +313,7 @@ def _stored_bytes(path: Path) -> int:
 
 
 def _tree(item: Path) -> _Tree:
-    """Return the keys of an item; none before 0.5, when Orbax wrote no `_METADATA`.
+    """Return the metadata of an item; without keys before 0.5, when Orbax wrote no `_METADATA`.
 
     CorruptFile if that is damaged, CheckpointError if it cannot be read.
     """
@@ -316,7 +330,7 @@ def _tree(item: Path) -> _Tree:
 
 
 def _tensors(path: Path, tree: _Tree, stored: int, skipped: list[str]) -> Iterator[TensorRef]:
-    """Yield the arrays of an item by their keys, after a check of their declared sizes.
+    """Yield the arrays of the item at `path`, named by their keys, after a check of their declared sizes.
 
     `stored` is the size of the whole checkpoint in bytes. Names of arrays whose type no variable has are
     added to `skipped`.
@@ -324,7 +338,7 @@ def _tensors(path: Path, tree: _Tree, stored: int, skipped: list[str]) -> Iterat
     Raises:
         UnsafeArchive: the arrays are far larger than what is stored.
         UnsupportedFormat: an array has too many dimensions.
-        CheckpointError: the item cannot be listed.
+        CheckpointError: it, or a subclass: the item cannot be listed.
     """
     keys = {".".join(part.key for part in leaf.key_metadata): leaf for leaf in tree.tree_metadata.values()}
     item = Item(path, _mark(path, path), stored, not tree.store_array_data_equal_to_fill_value)

@@ -32,7 +32,12 @@ class Arrays:
         self._context = ts.Context({"data_copy_concurrency": _THREADS, "file_io_concurrency": _THREADS})
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[Any]:
-        """Yield the list of all arrays, as one line, or one array's bytes in C order and little endian."""
+        """Yield the answer to a request: the list of all arrays as one line of JSON, or one array's bytes.
+
+        {"values": path} asks for bytes, in C order and little endian; {"list": limits} for the list, in order
+        of names: `path`, `dtype`, `shape` and `box_bytes` (the most bytes read at once) of each. `deadline`
+        is started again for each array or block. Refused if values are missing, or there are too many.
+        """
         try:
             if "values" in request:
                 name, _, driver = request["values"].rpartition("/")
@@ -113,5 +118,8 @@ def _blocks(array: Any, deadline: Deadline) -> Iterator[memoryview]:
 
 @contextmanager
 def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """Yield the function that answers requests about the checkpoint in a directory."""
+    """Yield the function that answers requests about the checkpoint in a directory: see `Arrays.answer`.
+
+    `config` has `directory`, `is_ocdbt` (its store is OCDBT) and `fills` (missing values are the fill value).
+    """
     yield Arrays(config).answer

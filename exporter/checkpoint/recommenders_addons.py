@@ -60,12 +60,20 @@ class AddonsTable(Struct, frozen=True):
 
     @property
     def flat(self) -> str:
-        """The name with underscores for slashes."""
+        """The table's name with underscores for slashes."""
         return self.name.replace("/", "_")
 
 
 def addons_tables(catalog: Catalog) -> list[AddonsTable]:
-    """Return TFRA's tables that map integers to rows of numbers, each under a unique name."""
+    """Return TFRA's tables that map integers to rows of numbers: from the object graph, then by tensor names.
+
+    Tables of one name are named by their paths; an optimizer's slot is named below its owner.
+
+    Raises:
+        CorruptFile: shards disagree about their number, or the object graph is damaged.
+        UnsupportedFormat: rows are in files beside the checkpoint.
+        CheckpointChanged: the object graph's shard vanished or shrank since the catalog was read.
+    """
     found = [*_by_objects(catalog), *_by_names(catalog)]
     twice = Counter(table.name for table in found)
     found = [replace(table, name=table.path) if twice[table.name] > 1 else table for table in found]
@@ -101,7 +109,9 @@ def _by_objects(catalog: Catalog) -> Iterator[AddonsTable]:
 
 
 def _listed(catalog: Catalog, objects: ObjectGraph, name: str, number: int) -> Iterator[AddonsTable]:
-    """Yield the table whose shards a list has; nothing if its values are integers.
+    """Yield the table `name`, whose shards are the children of object `number`.
+
+    Nothing if its values are integers.
 
     Raises:
         UnsupportedFormat: its rows are in files beside the checkpoint.
@@ -143,7 +153,7 @@ def _check_is_here(catalog: Catalog, tensor: str) -> None:
 
 
 def table_in_graph(node: str) -> str:
-    """Return the name of the variable of which a graph's node is a shard; "" for other nodes."""
+    """Return the name of the variable of which the graph node `node` is a shard; "" for other nodes."""
     match = _SHARD.fullmatch(node)
     return "" if match is None else _name_in_graph(match[1])
 
@@ -163,7 +173,11 @@ def _name_in_graph(path: str) -> str:
 
 
 def _with_owner(table: AddonsTable, tables: Iterable[AddonsTable]) -> AddonsTable:
-    """Name the table as an optimizer slot below its owner's name; unchanged if it is not a slot."""
+    """Return the table named as an optimizer slot below its owner's name, with `slot_of` set.
+
+    It is returned unchanged if its last part is not a slot's name, or no other table in `tables` is the
+    owner.
+    """
     head, _, slot = table.name.rpartition("/")
     if not _SLOTS.fullmatch(slot):
         return table

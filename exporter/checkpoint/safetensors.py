@@ -72,7 +72,12 @@ class _List(Struct, frozen=True):
 def read_safetensors(path: Path) -> Catalog:
     """Read the catalog of a file's tensors, or of all files that a list names.
 
-    MissingShard for a single shard.
+    The step is from the tensor `global_step`, or else the file's name; None without one.
+
+    Raises:
+        MissingShard: the file is one shard of several, or a list names a file that does not exist.
+        CheckpointNotFound: the file does not exist.
+        CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat: see errors.py.
     """
     if path.name.endswith(LIST):
         return _catalog(path, "safetensors, sharded", *_sharded(path))
@@ -103,9 +108,10 @@ def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: l
 
 
 def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
-    """Return the tensors that a list names, each from its file, and the list and its files as ranges.
+    """Return the tensors that a list names, each from its file, and the ranges of the list and of its files.
 
-    CorruptFile if a file lacks a tensor that is placed there, UnsafeArchive if the list is too large.
+    CorruptFile if a file lacks a tensor that is placed there, UnsafeArchive if the list is too large or names
+    a file elsewhere, MissingShard if a file does not exist; else the errors of `_tensors`.
     """
     source = FileRange.whole(path)
     if source.size > _MAX_HEADER_BYTES:
@@ -129,7 +135,8 @@ def _shard(path: Path, name: str) -> FileRange:
 def _tensors(whole: FileRange) -> dict[str, TensorRef]:
     """Return the tensors of one file by name.
 
-    CorruptFile unless their bytes fill it without gap or overlap.
+    CorruptFile unless their bytes fill it without gap or overlap, TruncatedFile if it is too short,
+    UnsupportedFormat for a type that no variable has.
     """
     entries, start = _header(whole)
     values = whole.part(start, whole.size - start)

@@ -15,11 +15,12 @@ from exporter.storage.files import close_quietly, open_regular
 
 @contextmanager
 def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
-    """Open a shard to read extents of it and yield the descriptor; extents in a store are fetched first.
+    """Open a shard to read `extents` of it and yield the descriptor; extents in a store are fetched first.
 
     Raises:
-        CheckpointChanged: the shard no longer exists.
-        CheckpointError: it cannot be opened.
+        CheckpointChanged: the shard no longer exists, or was replaced in the store.
+        CheckpointError: it cannot be opened or fetched.
+        DiskFull, PublishError: what is fetched cannot be written.
     """
     with reading(path):
         ranges = [(extent.offset, extent.offset + extent.size) for extent in extents]
@@ -33,8 +34,11 @@ def open_shard(path: Path, *extents: Extent) -> Iterator[int]:
 def fetch_tensors(catalog: Catalog, tensors: Iterable[TensorRef]) -> None:
     """Fetch the bytes of tensors of a checkpoint in a store, for a program that opens the shards itself.
 
+    Does nothing for local files.
+
     Raises:
-        CheckpointError: they cannot be fetched.
+        CheckpointError: they cannot be fetched; CheckpointChanged if a shard was replaced or is gone.
+        DiskFull, PublishError: they cannot be written here.
     """
     wanted: dict[Path, list[tuple[int, int]]] = {}
     for extent in (extent for tensor in tensors for extent in tensor.extents):
@@ -71,7 +75,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_size(path: Path, found: int, expected: int) -> None:
-    """Require that a shard has the size that the catalog states.
+    """Require that the shard `path` still has the size that the catalog states, both in bytes.
 
     Raises:
         CheckpointChanged: they differ.

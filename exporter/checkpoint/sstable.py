@@ -41,9 +41,10 @@ _MAX_SNAPPY_RATIO = 22  # three bytes copy 64 at most; a library need not alloca
 
 
 def read_table(data: bytes, path: Path) -> list[Entry]:
-    """Return all pairs of a table in key order, after a check of each block.
+    """Return all (key, value) pairs of a table in key order, after a check of each block.
 
-    CorruptFile, which names `path`, if it is damaged.
+    CorruptFile if it is damaged, TruncatedFile if it is cut short, UnsupportedFormat for another compression
+    than snappy; they name `path`.
     """
     metaindex, index = _read_footer(data, path)
     entries: list[Entry] = []
@@ -64,9 +65,10 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
 
 
 def read_first_block(data: bytes, path: Path) -> list[Entry]:
-    """Return the pairs of a table's first block.
+    """Return the (key, value) pairs of a table's first block; empty if it has none.
 
-    `data` may be a memory map, of which only that block is read.
+    `data` may be a memory map, of which only the footer, the index and that block are read. Errors are those
+    of `read_table`.
     """
     _, index = _read_footer(data, path)
     for _, value in _read_block(data, index, path, "index block"):
@@ -103,7 +105,10 @@ def _wrong_magic(data: bytes, path: Path) -> CheckpointError:
 
 
 def _follow(end: int, handle: tuple[int, int], path: Path, what: str) -> int:
-    """Return the end of a block with its trailer; CorruptFile unless it begins at `end`."""
+    """Return the end, in bytes, of a block with its trailer; CorruptFile unless it begins at `end`.
+
+    `handle` is the block's offset and size, `what` its name in the error.
+    """
     offset, size = handle
     if offset != end:
         raise CorruptFile(f"{path} is damaged: {what} begins at byte {offset}, expected {end}")
@@ -194,7 +199,7 @@ def _parse_block(block: bytes, path: Path, what: str) -> list[Entry]:
 
 
 def write_table(entries: Iterable[Entry]) -> bytes:
-    """Return the bytes of a table of pairs, exactly as TensorFlow writes it.
+    """Return the bytes of a table of (key, value) pairs, exactly as TensorFlow writes it.
 
     ValueError unless the keys increase.
     """
@@ -275,7 +280,7 @@ def _common_prefix(one: bytes, other: bytes) -> int:
 
 
 def _separator(last: bytes, next_: bytes) -> bytes:
-    """A short key in [last, next_), which the index stores between two blocks."""
+    """Return a short key in [last, next_), which the index stores between two blocks."""
     at = _common_prefix(last, next_)
     if at < min(len(last), len(next_)) and last[at] < 0xFF and last[at] + 1 < next_[at]:
         return last[:at] + bytes([last[at] + 1])
@@ -283,7 +288,7 @@ def _separator(last: bytes, next_: bytes) -> bytes:
 
 
 def _successor(last: bytes) -> bytes:
-    """A short key >= last, which the index stores for the last block."""
+    """Return a short key >= last, which the index stores for the last block."""
     for at, byte in enumerate(last):
         if byte < 0xFF:
             return last[:at] + bytes([byte + 1])

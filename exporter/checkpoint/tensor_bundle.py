@@ -145,7 +145,7 @@ def parse_index(data: bytes, path: Path) -> Index:
 def step_in_name(name: str) -> int | None:
     """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`.
 
-    None if there is none.
+    None if no number is at the end, or it does not fit in an int64.
     """
     found = re.search(r"-([0-9]+)$", name)
     return int(found[1]) if found and int(found[1]) < _STEP_LIMIT else None
@@ -173,9 +173,9 @@ def _identity(path: Path) -> FileIdentity:
 
 
 def _check_header(table: list[Entry], path: Path) -> int:
-    """Return the number of shards; CorruptFile if the header is missing or damaged.
+    """Return the number of shards that a table's header states; CorruptFile if that is missing or damaged.
 
-    UnsupportedFormat if this reader does not understand it.
+    UnsupportedFormat if this reader does not understand the bundle: its byte order or version.
     """
     if not table or table[0][0] != b"":
         raise CorruptFile(f"{path} is a table, but not an index: it has no header")
@@ -214,9 +214,10 @@ class _Parser:
         self._layouts: dict[tuple[int, bytes], _Layout] = {}  # a model has far fewer than tensors
 
     def tensors(self, table: list[Entry]) -> dict[str, TensorRef]:
-        """Return the tensors by name in key order.
+        """Return the tensors by name in key order; also fills `reach`.
 
-        Slice entries are found through the tensor that declares them.
+        Slice entries are found through the tensor that declares them. CorruptFile if an entry is impossible,
+        UnsupportedFormat for a name or type that is not read, DecodeError if an entry cannot be decoded.
         """
         slices = {key: value for key, value in table[1:] if key[0] == 0}
         found = {}
@@ -343,13 +344,15 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
 def write_bundle(
     catalog: Catalog, tensors: Iterable[TensorRef], prefix: Path, progress: Progress | None = None
 ) -> Catalog:
-    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks.
+    """Write tensors of `catalog` into a new bundle at `prefix`, in blocks, and return its catalog.
 
-    Return the new bundle's catalog. Its tensors keep their owners, so that they are mapped as before.
+    Missing directories are made; `progress` advances by each tensor's bytes. Family, step, naming and the
+    tensors' owners are those of `catalog`, so that tensors are mapped as before.
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.
         PublishError: the target cannot be written; DiskFull if there is no space.
+        ValueError: a tensor is in a bundle already.
     """
     progress, owners = progress or NoProgress(), dict[str, str]()
     try:

@@ -43,10 +43,13 @@ _LONGEST_VARINT = 10
 def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -> Array:
     """Map a numeric tensor, or a stored slice of it, read-only; its checksum is not verified.
 
+    The array keeps the shard's data alive, also after the file is removed.
+
     Raises:
         ValueError: the tensor is partitioned and no `part` was given, or the part is not stored.
         UnsupportedFormat: strings and variants have no array on disk.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
+        CheckpointError: the shard cannot be read.
     """
     extent, shape = stored_extent(ref, part)
     if ref.dtype.itemsize is None:
@@ -62,7 +65,7 @@ def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
 
     Raises:
         CorruptFile: the checksum is wrong.
-        UnsupportedFormat, CheckpointChanged: as `memory_map`.
+        ValueError, UnsupportedFormat, CheckpointChanged: as `memory_map`.
         CheckpointError, DiskFull, PublishError: it cannot be fetched.
     """
     extent, shape = stored_extent(ref, None)
@@ -79,10 +82,14 @@ def checked_map(catalog: Catalog, ref: TensorRef) -> Array:
 def read_array(catalog: Catalog, ref: TensorRef) -> Array:
     """Read a small tensor into memory, with verified checksums, joined slices, and strings as `bytes`.
 
+    Strings are in an object array.
+
     Raises:
         CorruptFile: a checksum is wrong, or slices of the tensor are missing.
         UnsupportedFormat: variants are not decoded.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
+        CheckpointError: a file cannot be read; for a tensor outside a bundle also the subclasses of its
+            reader.
     """
     if ref.extent is not None:
         return _read_extent(catalog, ref, ref.extent, ref.shape)
@@ -106,10 +113,11 @@ def _dtype(ref: TensorRef) -> Any:
 
 
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
-    """Verify the checksum of a tensor stored as a whole, then yield its values, `count` elements at a time.
+    """Yield the values of a numeric tensor stored as a whole, flat, `count` elements at a time.
 
-    CorruptFile if the checksum differs. Tensors of other files than bundles have no checksum, and their own
-    blocks.
+    The checksum is verified before the first block: CorruptFile if it differs, CheckpointChanged if the shard
+    vanished or shrank. Tensors of other files than bundles have their own sizes of blocks, and errors.
+    ValueError if the tensor is stored in slices.
     """
     if ref.content is not None:
         yield from ref.content.blocks()
@@ -125,9 +133,9 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
 
 
 def read_step(catalog: Catalog, *names: str) -> int | None:
-    """Return the training step from the first of these tensors that is one integer.
+    """Return the training step from the first of the tensors `names` that is one integer, stored as a whole.
 
-    None without one, or if negative.
+    None if there is none, or it is negative. Errors are those of `read_array`.
     """
     for name in names:
         ref = catalog.tensors.get(name)
@@ -140,14 +148,15 @@ def read_step(catalog: Catalog, *names: str) -> int | None:
 def check_values(
     catalog: Catalog, ref: TensorRef, part: SliceRef | None = None, *, keep: bool = True
 ) -> None:
-    """Read one extent and compare its checksum with the index.
+    """Read one extent, of a tensor or of its slice `part`, and compare its checksum with the index.
 
-    With `keep`, bytes fetched from a store are kept for later readers.
+    With `keep`, bytes fetched from a store are kept for later readers; without, numbers are not kept.
 
     Raises:
         CorruptFile: they differ.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
         CheckpointError: the shard cannot be read.
+        ValueError: the tensor, or the slice, is not stored in one piece.
     """
     extent, shape = stored_extent(ref, part)
     path, where = catalog.path_of(extent), _damaged(catalog, ref, extent)
@@ -180,14 +189,17 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 
 
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
-    """Read each stored slice of a tensor and compare its checksum with the index: see `check_values`."""
+    """Read each stored slice of a tensor of a bundle and compare its checksum with the index.
+
+    Slices that are not stored are skipped. Errors are those of `check_values`.
+    """
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
             check_values(catalog, ref, part)
 
 
 def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
-    """Return the bytes on disk of a string tensor, and its masked crc."""
+    """Return the bytes on disk of a string tensor, and the masked crc32c of its entry."""
     strings = list(strings)
     lengths = list(map(len, strings))
     crc = extend(0, _crc_form(np.array(lengths, np.uint64)))
@@ -212,10 +224,10 @@ def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
 
 
 def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[int, ...]]:
-    """Return the extent and the shape of a tensor, or of a slice of it.
+    """Return the extent and the shape of a tensor, or of its slice `part`.
 
     Raises:
-        ValueError: it is not stored in one piece.
+        ValueError: it is not stored in one piece, or is not in a bundle.
     """
     extent, shape = (ref.extent, ref.shape) if part is None else (part.extent, part.spec.lengths)
     if extent is None:
@@ -224,7 +236,7 @@ def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[
 
 
 def map_bytes(fd: int, extent: Extent) -> Array:
-    """The bytes of an extent of an open shard as a read-only map."""
+    """Map an extent of an open shard read-only, as uint8; ValueError if the shard is too short."""
     return map_range(fd, extent.offset, extent.size)
 
 
@@ -244,7 +256,7 @@ def _read_extent(catalog: Catalog, ref: TensorRef, extent: Extent, shape: tuple[
 
 
 def _damaged(catalog: Catalog, ref: TensorRef, extent: Extent) -> str:
-    """The beginning of an error's message about a damaged tensor."""
+    """Return the beginning of an error's message about a damaged tensor: the shard and the tensor's name."""
     return f"{catalog.path_of(extent)} is damaged at {ref.name!r}"
 
 
@@ -259,7 +271,10 @@ def _read_strings(raw: Array, shape: tuple[int, ...], where: str) -> Array:
 
 
 def _string_crc(raw: Array, count: int, where: str) -> int:
-    """Return the masked crc of a string tensor's bytes; CorruptFile if they are not strings."""
+    """Return the masked crc32c of the bytes of a tensor of `count` strings.
+
+    CorruptFile if they are not strings; `where` begins the error's message.
+    """
     lengths, position = _decode_lengths(raw, count, where)
     crc = extend(0, _crc_form(lengths))
     checksum = raw[position : position + _CHECKSUM_BYTES].tobytes()
@@ -276,7 +291,10 @@ def _string_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _variant_crc(raw: Array, count: int, where: str) -> int:
-    """Return the masked crc of a variant tensor's bytes; CorruptFile if they are not variants."""
+    """Return the masked crc32c of the bytes of a tensor of `count` variants.
+
+    CorruptFile if they are not variants; `where` begins the error's message.
+    """
     crc = position = 0
     for _ in range(count):
         lengths, start = _decode_lengths(raw[position:], 1, where)
@@ -293,9 +311,9 @@ def _variant_crc(raw: Array, count: int, where: str) -> int:
 
 
 def _decode_lengths(raw: Array, count: int, where: str) -> tuple[Array, int]:
-    """Return the first `count` varints, uint64, and the position behind them.
+    """Return the first `count` varints of `raw`, as uint64, and the position behind them.
 
-    CorruptFile if one does not end.
+    CorruptFile, whose message `where` begins, if one does not end.
     """
     batches, position = [np.empty(0, np.uint64)], 0
     while count:
@@ -323,9 +341,10 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_range(fd: int, offset: int, size: int) -> Array:
-    """Map a range of an open file's bytes read-only; the map exists as long as an array refers to it.
+    """Map a range of an open file's bytes read-only, as uint8.
 
-    ValueError if the range ends behind the file.
+    The map exists as long as an array refers to it. ValueError if the range ends behind the file, OSError if
+    the system cannot map it.
     """
     if size == 0:  # nothing to map, and the system refuses
         return np.empty(0, np.uint8)
@@ -370,7 +389,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def not_in_8_bits(name: str, row: Array) -> NotFinite:
-    """Return the error for a table with a row that cannot be stored in 8 bits."""
+    """Return the error for the table `name` with this row, which cannot be stored in 8 bits."""
     worst = row[np.abs(row.astype(np.float64)).argmax()]
     return NotFinite(
         f"table {name!r} cannot be stored in 8 bits: it holds {worst:g}",
@@ -380,9 +399,9 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
 
 
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """Cast the values of variable `name` to `dtype`.
+    """Return the values of variable `name` cast to `dtype`; values that need no cast, and strings, unchanged.
 
-    With int8 the result is rows [n, dim + 4] of `exporter.wire.int8_codes`.
+    With int8 the result is rows [n, dim + 4] of `exporter.wire.int8_codes`: codes and a scale.
 
     Raises:
         MappingError: a finite value is too large for `dtype`.

@@ -27,7 +27,10 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 
 
 def recognise(catalog: Catalog) -> Catalog:
-    """Add to a catalog the trainer's family in words, and the step that its object graph has."""
+    """Return the catalog with the trainer's family in words, and the step that its object graph states.
+
+    Without an object graph the step stays. Raises the errors of `read_object_graph`.
+    """
     objects = read_object_graph(catalog)
     if objects is None:
         return replace(catalog, family=_family_by_name(catalog))

@@ -42,7 +42,10 @@ class V1Values(Struct, frozen=True):
     part: str = ""
 
     def blocks(self) -> Iterator[Any]:
-        """See `Content.blocks`; yields all values as one block."""
+        """Yield all values as one flat block, read by TensorFlow, which is imported.
+
+        CheckpointChanged if a file was replaced or vanished, CorruptFile if TensorFlow cannot read it.
+        """
         for file in self.files:
             with file.open():  # raises if the file was replaced
                 pass
@@ -50,10 +53,10 @@ class V1Values(Struct, frozen=True):
 
 
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
-    """Read the catalog of the checkpoint in these files, which TensorFlow calls `pattern`.
+    """Read the catalog of the checkpoint in these files, sorted, at least one; TensorFlow calls it `pattern`.
 
     Imports TensorFlow. MissingShard if their number differs from the one in their names, CorruptFile if one
-    is not of format V1.
+    is damaged or not of format V1, CheckpointNotFound if one vanished.
     """
     ranges = tuple(FileRange.whole(file) for file in files)
     said = re.search(r"-of-([0-9]{5})$", files[0].name)
@@ -84,7 +87,10 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
 
 
 def _parts(files: Iterable[FileRange]) -> dict[str, list[SliceSpec]]:
-    """Return the boxes of the tensors that are stored in parts, by name."""
+    """Return the boxes of the tensors that are stored in parts, by name; tensors stored whole are left out.
+
+    CorruptFile if a file is damaged.
+    """
     found: dict[str, list[SliceSpec]] = {}
     for file in files:
         for listed in _meta(file).tensor:
@@ -105,9 +111,9 @@ def _meta(file: FileRange) -> Proto:
 
 
 def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
-    """The box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)
+    """Return the box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)
 
-    CorruptFile if it is not inside the tensor.
+    CorruptFile if it is not inside the tensor, whose shape is `shape`.
     """
     starts = tuple(box.start for box in part.extent)
     ends = tuple(
@@ -136,7 +142,7 @@ def _listed(pattern: str) -> dict[str, tuple[DType, tuple[int, ...]]]:
 
 
 def _restored(pattern: str, name: str, dtype: DType, part: str) -> np.ndarray[Any, Any]:
-    """Read a tensor by RestoreV2, which joins parts; the reader of checkpoints does not.
+    """Read a tensor, or `part` of it ("" for the whole), by RestoreV2, which joins parts.
 
     CorruptFile if TensorFlow cannot read it.
     """

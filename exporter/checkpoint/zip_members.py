@@ -47,6 +47,7 @@ class Member(Struct, frozen=True):
             UnsafeArchive: they are more than declared.
             TruncatedFile: they are fewer.
             CorruptFile: they have another checksum, or cannot be unpacked.
+            CheckpointError: as `FileRange.chunks`.
         """
         crc = done = 0
         for chunk in self._inflated() if self.is_deflated else self.stored.chunks():
@@ -68,7 +69,10 @@ class Member(Struct, frozen=True):
             )
 
     def read(self, limit: int) -> bytes:
-        """Return the whole member; UnsafeArchive if it has more than `limit` bytes."""
+        """Return the whole member, unpacked; UnsafeArchive if it has more than `limit` bytes.
+
+        Other errors are those of `stream`.
+        """
         if self.size > limit:
             raise UnsafeArchive(
                 f"{self.stored.path}: {self.name!r} has {self.size} bytes, expected {limit} at most"
@@ -94,8 +98,9 @@ class Member(Struct, frozen=True):
 def read_members(path: Path) -> dict[str, Member]:
     """Return the members of an archive by name, without directories.
 
-    TruncatedFile or CorruptFile if it cannot be read; UnsupportedFormat for encryption or another packing;
-    UnsafeArchive for too many members, two of one name, unsafe names, links, overlaps or bombs.
+    CheckpointNotFound if there is no such file; TruncatedFile or CorruptFile if it cannot be read;
+    UnsupportedFormat for encryption or another packing; UnsafeArchive for too many members, two of one name,
+    unsafe names, links, overlaps or bombs.
     """
     whole = FileRange.whole(path)
     with whole.opened() as file:
@@ -157,7 +162,8 @@ def _member(whole: FileRange, info: zipfile.ZipInfo) -> Member:
 def _data_offset(whole: FileRange, info: zipfile.ZipInfo) -> int:
     """Return the offset of a member's bytes: behind its own header, whose length is not in the directory.
 
-    CorruptFile if there is no header, UnsafeArchive if it names another member.
+    CorruptFile if there is no header, UnsafeArchive if it names another member, TruncatedFile if the file
+    ends before.
     """
     header = whole.part(info.header_offset, _LOCAL_HEADER.size).read()
     magic, *_, name_size, extra_size = _LOCAL_HEADER.unpack(header)
