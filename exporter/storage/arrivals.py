@@ -53,7 +53,7 @@ class Arrivals:
 
     @classmethod
     def of_trainer(cls, ckpt_dir: Path, archives: Iterable[str] = ()) -> Arrivals:
-        """A watch for the files that a trainer finishes in its checkpoint directory.
+        """Return a watch for the files that a trainer finishes in its checkpoint directory.
 
         Names that end with one of `archives` may be written in place: such a file is finished when it is
         closed. For other files closing means nothing, as a checkpoint has several.
@@ -82,8 +82,10 @@ class Arrivals:
         return ""
 
     def wait(self, seconds: float, stop: threading.Event | None = None) -> None:
-        """Wait up to `seconds` for a change since the last call, or until `stop` is set; then for a short
-        pause.
+        """Wait up to `seconds` for a change since the last call, or until `stop` is set.
+
+        After a change it waits until 3 ms have passed without another, at most 50 ms. `stop` is looked at ten
+        times a second.
         """
         until = time.monotonic() + seconds
         longest = math.inf if stop is None else _LOOK_S
@@ -95,7 +97,10 @@ class Arrivals:
             pass
 
     def _arrives(self, seconds: float) -> bool:
-        """Wait up to `seconds` for events; True if one is about a name that matters."""
+        """Wait up to `seconds` for events, and read them; True if one is about a name that matters.
+
+        Without inotify it sleeps and returns False.
+        """
         if self._libc is None:
             time.sleep(seconds)
             return False
@@ -104,8 +109,9 @@ class Arrivals:
         return any(self._matters(*event) for event in _events(os.read(self._events, _BUFFER_BYTES)))
 
     def _matters(self, kind: int, name: bytes) -> bool:
-        """True if an event wakes; one without a name is about a watched directory itself, or events were
-        lost.
+        """True if an event of this kind, about this name, wakes a waiting thread.
+
+        An event without a name is about a watched directory itself, or events were lost: it wakes.
         """
         if self._written and kind & WRITTEN and not name.endswith(self._written):
             return not name
@@ -117,7 +123,10 @@ class Arrivals:
 
 
 def _events(read: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the kinds and names of events; the name is empty if events were lost, or a directory is gone."""
+    """Yield (kind, name) of the events in a buffer read from inotify.
+
+    The name is empty if events were lost, or a directory is gone.
+    """
     at = 0
     while at < len(read):
         _, kind, _, size = _EVENT.unpack_from(read, at)
@@ -126,7 +135,10 @@ def _events(read: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _inotify() -> tuple[Any, int]:
-    """The C library and a descriptor for events; None and -1 if the kernel does not offer inotify."""
+    """Return the C library and a new descriptor for events.
+
+    None and -1 if the kernel does not offer inotify.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

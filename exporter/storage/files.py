@@ -48,10 +48,10 @@ def writing(path: Path) -> Iterator[None]:
 def below(
     directory: Path, name: str, said: str, error: type[ExportError] = ManifestError, *, writes: bool = False
 ) -> Path:
-    """The path below a directory for a name from a document; all such names become paths here.
+    """Return the path below `directory` for a `name` from a document; it need not exist.
 
-    `said` begins the error's message, and says whose name it is. With `writes` the path may not contain a
-    symbolic link.
+    All such names become paths here. `said` begins the error's message, and says whose name it is. With
+    `writes` the path may not contain a symbolic link below `directory`.
 
     Raises:
         ExportError: an `error`; the name is absolute, not below the directory, or invalid: see `flaw_of`.
@@ -68,7 +68,8 @@ def below(
 def make_directories(path: Path) -> None:
     """Make `path` and its missing parents, each entry on disk before this returns.
 
-    NotADirectoryError if `path` is a file; other OSErrors pass.
+    NotADirectoryError or FileExistsError if `path` is a file, other OSErrors if a directory cannot be made;
+    PublishError and subclasses, as `sync`, if an entry cannot be synced.
     """
     missing = []
     while not path.exists():
@@ -102,17 +103,17 @@ _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 def beside(path: Path) -> Path:
-    """A name for a file's replacement, in its directory, that only this thread uses."""
+    """Return a path for a file's replacement, in its directory, that only this thread uses."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
 
 
 def sync(path: Path) -> bool:
     """Wait until a file's bytes, or a directory's entries, are on disk.
 
-    False if the file system cannot sync directories.
+    Returns False if the file system cannot sync directories.
 
     Raises:
-        TargetNotWritable, DiskFull, PublishError: as `writing`.
+        TargetNotWritable, DiskFull, PublishError: as `writing`, also if `path` does not exist.
     """
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -130,10 +131,15 @@ def sync(path: Path) -> bool:
 
 
 def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int, int]] | None = None) -> int:
-    """A descriptor to read a regular file; of an object in a store, `ranges` are fetched first, or all of it.
+    """Return a descriptor to read a regular file, which the caller closes.
+
+    Of an object in a store, `ranges` (start, stop) are fetched first, or all of it if None. Without `follow`
+    a symbolic link is refused (ELOOP).
 
     Raises:
-        CheckpointError: the object cannot be fetched, or the file is a pointer that Git LFS has not replaced.
+        CheckpointError: the object cannot be fetched, or the file is a pointer that Git LFS has not replaced;
+            CheckpointChanged if the object was replaced.
+        DiskFull, PublishError: what is fetched cannot be written.
         OSError: as `os.open`; EISDIR for a directory, EINVAL for anything else that is not a file.
     """
     kind = 0 if follow else os.O_NOFOLLOW
@@ -157,7 +163,7 @@ def open_regular(path: Path, *, follow: bool = True, ranges: Iterable[tuple[int,
 
 @contextmanager
 def regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read; each OSError while reading names the file.
+    """Open a regular file to read inside the block; each OSError while reading names the file.
 
     Raises:
         CheckpointError, OSError: as `open_regular`.
@@ -172,7 +178,7 @@ def regular_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the file's name to OSErrors of calls that only have a descriptor."""
+    """Add the file's name to OSErrors of the block that have none: of calls with a descriptor alone."""
     try:
         yield
     except OSError as error:
@@ -182,7 +188,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """All bytes of a regular file; it never waits for a pipe, and never reads without end.
+    """Return all bytes of a regular file; it never waits for a pipe, and never reads more than `limit` bytes.
 
     Raises:
         CheckpointError, OSError: as `open_regular`; EFBIG for a file of more than `limit` bytes.
@@ -193,7 +199,9 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_given(path: Path, limit: int) -> bytes:
-    """All bytes of a file that a person named: regular, or a pipe, as a shell's <(command) makes.
+    """Return all bytes of a file that a person named: regular, or a pipe, as a shell's <(command) makes.
+
+    A pipe is read to its end, which is waited for.
 
     Raises:
         CheckpointError, OSError: as `read_regular`.
@@ -218,7 +226,7 @@ _STEP = 1 << 20
 
 
 def require_size(path: Path, size: int, limit: int) -> None:
-    """Refuse a file of more bytes than `limit`.
+    """Refuse the file `path` if its `size` is more than `limit`, both in bytes.
 
     Raises:
         OSError: EFBIG.
@@ -235,7 +243,11 @@ class Unchanged(Generic[T]):
         self._bytes = 0
 
     def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
-        """The value that `read` makes from a file; a kept value is returned without opening the file."""
+        """Return the value that `read` makes from a file; a kept value is returned without opening the file.
+
+        Values of small files that were not written to in the last two seconds are kept. Errors are those of
+        `read`.
+        """
         try:
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
         except OSError:
@@ -259,8 +271,10 @@ class Unchanged(Generic[T]):
 def copy_file(source: Path | str, target: Path | str) -> None:
     """Copy a file's content and mode; for a file of a mirror, the object's content.
 
+    An existing target is replaced.
+
     Raises:
-        CheckpointError: it cannot be fetched.
+        CheckpointError, DiskFull, PublishError: it cannot be fetched.
         OSError: as `shutil.copy`.
     """
     mirror.fetch(Path(source))
@@ -285,13 +299,19 @@ def close_quietly(descriptor: int) -> None:
 
 
 def open_lock(path: Path, flags: int = os.O_CREAT) -> int:
-    """A descriptor of a lock file, made if need be."""
+    """Return a descriptor of the lock file `path`, made if need be; with `flags` 0 it must exist.
+
+    OSError as `os.open`: FileNotFoundError, ELOOP for a symbolic link.
+    """
     # writable, because NFS grants exclusive locks to writers only
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Acquire the lock (flock) of an open file; False if another holds it."""
+    """Acquire the lock (flock) of an open file, exclusive or shared, without waiting.
+
+    False if another holds it. OSError if the file system has no locks.
+    """
     try:
         # it ends when the descriptor's last copy closes
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -301,7 +321,10 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def lock_within(descriptor: int, seconds: float) -> bool:
-    """Acquire the exclusive lock of an open file, waiting up to `seconds`; False if another kept it."""
+    """Acquire the exclusive lock of an open file, waiting up to `seconds`; False if another kept it.
+
+    With 0 seconds it is tried once.
+    """
     deadline = time.monotonic() + seconds
     while not try_lock(descriptor):
         if time.monotonic() >= deadline:
@@ -311,7 +334,10 @@ def lock_within(descriptor: int, seconds: float) -> bool:
 
 
 def still_at(descriptor: int, path: Path) -> bool:
-    """True if `path` still names the open file: a lock on a file that was moved away protects nothing."""
+    """True if `path` still names the open file: a lock on a file that was moved away protects nothing.
+
+    False if nothing has that name; other OSErrors pass.
+    """
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -341,7 +367,9 @@ def identity_of(path: Path) -> FileIdentity | None:
 
 
 def kept_identity(path: Path) -> list[int]:
-    """An identity to be kept on disk, with the time of the inode's last change.
+    """Return an identity to be kept on disk: device, inode, bytes, times of last write and change (ns).
+
+    The time of the last change is the inode's (ctime), which programs cannot set.
 
     Raises:
         OSError: the file cannot be reached.
@@ -351,7 +379,7 @@ def kept_identity(path: Path) -> list[int]:
 
 
 def is_gone(path: Path) -> bool:
-    """True if a name no longer exists; False if it cannot be looked at."""
+    """True if a name no longer exists; False if it exists, or cannot be looked at."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -362,10 +390,11 @@ def is_gone(path: Path) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """The lower-case SHA-256 of a file's bytes.
+    """Return the lower-case SHA-256 of a file's bytes.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
+        CheckpointError: as `open_regular`.
     """
     with regular_file(path) as file:
         return sha256_of(file)
@@ -379,7 +408,12 @@ class FileDigests(Struct):
     is_new: bool = False
 
     def __call__(self, path: Path, of: Callable[[Path], str] = file_digest) -> str:
-        """The digest of a file, computed by `of`, which must always be the same for one path."""
+        """Return the digest of a file, computed by `of`, which must always be the same for one path.
+
+        A known digest is returned without reading the file if its identity is the same. A new one is
+        recorded, and `is_new` set, unless the file was changed in the last two seconds. Raises OSError if the
+        file cannot be reached, and the errors of `of`.
+        """
         name, looks = str(path.absolute()), kept_identity(path)
         was, digest = self.known.get(name, ([], ""))
         if was == looks:
@@ -397,18 +431,21 @@ class FileDigests(Struct):
         self.known = {name: known for name, known in self.known.items() if name in names}
 
     def to_json(self) -> dict[str, Any]:
-        """The digests as a JSON object."""
+        """Return the digests as a JSON object: path -> [identity ..., digest]."""
         return {name: [*looks, digest] for name, (looks, digest) in self.known.items()}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FileDigests:
-        """The digests that `to_json` gave; entries of another form are left out."""
+        """Return the digests that `to_json` gave, none of them new; entries of another form are left out."""
         entries = {name: entry for name, entry in document.items() if isinstance(entry, list) and entry}
         return cls({name: (looks, str(digest)) for name, (*looks, digest) in entries.items()})
 
 
 def nearest(path: Path) -> Path | None:
-    """A path near one that does not exist, by the nearest neighbour of each missing name; else None."""
+    """Return an existing path near `path`, each missing name replaced by its nearest neighbour.
+
+    None if a name has no near neighbour, a directory cannot be listed, or `path` itself exists.
+    """
     from difflib import get_close_matches
 
     found = Path(path.anchor)

@@ -96,7 +96,7 @@ DEEPREC_INCREMENTS_DIRECTORY = ".incremental_checkpoint"
 
 
 def is_saved_model(path: Path) -> bool:
-    """True for a directory that holds a SavedModel in any of its forms."""
+    """True for a directory that holds a SavedModel in any of its forms, also one that is not read here."""
     return any((path / name).is_file() for name in (*SAVED_MODEL_FILES, SAVED_MODEL_PARTS_FILE))
 
 
@@ -106,7 +106,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def flaw_of(name: str) -> str:
-    """The reason why a name from a document is not a file's path below a directory; "" if it is."""
+    """Return the reason why a name from a document is not a file's path below a directory; "" if it is."""
     parts = name.split("/")
     try:
         sizes = [len(os.fsencode(part)) for part in parts]

@@ -51,7 +51,7 @@ _AZURE = re.compile(r"([^@/]+)@([^./]+)[^/]*/?(.*)", re.DOTALL)
 
 
 def local_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """The local path in the value of an option or argument, which errors call `what`.
+    """Return the local path in the value of an option or argument, which errors call `what`.
 
     Raises:
         UsageError: nothing, a URL of another scheme than `file`, or a `file://` URL of another machine.
@@ -99,6 +99,8 @@ def _local(what: str, place: str | os.PathLike[str], expected: str) -> Path:
 def require_no_pattern(what: str, place: Path) -> None:
     """Refuse a directory from which TensorFlow cannot serve a model, because it takes the path for a pattern.
 
+    `what` is the name of the option or argument in the error.
+
     Raises:
         UsageError: its path has a character of a pattern.
     """
@@ -112,7 +114,10 @@ def require_no_pattern(what: str, place: Path) -> None:
 
 
 def quoted(place: object) -> str:
-    """A path, URL or name, quoted for a shell: for commands that hints propose."""
+    """Return a path, URL or name, quoted for a shell: for commands that hints propose.
+
+    A path in a mirror is written as its URL.
+    """
     text = shown(str(place))
     found = _URL_AS_PATH.match(text) if isinstance(place, Path) else None
     if found is not None and found[1] in _BUCKETS and not found[2].startswith("/"):
@@ -130,14 +135,15 @@ def _in_dollar_quotes(character: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """A URL without credentials, for messages."""
+    """Return a URL without credentials and without the text after a question mark, for messages."""
     return re.sub(r"\?.*", "?...", re.sub(r"[^/@]*:[^/@]*@", "...@", url), flags=re.DOTALL)
 
 
 def _as_meant(text: str) -> str:
-    """The URL for one with its slashes or colon misspelt; what is a path here, and any other text, unchanged.
+    """Return the URL for a text that is one with its slashes or colon misspelt.
 
-    A new path of such a name is written with `./` before it.
+    An existing path, and any other text, is returned unchanged. A new path of such a name is written with
+    `./` before it.
     """
     found = _ALMOST.fullmatch(text)
     if found is None or os.path.lexists(text):
@@ -146,7 +152,7 @@ def _as_meant(text: str) -> str:
 
 
 def store_url(text: str) -> str | None:
-    """Our URL for an object store's URL in another spelling; None for any other text."""
+    """Return our URL (s3, gs, az) for an object store's URL in another spelling; None for any other text."""
     found = _URL.match(_as_meant(text))
     if found is None:
         return None
@@ -161,7 +167,7 @@ def store_url(text: str) -> str | None:
 
 
 def _serve_a_copy(url: str) -> str:
-    """The hint with the commands that serve a model in a store."""
+    """Return the hint with the commands that serve the model at a store's `url`."""
     name = url.rpartition("/")[2]
     return (
         f"serve a copy: export-model pull {quoted(url)} {quoted(name)}, then serve-model run {quoted(name)} "
@@ -176,10 +182,10 @@ def _copy(scheme: str, url: str, *, writes: bool) -> str:
 
 
 def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """The path from which a checkpoint is read: as `local_path`, or an object store's URL as a path.
+    """Return the path from which a checkpoint is read: as `local_path`, or an object store's URL as a path.
 
     Raises:
-        UsageError: as `local_path`.
+        UsageError: as `local_path`; a store's URL in another spelling than s3://, gs:// or az://.
     """
     text = os.fspath(place)
     if Url.parse(text) is not None:
@@ -194,10 +200,10 @@ def checkpoint_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
-    """The local directory into which a trainer writes.
+    """Return the local directory into which a trainer writes; errors call its option `what`.
 
     Raises:
-        UsageError: as `local_path`; for an object store's URL, with the way to export there.
+        UsageError: as `local_path`; for an object store's URL, with a hint how to export there.
     """
     if (url := Url.parse(os.fspath(place))) is not None:
         raise UsageError(
@@ -209,16 +215,16 @@ def trained_path(what: str, place: str | os.PathLike[str]) -> Path:
 
 
 def local_name(what: str, name: str) -> str:
-    """The local path of a URL; any other name, such as `pkg.mod:fn`, unchanged.
+    """Return the local path of a `file://` URL; any other name, such as `pkg.mod:fn`, unchanged.
 
     Raises:
-        UsageError: as `local_path`.
+        UsageError: as `local_path`, for a URL of another scheme or machine.
     """
     return str(local_path(what, name)) if _URL.match(name) else name
 
 
 def checkpoint_parser(what: str) -> Callable[[str], Path]:
-    """A parser of one option or argument of a command line: `checkpoint_path` with its name."""
+    """Return a parser of one option or argument of a command line: `checkpoint_path` with its name."""
 
     def path(text: str) -> Path:
         return checkpoint_path(what, text)
@@ -227,7 +233,7 @@ def checkpoint_parser(what: str) -> Callable[[str], Path]:
 
 
 def path_parser(what: str) -> Callable[[str], Path]:
-    """A parser of one option or argument of a command line: `local_path` with its name."""
+    """Return a parser of one option or argument of a command line: `local_path` with its name."""
 
     def path(text: str) -> Path:
         return local_path(what, text)
@@ -236,9 +242,10 @@ def path_parser(what: str) -> Callable[[str], Path]:
 
 
 def _of_file_url(what: str, text: str, rest: str, *, is_whole: bool) -> Path:
-    """The path in `file:///a/b` or `file://localhost/a/b`; a `Path` has only the first form.
+    """Return the path in `file:///a/b` or `file://localhost/a/b`; a `Path` has only the first form.
 
-    UsageError if it names another machine, or no path.
+    `rest` follows `file://`, or the single slash after `file:` unless `is_whole`; errors call the value
+    `what`, and quote `text`. UsageError if it names another machine, or no path.
     """
     host, _, path = rest.partition("/") if is_whole else ("", "", rest)
     if host not in ("", "localhost") or not path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_bytes() -> int | None:
-    """The memory that a program can use without swapping, in bytes; None if the system does not report it."""
+    """Return the memory in bytes that a program can use without swapping; None if it is not reported."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:

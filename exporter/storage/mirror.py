@@ -66,7 +66,7 @@ class Held(Struct, frozen=True):
     fetched: Ranges
 
     def lacks(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The parts of these ranges that were not fetched."""
+        """Return the parts of these ranges (start, stop) that were not fetched, sorted and joined."""
         missing = Ranges()
         for asked in ranges:
             for gap in self.fetched.gaps(*asked):
@@ -101,13 +101,14 @@ class Mirror:
 
     @property
     def path(self) -> Path:
-        """The local path for the URL."""
+        """The local path for the URL: of the directory, or of the file or prefix in it that the URL names."""
         return self.root if self._is_directory else self.root / self._asked.name
 
     def refresh(self) -> None:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
 
-        CheckpointError if there are too many, or as `exporter.storage.objects.asking`.
+        CheckpointError if there are too many, or as `exporter.storage.objects.asking`; DiskFull or
+        PublishError if a file cannot be made.
         """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
@@ -119,7 +120,11 @@ class Mirror:
         self.show(found)
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Make files for these objects, by their names, and remove all others."""
+        """Make files for these objects, by their names below the URL, and remove the files of all others.
+
+        Names that cannot be paths, and those of directories, are skipped. DiskFull or PublishError if a file
+        cannot be made.
+        """
         # a key that cannot be a path here is skipped: `a//b`, `..`, `a/`, a long name
         found = {name: each for name, each in found.items() if not flaw_of(name)}
         with self._lock:
@@ -135,7 +140,10 @@ class Mirror:
             self._ahead.show(self._shown)
 
     def held(self, name: str) -> Held | None:
-        """What the file of this name stands for; None if there is none, or a process put it here."""
+        """Return the object of the file of this name, with the ranges that were fetched.
+
+        None if there is no such file, or a process wrote it here.
+        """
         try:
             inode = (self.root / name).stat().st_ino
         except FileNotFoundError:
@@ -149,30 +157,34 @@ class Mirror:
         return held is not None and held is self._shown.get(name)
 
     def listed(self, name: str) -> RemoteObject:
-        """The object of a file; CheckpointChanged if there is none."""
+        """Return the object of the file of this name; CheckpointChanged if it has none."""
         held = self.held(name)
         if held is None:
             raise CheckpointChanged(f"{self.url}/{name} vanished after it was listed")
         return held.object
 
     def is_made_here(self, name: str) -> bool:
-        """True for a local file that a process put here, and that stands for no object.
+        """True for a local file that a process wrote here, and that is not the file of an object.
 
         False if there is no such file.
         """
         return (self.root / name).exists() and self.held(name) is None
 
     def forget(self, name: str) -> None:
-        """Free the disk space of a large file; opening it fetches it again."""
+        """Free the disk space of a file of more than 1 MiB; opening it fetches it again.
+
+        Does nothing for other files, and for files that were replaced here. DiskFull or PublishError if the
+        empty file cannot be made.
+        """
         with self._lock:
             # an existing memory map keeps its bytes; the caller makes sure that no thread opens it now
             if self.has(name) and self._shown[name].object.size > GAP_BYTES:
                 self._place(name, self._shown[name].object)
 
     def stand_in(self, path: Path, each: RemoteObject) -> None:
-        """Make a new file that stands for an object of the bucket, even after a rename below the root.
+        """Make a new file `path` that stands for an object of the bucket, even after a rename below the root.
 
-        PublishError, DiskFull or TargetNotWritable if the file cannot be made.
+        PublishError, DiskFull or TargetNotWritable if the file cannot be made, also if it exists.
         """
         pinned = self._private / f"{len(self._stand_ins)}"  # this link keeps the inode from being reused
         try:
@@ -187,17 +199,20 @@ class Mirror:
             self._stand_ins[inode] = Held(each, inode, Ranges())
 
     def standing_in(self, name: str) -> RemoteObject | None:
-        """The object of a file that `stand_in` made; None for any other file."""
+        """Return the object of a file that `stand_in` made; None for any other file."""
         held = None if self.has(name) else self.held(name)
         return None if held is None else held.object
 
     @property
     def stand_ins(self) -> list[RemoteObject]:
-        """The objects of all files that `stand_in` made."""
+        """The objects of all files that `stand_in` made, in the order of their making."""
         return [held.object for held in self._stand_ins.values()]
 
     def close(self) -> None:
-        """Remove all files; messages name the URL instead of their paths while the process lives."""
+        """Remove the mirror's directory.
+
+        Messages name the URL instead of its paths while the process lives.
+        """
         with self._lock:
             for path in (self.root, self._private):
                 shutil.rmtree(path, ignore_errors=True)
@@ -206,8 +221,9 @@ class Mirror:
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
         """Fetch those ranges (start, stop) of a file, by default all of it, that are not here yet.
 
-        A local file is skipped. CheckpointChanged if the object was replaced or is gone, CheckpointError if
-        the store cannot be read, DiskFull or PublishError if writing to the disk fails.
+        With a small file, files that will probably be read next are fetched, too. A local file is skipped.
+        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
+        DiskFull or PublishError if writing to the disk fails.
         """
         with self._asking(), self._lock:
             held = self.held(name)
@@ -222,7 +238,10 @@ class Mirror:
     def ask_store(
         self, name: str, ranges: Iterable[tuple[int, int]], ask: Callable[[ObjectReader, RemoteObject], T]
     ) -> T | None:
-        """The result of `ask` for the object itself; None if the file has all of these ranges already."""
+        """Return the result of `ask` for the object itself; None if the file has all of these ranges already.
+
+        None, too, for a file that a process wrote here. Errors of `ask` pass.
+        """
         with self._lock:
             held = self.held(name)
             if held is None or not held.lacks(ranges):
@@ -231,7 +250,7 @@ class Mirror:
             return ask(self._reader, held.object)
 
     def _asking(self) -> AbstractContextManager[None]:
-        """A context for requests to the store about listed objects; subclasses override it."""
+        """Return a context for requests to the store about listed objects; subclasses override it."""
         return nullcontext()
 
     def _neighbours(self, name: str) -> Sequence[str]:
@@ -246,7 +265,10 @@ class Mirror:
 
     @contextmanager
     def _reading_ahead(self, names: Sequence[str]) -> Iterator[None]:
-        """Fetch files that will probably be read next; a failure is reported only when one is opened."""
+        """Fetch files, while the block runs, that will probably be read next.
+
+        The end of the block waits for them. A failure is reported only when one is opened.
+        """
         if not names:
             yield
             return
@@ -286,13 +308,18 @@ class Mirror:
         """Fetch pieces (start, stop, offset) of an object into an open file; none of them is kept here.
 
         `target` is that file's path, for errors; threads report the size of each part to `advance`.
+        CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,
+        DiskFull or PublishError if the file cannot be written.
         """
         with self._asking():
             self._reader.copy(self.listed(name), descriptor, pieces, target, advance)
 
     def _list(self) -> Iterable[RemoteObject]:
-        """The objects below the URL; if there are none, those beside it with its prefix, or else some
-        neighbours.
+        """Return the objects below the URL.
+
+        If there are none, those beside it with its prefix, or else neighbours. For a file whose URL means its
+        directory these are the directory's. At most 100 neighbours. Raises as
+        `exporter.storage.objects.asking`.
         """
         path = self._asked.path
         below = list(self._reader.below(path))
@@ -319,11 +346,14 @@ class Mirror:
 
 
 def local(path: Path) -> Path:
-    """The local path for an object store's URL, which is listed; any other path is returned as it is.
+    """Return the local path for an object store's URL, which is listed at the first call.
+
+    Any other path is returned unchanged.
 
     Raises:
         UsageError: the library that reads stores is not installed.
         CheckpointError: the store cannot be read.
+        DiskFull, PublishError: the local files cannot be made.
     """
     url = Url.parse(os.fspath(path))
     if url is None:
@@ -343,7 +373,7 @@ def register(mirror: Mirror) -> None:
 
 
 def _directories(names: Iterable[str]) -> set[str]:
-    """The names of all directories that contain these files."""
+    """Return the names of all directories that contain these files, without the root."""
     found = set[str]()
     for name in names:
         directory = name.rpartition("/")[0]
@@ -356,6 +386,8 @@ def _directories(names: Iterable[str]) -> set[str]:
 def locked(path: Path) -> None:
     """Lock the model at `path` in its store, too, if a person's decision is in progress there.
 
+    Does nothing for a path that is not in a mirror.
+
     Raises:
         PositionError: others had the lock for too long; see `Carrier.decide`.
     """
@@ -366,6 +398,8 @@ def locked(path: Path) -> None:
 
 def held(path: Path) -> None:
     """Copy a hold that was just set at `path` to the model's store, if a decision is in progress there.
+
+    Does nothing for a path that is not in a mirror.
 
     Raises:
         PositionMoved: another machine published meanwhile.
@@ -381,7 +415,7 @@ def is_remote(path: Path) -> bool:
 
 
 def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
-    """The URL and the object of a file; None for a local file.
+    """Return the URL and the object of a file; None for a local file, also one that was written in a mirror.
 
     Raises:
         CheckpointChanged: it was listed, and no longer exists.
@@ -396,7 +430,11 @@ def pinned(path: Path) -> tuple[Url, RemoteObject] | None:
 
 
 def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
-    """Make a new file stand for an object; False if the path is not in a mirror of that bucket."""
+    """Make a new file `path` stand for an object at `url`.
+
+    Return False if it is not in a mirror of that bucket. PublishError, DiskFull or TargetNotWritable if the
+    file cannot be made.
+    """
     found = _find(path)
     if found is None or found[0].url.bucket != url.bucket:
         return False
@@ -405,19 +443,28 @@ def stand_in(path: Path, url: Url, each: RemoteObject) -> bool:
 
 
 def written_by_tasks(path: Path) -> RemoteObject | None:
-    """The object, written by tasks, for which a file stands (`Mirror.stand_in`); None for any other file."""
+    """Return the object, written by tasks, that a file stands for (`Mirror.stand_in`).
+
+    None for any other file.
+    """
     found = _find(path)
     return None if found is None else found[0].standing_in(found[1])
 
 
 def remove_after_upload(path: Path, job: str) -> None:
-    """Have a job's directory in a store removed after everything below a path was uploaded."""
+    """Have the directory of a job, a URL, removed from its store after everything below `path` was uploaded.
+
+    Does nothing if `path` is not in a mirror.
+    """
     if (found := _find(path)) is not None:
         found[0].spent.add(job)  # not before, as the upload reads the job's objects
 
 
 def _find(path: Path) -> tuple[Mirror, str] | None:
-    """The mirror that contains a path, and the path's name there; None for a local path."""
+    """Return the mirror that contains a path, and the path's name there; None for a local path.
+
+    The name of the mirror's directory itself is "".
+    """
     if not _MIRRORS:
         return None
     text = os.fspath(path)
@@ -428,7 +475,10 @@ def _find(path: Path) -> tuple[Mirror, str] | None:
 
 
 def is_same_file(a: Path, b: Path) -> bool:
-    """True if two paths are one file, or stand for one object; False also if that is not known."""
+    """True if two paths are one file, or stand for one object; False also if that is not known.
+
+    Objects without entity tags are never known to be the same.
+    """
     if a == b:
         return True
     with suppress(CheckpointChanged, OSError):
@@ -441,19 +491,25 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 
 def refresh(path: Path) -> None:
-    """List a mirror's objects again; does nothing for any other path."""
+    """List a mirror's objects again, as `Mirror.refresh`; does nothing for any other path."""
     if (found := _find(path)) is not None:
         found[0].refresh()
 
 
 def fetch(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-    """Fetch ranges (start, stop) of a mirror's file, or all of it; does nothing for any other path."""
+    """Fetch ranges (start, stop) of a mirror's file, or all of it; does nothing for any other path.
+
+    Errors are those of `Mirror.fetch`.
+    """
     if (found := _find(path)) is not None:
         found[0].fetch(found[1], ranges)
 
 
 def fetch_below(directory: Path) -> None:
-    """Fetch all files below a directory of a mirror, for TensorFlow itself to read."""
+    """Fetch all files below a directory of a mirror, for TensorFlow itself to read.
+
+    Does nothing for a local directory. Errors are those of `Mirror.fetch`.
+    """
     if is_remote(directory):
         for path in directory.rglob("*"):
             fetch(path)
@@ -466,7 +522,7 @@ def forget(path: Path) -> None:
 
 
 def shown(text: str, write: Callable[[str], str] = str) -> str:
-    """A text in which URLs, written by `write`, replace the local paths of mirrors."""
+    """Return the text with the local paths of mirrors replaced by their URLs, as `write` gives them."""
     for root, mirror in tuple(_MIRRORS.items()):
         if root in text:
             text = text.replace(root, write(str(mirror.url)))
@@ -474,7 +530,9 @@ def shown(text: str, write: Callable[[str], str] = str) -> str:
 
 
 def read(path: Path, pieces: Sequence[tuple[int, int, int]], buffer: memoryview) -> bool:
-    """Read pieces (start, stop, offset) of a file's object into `buffer`; False if the local file has them.
+    """Read pieces (start, stop, offset) of a file's object into `buffer` at their offsets; then True.
+
+    False, without reading, if the local file has them, or the path is not in a mirror. Nothing is kept.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -497,9 +555,9 @@ def copy_ranges(
     target: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Fetch pieces (start, stop, offset) of the object for which `path` stands into an open file, `target`.
+    """Fetch pieces (start, stop, offset) of the object of `path` into the open file `descriptor`.
 
-    `path` is in a mirror; the rest is as for `Mirror.copy`.
+    `path` must be in a mirror; `target`, `advance` and errors are as for `Mirror.copy`.
     """
     found = _find(path)
     assert found is not None, path
@@ -507,8 +565,9 @@ def copy_ranges(
 
 
 def checksum(path: Path, start: int, stop: int) -> int | None:
-    """The plain crc32c of a range of a file's object, of which nothing is kept; None where `read` returns
-    False.
+    """Return the plain crc32c of a range of a file's object, of which nothing is kept.
+
+    None if the local file has the range, or the path is not in a mirror.
 
     Raises:
         CheckpointChanged, CheckpointError: as `Mirror.fetch`.
@@ -518,9 +577,10 @@ def checksum(path: Path, start: int, stop: int) -> int | None:
 
 
 def copy(path: Path, start: int, stop: int) -> IO[bytes] | None:
-    """A nameless temporary file with a range of a file's object; None where `read` returns False.
+    """Return a nameless temporary file with a range of a file's object, from offset 0; the caller closes it.
 
-    The space is free when nothing has the file open or mapped any more.
+    None if the local file has the range, or the path is not in a mirror. The space is free when nothing has
+    the file open or mapped any more.
 
     Raises:
         CheckpointChanged, CheckpointError, DiskFull, PublishError: as `Mirror.fetch`.
@@ -559,7 +619,7 @@ class Ranges:
         return zip(self._starts, self._stops, strict=True)
 
     def gaps(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the missing parts of a range."""
+        """Yield the parts (start, stop) of a range that are missing, in order."""
         at = bisect_left(self._stops, start)
         while start < stop and at < len(self._starts) and self._starts[at] < stop:
             if start < self._starts[at]:
@@ -587,7 +647,7 @@ class ReadAhead:
         self._kinds: dict[tuple[str, str], list[str]] = {}
 
     def show(self, names: Iterable[str]) -> None:
-        """Replace the files that are known."""
+        """Replace the files that are known by these."""
         kinds = defaultdict(list)
         for name in sorted(names):
             kinds[_kind(name)].append(name)
@@ -596,10 +656,11 @@ class ReadAhead:
     def with_neighbours(
         self, name: str, is_there: Callable[[str], bool], is_wanted: Callable[[str], bool]
     ) -> list[str]:
-        """The files to fetch together with a file: as many of its kind as were fetched directly before it.
+        """Return the files to fetch together with `name`: as many of its kind as were fetched just before it.
 
-        They are the next ones, or the previous ones if the next were fetched; empty if none were fetched
-        beside it.
+        Files of a kind have one name, in sibling directories. They are the next ones, or the previous ones if
+        the next were fetched, at most 15; empty if none were fetched beside it. `is_there` says of a file
+        whether it was fetched, `is_wanted` whether it should be.
         """
         files = self._kinds.get(_kind(name), [])
         at = bisect_left(files, name)
@@ -623,7 +684,10 @@ _LOCKED_SECONDS = 60.0  # the time within which a new directory gets its lock
 
 
 def private_directory() -> Path:
-    """A new directory that is removed when the process ends, or by a later one if the process was killed."""
+    """Return a new directory that is removed when the process ends, or by a later one if it was killed.
+
+    Removes directories that killed processes left. OSError if it cannot be made.
+    """
     new, owner = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}")), os.getpid()
     lock = os.open(new / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # open as long as we live
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -644,7 +708,10 @@ def private_directory() -> Path:
 
 
 def _remove_if_left(directory: Path, flags: int) -> None:
-    """Remove a directory unless a process has its lock, which is opened with these flags."""
+    """Remove a directory unless a process has its lock file locked, which is opened with these flags.
+
+    Errors are ignored.
+    """
     with suppress(OSError):
         lock = os.open(directory / LOCK_FILE, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

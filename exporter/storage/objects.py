@@ -77,7 +77,7 @@ class Tag(Struct, frozen=True):
 
     @classmethod
     def of(cls, said: Any) -> Tag:
-        """The tag in a store's report of an object."""
+        """Return the tag in a store's report of an object; None for what the store does not give."""
         return cls(said.get("e_tag"), said.get("version"))
 
 
@@ -94,7 +94,10 @@ class ObjectReader:
         self._store = _open(url)
 
     def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
-        """Yield all objects below a directory, by key; with `after` only those whose keys sort after it."""
+        """Yield all objects below the directory `path` ("": the bucket), in the store's order of keys.
+
+        With `after` only those whose keys sort after it. Raises as `asking`.
+        """
         import obstore
 
         def listed() -> list[RemoteObject]:
@@ -108,17 +111,23 @@ class ObjectReader:
             yield from again(listed)
 
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
-        """All objects below the URL, by their names there; with `after` only names that sort after it."""
+        """Return all objects below the URL, by their names there; with `after` only names that sort after it.
+
+        Empty if there are none. Raises as `asking`.
+        """
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
 
     def beside(self, path: str) -> list[RemoteObject]:
-        """The objects directly in a directory."""
+        """Return the objects directly in the directory `path` ("": the bucket). Raises as `asking`."""
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
-        """The paths of the directories in a directory; CheckpointError if the store cannot be read."""
+        """Return the paths of the directories directly in a directory, without slashes at their ends.
+
+        Raises as `asking`: CheckpointError and subclasses if the store cannot be read.
+        """
         return [*self._level(path)["common_prefixes"]]
 
     def _level(self, path: str) -> Any:
@@ -128,7 +137,7 @@ class ObjectReader:
             return again(lambda: obstore.list_with_delimiter(self._store, path or None))
 
     def look(self, key: str) -> RemoteObject | None:
-        """The present object of a key; None if there is none."""
+        """Return the present object of a key; None if there is none. Raises as `asking`."""
         import obstore
 
         with asking(self.url, key):
@@ -138,7 +147,10 @@ class ObjectReader:
                 return None
 
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop` of a listed object; CheckpointChanged if it was replaced."""
+        """Return bytes `start` to `stop` of a listed object; empty, without a request, if there are none.
+
+        CheckpointChanged if the object was replaced or vanished; otherwise as `asking`.
+        """
         import obstore
 
         if start >= stop:
@@ -163,9 +175,11 @@ class ObjectReader:
         advance: Callable[[int], None] | None = None,
         note: Callable[[int, memoryview], None] | None = None,
     ) -> None:
-        """Fetch pieces (start, stop, offset) into an open file.
+        """Fetch pieces (start, stop, offset) of a listed object into an open file, in parallel.
 
-        Threads report each part's size to `advance`, and its offset and bytes to `note`.
+        `target` is that file's path, for errors. Threads report each part's size to `advance`, and its offset
+        and bytes to `note`. CheckpointChanged if the object was replaced or vanished, otherwise as `asking`;
+        DiskFull or PublishError if the file cannot be written.
         """
 
         def write(offset: int, content: memoryview) -> None:
@@ -186,7 +200,11 @@ class ObjectReader:
         pieces: Iterable[tuple[int, int, int]],
         use: Callable[[int, memoryview], None],
     ) -> None:
-        """Fetch pieces (start, stop, offset); threads call `use` with the offset and bytes of each part."""
+        """Fetch pieces (start, stop, offset) of a listed object.
+
+        Call `use` with each part's offset and bytes. Several threads call it, in any order. CheckpointChanged
+        if the object was replaced or vanished; otherwise as `asking`; errors of `use` pass.
+        """
 
         def take(request: Request) -> None:
             content = self.read(found, request.start, request.stop)
@@ -202,7 +220,10 @@ class ObjectReader:
                 task.result()
 
     def checksums(self, found: RemoteObject, ranges: Sequence[tuple[int, int]]) -> list[int]:
-        """The plain crc32c of each range (start, stop) of an object; nothing is kept."""
+        """Return the plain crc32c of each range (start, stop) of an object, in their order; nothing is kept.
+
+        Errors are those of `read`.
+        """
         import numpy as np
 
         from exporter.wire.crc32c import combine, extend
@@ -230,13 +251,14 @@ class ObjectWriter(ObjectReader):
 
     @cached_property
     def _patient(self) -> ObjectStore:
-        """The store, for requests that are answered only at their end: parts, copies, removal of many."""
+        """A client for requests that the store answers only at their end: parts, copies, removal of many."""
         return _open(self.url, _SLOW)
 
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
-        """Put a file under a key; return its tag, "" if the store gives none.
+        """Put a file under a key, replacing an existing object; return its tag, "" if the store gives none.
 
-        `note` gets each part's offset and bytes when it is sent. PublishError if the store refuses it.
+        `note` gets each part's offset and bytes when it is sent. PublishError if the store refuses it,
+        OSError if the file cannot be read.
         """
         import obstore
 
@@ -250,7 +272,11 @@ class ObjectWriter(ObjectReader):
             return awaited(lambda: obstore.put(self._patient, key, sent, **how))["e_tag"] or ""
 
     def duplicate(self, found: RemoteObject, key: str) -> None:
-        """Have the store copy an object to another key; CheckpointChanged if it was replaced meanwhile."""
+        """Have the store copy an object to another key, replacing one there.
+
+        CheckpointChanged if the source was replaced meanwhile; the copy stays then. PublishError if the store
+        refuses it.
+        """
         import obstore
 
         with writing_to(self.url, key):
@@ -260,8 +286,9 @@ class ObjectWriter(ObjectReader):
             raise CheckpointChanged(f"{self._named(found.key)} was replaced after it was written")
 
     def copy_if_there(self, source: str, key: str) -> bool:
-        """Have the store copy an object to another key, or replace one there; False if the source does not
-        exist.
+        """Have the store copy an object to another key, replacing one there.
+
+        Return False if the source does not exist. PublishError if the store refuses it.
         """
         import obstore
 
@@ -273,13 +300,13 @@ class ObjectWriter(ObjectReader):
         return True
 
     def create(self, key: str, content: bytes) -> Tag | None:
-        """Put a new object and return its tag; None if the key exists."""
+        """Put a new object and return its tag; None if the key exists. PublishError if it is refused."""
         return self._put(key, content, "create")
 
     def replace(self, key: str, content: bytes, tag: Tag) -> Tag | None:
         """Replace the object that has this tag, and return the new tag.
 
-        None if another object is there, or none.
+        None if another object is there, or none. PublishError if the store refuses it.
         """
         told = {"e_tag": tag.e_tag, "version": tag.version}
         return self._put(key, content, {name: value for name, value in told.items() if value is not None})
@@ -298,13 +325,13 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Put an object, replacing an existing one."""
+        """Put an object, replacing an existing one; PublishError if the store refuses it."""
         self._put(key, content, "overwrite")
 
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
-        """A small object and its tag; None if there is none.
+        """Return the bytes of a small object, and its tag; None if there is none.
 
-        CheckpointError if it has more than `limit` bytes.
+        CheckpointError if it has more than `limit` bytes; otherwise as `asking`.
         """
         import obstore
 
@@ -321,7 +348,10 @@ class ObjectWriter(ObjectReader):
                 return None
 
     def delete(self, *keys: str) -> None:
-        """Remove objects, in any order; a missing one is not a failure."""
+        """Remove objects, in any order; a missing one is not a failure.
+
+        PublishError if the store refuses to remove one; others may be removed then.
+        """
         import obstore
 
         def remove(key: str) -> None:
@@ -339,12 +369,12 @@ class ObjectWriter(ObjectReader):
 
 
 def _bare(tag: str | None) -> str:
-    """A tag without its quotes, which Azure leaves out where it lists objects."""
+    """Return a tag without its quotes, which Azure leaves out where it lists objects; "" for None."""
     return (tag or "").strip('"')
 
 
 def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -> Iterator[bytes]:
-    """Yield the rest of a file in parts of `size` bytes.
+    """Yield the rest of a file in parts of `size` bytes, the last one shorter.
 
     `note` gets each part first: its offset, counted from 0, and its bytes.
     """
@@ -356,9 +386,10 @@ def _parts(file: BinaryIO, size: int, note: Callable[[int, memoryview], None]) -
 
 
 def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
-    """A client of a bucket; `silence` is the time that a request may take before its answer begins.
+    """Return a client of a bucket; `silence` is the longest time in which a request may receive nothing.
 
-    UsageError if the library is not installed.
+    None means 30 s. UsageError if the library is not installed, or a variable names a malformed address;
+    CheckpointError if the environment's settings are refused.
     """
     try:
         from obstore import store
@@ -387,7 +418,7 @@ def _open(url: Url, silence: timedelta | None = None) -> ObjectStore:
 
 
 def _endpoint(name: str) -> str:
-    """The address in a variable, "" if it is not set; UsageError if it lacks a scheme."""
+    """Return the address in an environment variable, "" if it is not set; UsageError if it is malformed."""
     text = os.environ.get(name, "")  # obstore panics at an address without a scheme
     if text and re.fullmatch(r"https?://[^\s/?#@]+(/\S*)?", text) is None:
         raise UsageError(
@@ -404,8 +435,11 @@ def _object(listed: Any) -> RemoteObject:
 def require_conditions(store: ObjectWriter, path: str) -> None:
     """Refuse a store that ignores the conditions of writes: create if absent, replace if unchanged.
 
+    Writes an object `.probe-*` in the directory `path` of the bucket, and removes it.
+
     Raises:
         PublishError: it ignores them, or objects cannot be written or removed.
+        CheckpointError: the probe cannot be read.
     """
     # publishers on several machines rely on conditional writes to keep out of each other's way
     key = f"{path}/.probe-{os.urandom(8).hex()}"
@@ -421,7 +455,10 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
 
 
 def _ignored_condition(store: ObjectWriter, key: str) -> str:
-    """The way in which a store ignores conditions, found by writing a probe; "" if it honours them."""
+    """Return how a store ignores conditions, for an error's cause; "" if it honours them.
+
+    Writes a probe under `key`, which stays. PublishError if it cannot be written.
+    """
     try:
         first = store.create(key, b"1") or _tag_of(store, key, b"1")
         second = store.create(key, b"2")
@@ -437,9 +474,9 @@ def _ignored_condition(store: ObjectWriter, key: str) -> str:
 
 
 def _tag_of(store: ObjectWriter, key: str, content: bytes) -> Tag | None:
-    """The tag of an object that only we write, if it has this content: the answer to our write was lost.
+    """Return the tag of an object that only this process writes, if it has this content: an answer was lost.
 
-    None if it has not.
+    None if it has another content, or does not exist. CheckpointError if it cannot be read.
     """
     found = store.fetch(key, len(content))
     return found[1] if found is not None and found[0] == content else None
@@ -483,7 +520,11 @@ class BrokenOff(Exception):
 
 
 def again(ask: Callable[[], T]) -> T:
-    """The answer of `ask`; if it breaks off, `ask` is called again after pauses."""
+    """Return the answer of `ask`; if it breaks off, `ask` is called again after 0.1, 0.5 and 2 s.
+
+    Other errors are raised at once, as is the last one: obstore's exceptions, `BrokenOff`; GivenUp once the
+    answer is not wanted any more.
+    """
     from obstore.exceptions import GenericError
 
     deadline = time.monotonic() + _AGAIN_SECONDS
@@ -500,10 +541,11 @@ def again(ask: Callable[[], T]) -> T:
 
 @contextmanager
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
-    """Raise named errors for a store's answers to reads.
+    """Raise named errors for a store's answers to reads inside the block.
 
     CheckpointNotFound if the bucket does not exist, CheckpointChanged if the object `key` vanished or was
-    replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable.
+    replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable. All are
+    CheckpointErrors.
     """
     from obstore import exceptions
 
@@ -552,7 +594,10 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
 
 
 def _is_ill(status: str) -> bool:
-    """True for an answer that another try may get past: too many requests, or an error of the server."""
+    """True for an answer that another try may get past: too many requests, or an error of the server.
+
+    `status` is an HTTP status with its text, or another failure in words.
+    """
     return status[:3] == "429" or (status[:1] == "5" and status[:3] != NOT_IMPLEMENTED)
 
 
@@ -568,7 +613,7 @@ _VARIABLES_OF = {
 
 
 def _advice(scheme: str, said: str) -> str:
-    """The hint for a store's answer: the variable to check, one that is set if possible.
+    """Return the hint for a store's answer `said`: the variable to check, one that is set if possible.
 
     Only names of variables are shown, never their values.
     """
@@ -587,7 +632,10 @@ def _advice(scheme: str, said: str) -> str:
 
 
 def _status_or_kind(error: Exception) -> str:
-    """The status of a store's answer, or the kind of failure: its text may contain a signed URL."""
+    """Return the status of a store's answer, or the kind of failure.
+
+    The error's own text is not used: it may contain a signed URL.
+    """
     text = str(error)
     if found := _STATUS.search(text):
         return found[1].strip()
@@ -597,7 +645,10 @@ def _status_or_kind(error: Exception) -> str:
 
 @contextmanager
 def writing_to(url: Url, key: str) -> Iterator[None]:
-    """Raise named errors for a store's answers to writes: as `asking`, but PublishErrors."""
+    """Raise PublishError for a store's answers to writes inside the block.
+
+    Its cause is the error of `asking`.
+    """
     try:
         with asking(url, key):
             yield
@@ -632,12 +683,12 @@ _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 
 def variables(scheme: str) -> list[str]:
-    """The names of the variables that are set for the stores of a scheme, sorted; never their values."""
+    """Return the names of the environment variables set for the stores of a scheme, sorted; no values."""
     return sorted(name for name in os.environ if name.startswith(_PREFIXES[scheme]) and os.environ[name])
 
 
 def missing_credentials(scheme: str, said: str) -> str:
-    """Say in a clause why a store got no credentials; "" if the text `said` is of another error."""
+    """Return a clause that says why a store got no credentials; "" if the text `said` is of another error."""
     if "bulk delete" in said:  # also a POST, but to the store itself
         return ""
     container = os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.170.2/"

@@ -7,7 +7,7 @@ import os
 
 
 def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all bytes at an offset of a file."""
+    """Write all bytes at an offset of an open file; OSError if the disk refuses."""
     left = memoryview(data)
     while left:
         written = os.pwrite(descriptor, left, offset)
@@ -15,8 +15,9 @@ def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview)
 
 
 def read_at(descriptor: int, offset: int, buffer: memoryview) -> int:
-    """Fill a buffer from an offset of a file; return the number of bytes, less than asked only at the file's
-    end.
+    """Fill a buffer from an offset of an open file; return the number of bytes read.
+
+    It is less than the buffer's size only at the file's end.
     """
     done = 0
     while done < len(buffer):
@@ -43,13 +44,16 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Move to a position in the window, which may be beyond its end, and return it."""
+        """Move to a position in the window, which may be beyond its end, and return it.
+
+        A position before its beginning becomes 0.
+        """
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
-        """Fill a buffer from the window; return the number of bytes read."""
+        """Fill a buffer from the window; return the number of bytes read, 0 at its end."""
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         done = read_at(self._descriptor, self._offset + self._position, view)
         self._position += done

@@ -36,43 +36,67 @@ class Directory(Protocol):
 
     @property
     def scratch(self) -> Path:
-        """The directory in which to write files for `put_file` and `put_new`."""
+        """The directory in which to write files for `put_file` and `put_new`; it exists."""
 
     def put_file(self, name: str, path: Path) -> str:
-        """Make a file of `scratch` the object of this name; return its tag. The file may no longer exist
-        then.
+        """Make a file of `scratch` the object of this name, replacing an existing one; return its tag.
+
+        The file may no longer exist then. PublishError or a subclass if it cannot be written.
         """
 
     def put_new(self, name: str, path: Path) -> None:
-        """Make a file of `scratch` an object, unless one of this name exists."""
+        """Make a file of `scratch` an object, unless one of this name exists.
+
+        PublishError if it cannot be written.
+        """
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small object, replacing an existing one."""
+        """Write a small object, replacing an existing one; PublishError or a subclass if that fails."""
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of a small object; None if it does not exist."""
+        """Return the bytes of a small object; None if it does not exist.
+
+        CheckpointError or PublishError, or a subclass, if it cannot be read.
+        """
 
     def look(self, name: str) -> tuple[int, str] | None:
-        """The size in bytes and the tag of an object; None if it does not exist."""
+        """Return the size in bytes and the tag of an object; None if it does not exist.
+
+        CheckpointError or PublishError, or a subclass, if the directory cannot be read.
+        """
 
     def names(self, below: str) -> list[str]:
-        """The names of the objects below a name, sorted."""
+        """Return the names, `below/...`, of the objects directly below a name, sorted; empty without any.
+
+        CheckpointError or PublishError, or a subclass, if the directory cannot be read.
+        """
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
-        """Make an object appear at a local path: by a link, or fetched, now or when it is read."""
+        """Make the object of this size in bytes and tag appear at the new local path `path`.
+
+        It is a link, or fetched, now or when it is read. PublishError or a subclass if it cannot be made,
+        CheckpointError if it cannot be fetched.
+        """
 
     def as_local(self) -> Path:
-        """A local directory with the present objects; those of a store are fetched when they are read."""
+        """Return a local directory with the present objects; those of a store are fetched when they are read.
+
+        CheckpointError or a subclass if a store cannot be listed.
+        """
 
     def remove(self) -> None:
-        """Remove everything in it, as far as possible."""
+        """Remove everything in it, as far as possible.
+
+        Errors of a store are raised: CheckpointError, PublishError.
+        """
 
 
 def open_directory(place: str) -> Directory:
-    """The directory at a path or URL.
+    """Return the directory at a path or URL; nothing is made or listed yet.
 
     Raises:
         UsageError: the library that reads stores is not installed.
+        CheckpointError: the environment's settings for a store are refused.
     """
     url = Url.parse(place)
     return _LocalDirectory(Path(place)) if url is None else _StoreDirectory(url)
@@ -88,7 +112,10 @@ class _LocalDirectory:
 
     @property
     def scratch(self) -> Path:
-        """The directory itself: a rename makes a file an object."""
+        """The directory itself, which is made if need be: a rename makes a file an object.
+
+        PublishError or a subclass if it cannot be made.
+        """
         with _naming(self._path):
             self._path.mkdir(parents=True, exist_ok=True)
         return self._path
@@ -197,11 +224,12 @@ class _StoreDirectory:
 
 @contextmanager
 def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Make an empty file, open to read and write; yield descriptor and path. It is removed at the end, unless
-    moved.
+    """Make an empty file, open to read and write; yield its descriptor and path.
+
+    It is closed at the end, and removed unless it was moved.
 
     Raises:
-        DiskFull, PublishError: it cannot be made.
+        TargetNotWritable, DiskFull, PublishError: it cannot be made.
     """
     with new_path(directory) as path:
         with _naming(path):  # not tempfile: others may read what is published
@@ -214,7 +242,7 @@ def new_file(directory: Path) -> Iterator[tuple[int, Path]]:
 
 @contextmanager
 def new_path(directory: Path) -> Iterator[Path]:
-    """Yield an unused path; a file that is there at the end is removed."""
+    """Yield an unused path in `directory`; a file that is there at the end is removed."""
     path = directory / f"{NEW_PREFIX}{os.urandom(8).hex()}"
     try:
         yield path

@@ -41,7 +41,10 @@ class Request(NamedTuple):
 
 
 def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
-    """Yield the requests for pieces (start, stop, offset in the target)."""
+    """Yield the requests for pieces (start, stop, offset in the target), in the order of their starts.
+
+    Pieces are cut into parts of at most `PART_BYTES`; parts near each other share a request.
+    """
     request: Request | None = None
     for piece in sorted(part for whole in pieces for part in _parts(*whole)):
         if request is not None:
@@ -57,13 +60,16 @@ def requests(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Request]:
 
 
 def upload_parts(size: int) -> tuple[int, int]:
-    """The size of the parts of an upload of `size` bytes, and the number uploaded at a time."""
+    """Return the bytes of each part of an upload of `size` bytes, and the number of parts sent at a time."""
     part = max(PART_BYTES, -(-size // MOST_PARTS))
     return part, max(1, min(_UPLOADS, _UPLOADING_BYTES // part))
 
 
 def aligned(start: int, stop: int, size: int) -> tuple[int, int]:
-    """The range to fetch when one is read: extended to whole megabytes, as neighbours are often read next."""
+    """Return the range (start, stop) to fetch when one is read from an object of `size` bytes.
+
+    It is extended to whole megabytes, as neighbours are often read next.
+    """
     return start // GAP_BYTES * GAP_BYTES, min(-(-stop // GAP_BYTES) * GAP_BYTES, size)
 
 

@@ -21,9 +21,9 @@ class Url(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Url | None:
-        """The URL in a text, or in a `Path` made of one (`s3:/b`); None for any other text.
+        """Return the URL in a text, or in the text of a `Path` made of one (`s3:/b`); None for other texts.
 
-        UsageError if a part cannot be in an object's name.
+        Empty parts and `.` are left out of the path. UsageError if a part cannot be in an object's name.
         """
         found = _URL.fullmatch(text)
         if found is None:
@@ -37,18 +37,18 @@ class Url(Struct, frozen=True):
 
     @property
     def parent(self) -> Url:
-        """The URL of the directory above, as if there were directories."""
+        """The URL of the directory above, as if there were directories; of a bucket, the bucket."""
         return Url(self.scheme, self.bucket, self.path.rpartition("/")[0])
 
     @property
     def name(self) -> str:
-        """The text after the last slash."""
+        """The text after the last slash of the path; "" for a bucket."""
         return self.path.rpartition("/")[2]
 
     def key(self, name: str) -> str:
-        """The key of the object with this name below the URL."""
+        """Return the key of the object with this name below the URL; with "" the prefix of all such keys."""
         return f"{self.path}/{name}" if self.path else name
 
     def __str__(self) -> str:
-        """The URL as text."""
+        """Return the URL as text, without a slash at its end."""
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")

@@ -35,9 +35,10 @@ class Calls:
         self._slow: tuple[float, str] | None = None
 
     def slow(self) -> tuple[str, float] | None:
-        """The first call that had no answer within `SLOW_SECONDS`, and the seconds since it began.
+        """Return the first call that had no answer within `SLOW_SECONDS`, and the seconds since it began.
 
-        It may have ended: a store is slow until it answers a call in time. None if it is not.
+        It may have ended: a store is slow until it answers a call in time. None if no call is slow. The call
+        is named as in `entered`.
         """
         ended = () if self._slow is None else (self._slow,)
         began, what = min((*tuple(self._began.values()), *ended), default=(0.0, ""))
@@ -46,7 +47,7 @@ class Calls:
 
     @contextmanager
     def entered(self, what: str) -> Iterator[None]:
-        """Count a call as in progress inside the block."""
+        """Count a call as in progress inside the block; `what` names it for people."""
         key, call = object(), (time.monotonic(), what)
         self._began[key] = call
         try:
@@ -72,7 +73,7 @@ _this = _Thread()
 
 @contextmanager
 def until(end: threading.Event) -> Iterator[None]:
-    """Inside the block, requests of this thread and of its workers raise `GivenUp` once `end` is set."""
+    """Make requests of this thread and of its workers inside the block raise `GivenUp` once `end` is set."""
     before = _this.ends
     _this.ends = (*before, end)
     try:
@@ -83,7 +84,7 @@ def until(end: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def counted(calls: Calls) -> Iterator[None]:
-    """Inside the block, count the calls of this thread and of its workers in `calls`."""
+    """Count the calls that this thread and its workers make inside the block in `calls`."""
     before = _this.calls
     _this.calls = calls
     try:
@@ -93,14 +94,15 @@ def counted(calls: Calls) -> Iterator[None]:
 
 
 def calling(what: str) -> AbstractContextManager[None]:
-    """A block with a call to a store in progress; `what` names it for people."""
+    """Return a context in which a call to a store is in progress; `what` names it for people."""
     return _this.calls.entered(what)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit the requests of a block to `seconds` in total; when they are over, the block is left without an
-    error.
+    """Limit the requests of a block to `seconds` in total.
+
+    When they are over, the block is left without an error.
     """
     end = threading.Event()
     timer = threading.Timer(seconds, end.set)
@@ -115,7 +117,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
-    """Set an event if the block is interrupted (by no `Exception`); a failure does not set it."""
+    """Set an event if the block is left by a BaseException that is not an Exception, as by SIGINT."""
     try:
         yield
     except BaseException as error:
@@ -126,10 +128,11 @@ def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def workers(count: int, name: str) -> Iterator[Executor]:
-    """Threads for tasks that ask a store; the end of the block waits for running tasks.
+    """Yield an executor of `count` threads for tasks that ask a store.
 
-    After a failure, tasks that have not begun are dropped. If the block is interrupted, the requests of
-    running tasks end, too.
+    The end of the block waits for running tasks. `name` is the prefix of the threads' names. After a failure,
+    tasks that have not begun are dropped. If the block is interrupted, the requests of running tasks end,
+    too.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -149,9 +152,10 @@ def workers(count: int, name: str) -> Iterator[Executor]:
 
 
 def awaited(ask: Callable[[], T]) -> T:
-    """The result of `ask`, or its exception; GivenUp once the request is not wanted any more.
+    """Return the result of `ask`, or raise its exception; GivenUp once the request is not wanted any more.
 
     `ask` runs in another thread, unless this is neither the main thread nor one in `until` or `workers`.
+    After GivenUp it may still be running.
     """
     ends = _this.ends
     if not ends and threading.current_thread() is not threading.main_thread():
