@@ -15,7 +15,10 @@ class Digest(Task, frozen=True, kw_only=True):
     operation: ClassVar[str] = "digest"
 
     def run(self, directory: Directory) -> Receipt:
-        """Read the file; return a receipt with its SHA-256."""
+        """Read the file; return a receipt whose tag is its SHA-256 (lower-case hex).
+
+        CheckpointChanged if the file is not as planned, CheckpointError if it cannot be read.
+        """
         (source,) = self.inputs
         with source.file((Range(0, 0, source.size),), directory.scratch) as path:
             return Receipt(self.name, tag=file_digest(path))

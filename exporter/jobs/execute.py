@@ -64,7 +64,10 @@ class Outcome(Struct, frozen=True):
     failure: TaskFailure | None = None
 
     def settle(self) -> Receipt:
-        """Return the receipt; without one, raise the failure here as its own class of ExportError."""
+        """Return the receipt; without one, raise the failure as its own class of ExportError.
+
+        Its message names the machine if that is another one.
+        """
         if self.receipt is not None:
             return self.receipt
         assert self.failure is not None
@@ -74,14 +77,18 @@ class Outcome(Struct, frozen=True):
 
 
 def encode(task: Task, directory: str, *, keep: bool) -> bytes:
-    """Encode a task for `execute`; with `keep`, its receipt is kept in the directory."""
+    """Return a task, encoded for `execute`, with the directory of its output.
+
+    `directory` is a path or URL, "" if it has no output. With `keep`, its receipt is kept there.
+    """
     return msgspec.json.encode(Work(task.operation, msgspec.Raw(msgspec.json.encode(task)), directory, keep))
 
 
 def execute(work: bytes) -> bytes:
-    """Run a task unless its receipt is kept already (see `_do`).
+    """Run an encoded task unless its receipt is kept already, and return the encoded `Outcome`.
 
-    Return the encoded `Outcome`, also for an ExportError.
+    An ExportError is an outcome, too: also for a worker of another version, or one that does not see the
+    directory. Other exceptions pass.
     """
     try:
         asked = decoder(Work).decode(work)
@@ -100,19 +107,23 @@ def execute(work: bytes) -> bytes:
 
 
 def failed(error: ExportError) -> bytes:
-    """Encode an error as an `Outcome`, with the name of this machine."""
+    """Return an error encoded as an `Outcome`, with the name of this machine."""
     failure = TaskFailure(type(error).__name__, error.message, error.cause, error.hint, gethostname())
     return msgspec.json.encode(Outcome(failure=failure))
 
 
 def decode(outcome: bytes) -> Outcome:
-    """Decode what `execute` returned."""
+    """Return the `Outcome` that `execute` encoded; ValueError for other bytes."""
     found: Outcome = decoder(Outcome).decode(outcome)
     return found
 
 
 def kept_receipt(directory: Directory, name: str) -> Receipt | None:
-    """Read the kept receipt of a task; None if it is missing or damaged, or the output differs from it."""
+    """Return the kept receipt of the task `name`.
+
+    None if it is missing or damaged, or the output differs from it. CheckpointError or PublishError, or a
+    subclass, if the directory cannot be read.
+    """
     content = directory.read(f"{RECEIPTS_DIRECTORY}/{name}.json")
     if content is None:
         return None
@@ -125,7 +136,10 @@ def kept_receipt(directory: Directory, name: str) -> Receipt | None:
 
 
 def _require_seen(place: str) -> None:
-    """Raise UsageError if the command's directory does not exist here: this is another machine."""
+    """Raise UsageError if the command's directory does not exist here: this is another machine.
+
+    URLs and "" (no directory) pass.
+    """
     if place and Url.parse(place) is None and not os.path.isdir(place):  # noqa: PTH112 - False on any error
         raise UsageError(
             f"a worker does not see {place}",
@@ -135,7 +149,11 @@ def _require_seen(place: str) -> None:
 
 
 def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
-    """Run a task unless its receipt is kept already; keep the receipt if asked to, and return it."""
+    """Run a task and return its receipt.
+
+    With `keep`, a kept receipt is returned instead, or the new one is kept. Raises the task's own errors, and
+    those of `directory`.
+    """
     if keep and (done := kept_receipt(directory, task.name)) is not None:
         return done
     receipt = task.run(directory)

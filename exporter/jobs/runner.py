@@ -75,7 +75,11 @@ class LocalEngine:
         self._workers = workers or len(os.sched_getaffinity(0))
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """See `Engine`."""
+        """Run the works by threads and yield their outcomes, in the order in which they end.
+
+        Twice as many works as threads are read ahead. Closing the iterator drops works that have not begun,
+        and waits for the others.
+        """
         pending: set[Future[bytes]] = set()
         with workers(self._workers, "jobs") as pool:
             for work in works:
@@ -87,7 +91,10 @@ class LocalEngine:
 
 
 def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
-    """Wait for at least one of `pending`; remove those that are done, and yield their results."""
+    """Wait for at least one of `pending`; remove all that are done, and yield their results in any order.
+
+    Raises the exception of one that failed.
+    """
     done, _ = wait(pending, return_when=FIRST_COMPLETED)
     pending -= done
     for each in done:
@@ -97,7 +104,12 @@ def _finished(pending: set[Future[bytes]]) -> Iterator[bytes]:
 def choose_engine(
     name: str, workers: int = 0, address: str = "", options: Mapping[str, str] | None = None
 ) -> Engine:
-    """Return the engine with this name; UsageError for an unknown name or options that it does not accept."""
+    """Return the engine with this name; UsageError for an unknown name, or options that it does not accept.
+
+    `workers` is their number, 0 for as many as there are processors; `address` is the address of a cluster,
+    "" for this machine; `options` are the engine's own. UsageError, too, if the engine's library is not
+    installed.
+    """
     if name not in [*EngineName]:
         raise UsageError(f"there is no engine {name!r}", hint=f"one of {', '.join(EngineName)}")
     if name != EngineName.LOCAL:
@@ -122,9 +134,10 @@ class Runner(Struct, frozen=True):
 
     @classmethod
     def of(cls, jobs: Jobs, model: Path | None = None, *, resumes: bool = True) -> Runner:
-        """Make the runner that a user asked for; UsageError as `choose_engine`.
+        """Return the runner that a user asked for; UsageError as `choose_engine`.
 
-        Jobs that write a model are kept below it, if an engine is named or the model is in a store.
+        Jobs that write a model are kept below `model` if an engine is named or the model is in a store,
+        others only in the directory that the user named.
         """
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
@@ -140,7 +153,11 @@ class Runner(Struct, frozen=True):
         return isinstance(self.engine, LocalEngine)
 
     def job(self, tasks: Sequence[Task], scratch: str = "") -> Job:
-        """Begin or resume a plan; if the runner keeps no jobs, outputs go to `scratch`."""
+        """Return a new `Job` for the tasks, or the kept one to resume.
+
+        If the runner keeps no jobs, outputs go to `scratch`. `scratch` is a directory, which is made; "" if
+        the tasks have no outputs. PublishError and subclasses if a directory cannot be made, or as `use`.
+        """
         return Job(self, tasks, scratch)
 
 
@@ -177,16 +194,17 @@ class Job:
     def receipts(
         self, progress: Progress | None = None, tasks: Sequence[Task] | None = None
     ) -> Generator[Receipt, None, None]:
-        """Run tasks, by default all, and yield their receipts in order.
+        """Return an iterator that runs tasks, by default all, and yields their receipts in the tasks' order.
 
-        Closing the iterator cancels the others.
+        Closing it cancels the others. `progress` advances by each task's bytes. EngineFailed if the engine
+        ends early; a task's own failure is raised as its own class of ExportError.
         """
         # A plan in which tasks read others' outputs is run in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
         return self._receipts
 
     def keep_until_stored(self, path: Path) -> None:
-        """Leave the job's removal to the upload of `path`, if both are in stores."""
+        """Leave the job's removal to the upload of `path`, if both are in stores; otherwise do nothing."""
         # The upload reads the job's outputs: if it is killed, the next command resumes the job.
         if mirror.is_remote(path) and self.directory.is_in_store:
             self._read_until_stored = path
@@ -239,7 +257,10 @@ LOCAL = Runner()
 
 
 def plan_digest(tasks: Sequence[Task]) -> str:
-    """Return the SHA-256, in hex, of a plan; any other input, option, division or version changes it."""
+    """Return the SHA-256, in hex, of a plan.
+
+    Any other input, option, order, division or version changes it.
+    """
     # Another version of this program may write other bytes for the same task.
     digest = hashlib.sha256(f"{__version__}\n".encode())
     for task in tasks:
@@ -248,7 +269,10 @@ def plan_digest(tasks: Sequence[Task]) -> str:
 
 
 def _known(tasks: Sequence[Task], place: Directory) -> dict[str, Receipt]:
-    """Return the kept receipts of these tasks, by name, if their outputs are unchanged."""
+    """Return the kept receipts of these tasks, by the tasks' names, if their outputs are unchanged.
+
+    CheckpointError or PublishError, or a subclass, if the directory cannot be read.
+    """
     names = set(place.names(RECEIPTS_DIRECTORY))
     begun = [task.name for task in tasks if f"{RECEIPTS_DIRECTORY}/{task.name}.json" in names]
     with workers(_LOOKS, "receipts") as pool:
@@ -270,9 +294,10 @@ class UsedJob(Protocol):
 
 
 def use(place: str) -> UsedJob:
-    """Begin to use the directory at a path or URL, created if need be.
+    """Begin to use the job's directory at a path or URL, created if need be, and return it.
 
-    Waits while another command removes it.
+    A local directory is locked (shared), after waiting while another command removes it; in a store an object
+    with this command's name is written. PublishError or a subclass if it cannot be made.
     """
     url = Url.parse(place)
     return _LocalJob(Path(place)) if url is None else StoredJob(place)
@@ -299,7 +324,10 @@ class _LocalJob:
 
 
 def _locked(path: Path) -> int | None:
-    """Create the directory and take its lock, shared; None if another command is removing it."""
+    """Create the directory and return a descriptor that holds its lock, shared.
+
+    None if another command is removing the directory. OSError if it cannot be made.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError:  # the directory of all jobs was removed meanwhile, being empty
@@ -325,17 +353,20 @@ class StoredJob:
             self._directory.put(_DRIVER, _me())
 
     def leave(self) -> None:
-        """See `UsedJob`."""
+        """End the use; the directory stays, and nothing is written."""
 
     def remove(self) -> None:
-        """See `UsedJob`."""
+        """Remove the directory unless another command began to use it later.
+
+        Failures of the store are ignored.
+        """
         with suppress(ExportError):  # then it is abandoned
             if self._directory.read(_DRIVER) in (_me(), None):
                 self._directory.remove()
 
 
 def _me() -> bytes:
-    """The name of this thread of this process."""
+    """Return a name of this thread of this process, unique among all machines."""
     # With the process number, because a fork copies `_OWNER`; with the thread's, as two may use one job.
     return f"{_OWNER}-{os.getpid()}-{threading.get_ident()}".encode()
 
@@ -344,7 +375,10 @@ def _me() -> bytes:
 
 
 def abandoned_jobs(kept: Path) -> Iterator[Path]:
-    """Yield the directories of jobs below `kept` that no command uses or has used for a week."""
+    """Yield the directories of jobs below `kept` that no command uses or has used for a week, sorted.
+
+    Directories that cannot be looked at are left out.
+    """
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, None) and _is_free(path, remove=False):
@@ -352,7 +386,10 @@ def abandoned_jobs(kept: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
-    """Remove `abandoned_jobs`, ignoring errors, and `kept` if it is a model's own and empty."""
+    """Remove `abandoned_jobs`, ignoring errors, and `kept` if it is a model's own and empty.
+
+    `now` is in seconds since 1970; None: the present.
+    """
     for path in _directories(kept):
         with suppress(OSError):
             if _is_abandoned(path, now):
@@ -363,7 +400,10 @@ def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
 
 
 def remove_abandoned(kept: str, now: float | None = None) -> None:
-    """Remove abandoned jobs below a path or a URL; directories that a store refuses to remove stay."""
+    """Remove abandoned jobs below a path or a URL; directories that a store refuses to remove stay.
+
+    `now` is in seconds since 1970; None: the present. Errors are ignored.
+    """
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)
         return
@@ -376,7 +416,10 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
 
 
 def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
-    """Return the keys of a job's objects if none is younger than `since`, else none."""
+    """Return the keys of all objects of the job at `path` if none was changed since `since`; else none.
+
+    `since` is in seconds since 1970. Raises CheckpointError and subclasses if the store cannot be read.
+    """
     driver = store.look(f"{path}/{_DRIVER}")
     if driver is not None and driver.modified >= since:
         return []
@@ -385,14 +428,17 @@ def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
 
 
 def _directories(kept: Path) -> list[Path]:
-    """Return the directories of jobs, sorted by name; none if `kept` cannot be read."""
+    """Return the directories of jobs below `kept`, sorted by name; none if `kept` cannot be read."""
     with suppress(OSError):
         return sorted(path for path in kept.iterdir() if _PLAN.fullmatch(path.name) and not path.is_symlink())
     return []
 
 
 def _is_abandoned(path: Path, now: float | None) -> bool:
-    """True if nothing was made in a job's directory for a week; OSError if it cannot be looked at."""
+    """True if nothing was made in a job's directory for a week before `now`.
+
+    OSError if it cannot be looked at. `now` is in seconds since 1970; None: the present.
+    """
     newest = path.stat().st_mtime  # of a directory: when an entry was last created or removed in it
     with suppress(FileNotFoundError):
         newest = max(newest, (path / RECEIPTS_DIRECTORY).stat().st_mtime)
@@ -400,9 +446,9 @@ def _is_abandoned(path: Path, now: float | None) -> bool:
 
 
 def _is_free(path: Path, *, remove: bool) -> bool:
-    """Find out whether no command uses a job's directory; with `remove`, remove it then.
+    """Return True if no command uses a job's directory; with `remove`, remove it then.
 
-    Returns True also if it has no lock file. OSError if the lock file cannot be opened.
+    True also if it has no lock file. OSError if the lock file cannot be opened.
     """
     try:
         lock = open_lock(path / LOCK_FILE, flags=0)

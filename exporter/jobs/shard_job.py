@@ -57,7 +57,10 @@ class Stored(Struct, frozen=True):
 
 
 def stored_runs(catalog: Catalog, tensor: TensorRef) -> list[tuple[SliceSpec, Stored]]:
-    """Return the stored slices of a tensor, or the whole, in the order of rows: each with its box."""
+    """Return the stored slices of a tensor, or the whole, in the order of rows: each with its box.
+
+    Slices that are not stored are left out.
+    """
     if tensor.extent is not None:
         return [(SliceSpec.whole(tensor.shape), Stored(catalog, tensor))]
     parts = sorted(tensor.slices, key=lambda part: part.spec.starts)
@@ -77,7 +80,10 @@ class Sources:
         self._hint = hint
 
     def range_of(self, stored: Stored) -> Range:
-        """Register a stored run, which tasks will read, and return its range in a numbered file."""
+        """Register a stored run, which tasks will read, and return its range in a numbered file.
+
+        A run that is registered already keeps its number.
+        """
         extent = stored.extent
         path = stored.catalog.path_of(extent)
         number = self._numbers.setdefault(path, len(self._paths))
@@ -90,7 +96,10 @@ class Sources:
         return found
 
     def input(self, number: int) -> Input:
-        """Return the file with this number, pinned when first asked for."""
+        """Return the file with this number, pinned when first asked for.
+
+        CheckpointChanged if it no longer exists then, CheckpointError if it cannot be reached.
+        """
         if number not in self._inputs:
             self._inputs[number] = Input.of(self._paths[number])
         return self._inputs[number]
@@ -98,7 +107,7 @@ class Sources:
     def note(self, part: Range, crc: int) -> None:
         """Record the plain crc32c of a range; after the last range of a run its checksum is compared.
 
-        CorruptFile if it differs.
+        CorruptFile if it differs from the index's.
         """
         self._checksums.add(part.input, part.offset, part.size, crc)
         for run in self._ending[part.input, part.offset + part.size]:
@@ -107,7 +116,7 @@ class Sources:
     def check(self) -> None:
         """Compare the runs that are left: their ranges came in another order, or tasks did not read all.
 
-        Reads these; CorruptFile if a checksum differs.
+        Reads those runs. CorruptFile if a checksum differs, CheckpointChanged if a file vanished or shrank.
         """
         for run in list(self._runs):
             if not self._compare(run):
@@ -115,9 +124,10 @@ class Sources:
                 check_values(stored.catalog, stored.tensor, stored.part)
 
     def _compare(self, run: Range) -> bool:
-        """Compare a run's checksum, unless that is done; CorruptFile if it differs.
+        """Compare a run's checksum, unless that was done; CorruptFile if it differs.
 
-        False if it is not known yet, or if it does not cover the plain bytes, as for strings.
+        Returns False if not all of its ranges are known, or if its checksum does not cover the plain bytes,
+        as for strings.
         """
         stored = self._runs.get(run)
         if stored is None:  # compared before
@@ -188,16 +198,16 @@ class ShardJob(Generic[T]):
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes that the tasks read."""
+        """The number of bytes that the tasks read, in total."""
         return sum(map(_bytes_read, self._batches))
 
     @property
     def places(self) -> Iterator[Sequence[Place[T]]]:
-        """Yield the sections that each task writes."""
+        """The sections that each task writes, one sequence for each task."""
         return iter(self._batches)
 
     def append(self, place: Place[T]) -> None:
-        """Add one more section at the end of the last task."""
+        """Add one more section at the end of the last task's; IndexError if there is no task."""
         self._batches[-1].append(place)
 
     def run(
@@ -213,10 +223,10 @@ class ShardJob(Generic[T]):
     ) -> NewShards[T]:
         """Run the tasks, compare the checksums of all that they read, and return the places of all sections.
 
-        Waits for all tasks. A kept job ends with the stack: when its shards are published. `before` and
-        `behind` are the numbers of shards that the caller writes. Files below `made` are the command's own:
-        see `exporter.jobs.shard_job`. CorruptFile if a checksum differs, EngineFailed if the engine ends
-        early.
+        Waits for all tasks; the shards are then beside `prefix`. A kept job ends with `stack`: when its
+        shards are published. `before` and `behind` are the numbers of shards that the caller writes. Files
+        below `made` are the command's own: see `exporter.jobs.shard_job`. CorruptFile if a checksum differs,
+        EngineFailed if the engine ends early, a task's own failure as its own class of ExportError.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
@@ -253,7 +263,12 @@ def _bytes_read(batch: Sequence[Place[Any]]) -> int:
 def _begun(
     tasks: Sequence[WriteShard], runner: Runner, made: Path | None, scratch: str, stack: ExitStack
 ) -> Job:
-    """Begin the job of these tasks, with files below `made` named by content, and copied for workers."""
+    """Begin the job of these tasks, left at the end of `stack`, and return it.
+
+    If the runner keeps jobs, files below `made` are named by content in its plan, and copied for workers
+    elsewhere. `scratch` is as in `Runner.job`. PublishError and subclasses if a file cannot be read or
+    copied.
+    """
     if made is None or not runner.kept:
         return stack.enter_context(runner.job(tasks, scratch))
     named, files = named_by_content(tasks, made)
@@ -267,8 +282,8 @@ def _begun(
 def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator[Placed[T]]:
     """Yield each section of a shard with the extents of its runs and its counts, by the receipt of its task.
 
-    `batch` has the shard's sections in order, and the runs lie one after the other from offset 0. Checksums
-    are in the index's form; a copied run keeps its own.
+    `shard` is the shard's number. `batch` has its sections in order, and the runs are one after the other
+    from offset 0. Checksums are in the index's form; a copied run keeps its own.
     """
     crcs, numbers, offset = iter(receipt.wrote), iter(receipt.counts), 0
     for place in batch:
@@ -284,7 +299,10 @@ def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator
 
 
 def tensors_of(boxes: Iterable[tuple[str, DType, SliceRef]]) -> Iterator[TensorRef]:
-    """Join written boxes (key, dtype, slice) into index entries: of whole tensors, or in slices."""
+    """Yield the tensors of an index for boxes (key, dtype, slice) that were written: whole, or in slices.
+
+    They are in the order of their first boxes, slices in the order of their starts.
+    """
     found: dict[tuple[str, DType], list[SliceRef]] = defaultdict(list)
     for key, dtype, part in boxes:
         found[key, dtype].append(part)
@@ -301,7 +319,10 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
-    """Name the tasks' inputs below `made` by digest; return the tasks, and the file for each such name."""
+    """Return the tasks with inputs below `made` named by digest, and the file for each such name.
+
+    The files are read; PublishError and subclasses if that fails.
+    """
     tasks = list(tasks)
     below = f"{made.absolute()}{os.sep}"
     files = {each for task in tasks for each in task.inputs if each.place.startswith(below)}
@@ -315,7 +336,10 @@ def with_inputs(tasks: Iterable[AnyTask], others: Mapping[Input, Input]) -> list
 
 
 def _named(file: Input) -> Input:
-    """Return the input named by the digest of its contents, which are read; PublishError if that fails."""
+    """Return the input named by the digest of its contents, which are read; its tag is the digest, too.
+
+    PublishError or a subclass if the file cannot be read.
+    """
     try:
         with regular_file(Path(file.place)) as content:
             digest = sha256_of(content)
@@ -325,9 +349,9 @@ def _named(file: Input) -> Input:
 
 
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
-    """Return the copy of a named file in the job's directory, made unless it exists.
+    """Return the copy of a named file in the job's directory, made unless one of its size exists.
 
-    PublishError if it cannot be made.
+    PublishError or a subclass if it cannot be made.
     """
     found = directory.look(name.place)
     if found is None or found[0] != name.size:

@@ -55,13 +55,20 @@ class ReadRun:
         return self.size - self.left
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Read the next values, of this shape and dtype."""
+        """Read the next values into a new array of this shape and dtype, and add them to the checksum.
+
+        The run must have that many bytes left. CheckpointChanged if the file became shorter.
+        """
         values = np.empty(shape, dtype)
         self.fill(values.reshape(-1).view(np.uint8))
         return values
 
     def fill(self, flat: Array) -> Array:
-        """Fill an array of bytes with the run's next ones; return the part of it that is not filled."""
+        """Fill an array of bytes with the run's next ones.
+
+        Return the part of it that is not filled, as the run ended. The bytes are added to the checksum.
+        CheckpointChanged if the file became shorter.
+        """
         count = min(len(flat), self.left)
         for start in range(0, count, crc32c.CHUNK):  # small enough to be still in a core's cache
             data = self.read(flat[start : min(start + crc32c.CHUNK, count)])
@@ -71,7 +78,7 @@ class ReadRun:
     def read(self, buffer: Array) -> Array:
         """Fill a buffer with the next bytes and return it; the caller must add them to the checksum.
 
-        CheckpointChanged if the file became shorter.
+        The run must have that many bytes left. CheckpointChanged if the file became shorter.
         """
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
@@ -91,19 +98,22 @@ class WrittenRun:
         self.done = self.crc = 0
 
     def write(self, values: Array) -> None:
-        """Append values."""
+        """Append values, in C order, and add them to the checksum; OSError if the disk refuses."""
         view = np.ascontiguousarray(values).reshape(-1).view(np.uint8)  # no copy if contiguous already
         self.crc = crc32c.extend(self.crc, view)
         self.put(view)
 
     def skip(self, size: int) -> None:
-        """Leave a hole, which is read as zeros and takes no space on disk."""
+        """Leave a hole of `size` bytes, which is read as zeros and takes no space on disk.
+
+        It counts in the checksum.
+        """
         if size:
             self.crc = crc32c.combine(self.crc, crc32c.zeros_crc(size), size)
             self.done += size
 
     def put(self, data: Array) -> None:
-        """Append bytes; the caller must add them to the checksum."""
+        """Append bytes; the caller must add them to the checksum. OSError if the disk refuses."""
         write_at(self._descriptor, self._offset + self.done, data.data)
         self.done += len(data)
 
@@ -122,14 +132,17 @@ class NewShard:
         return tuple(run.crc for run in self._runs)
 
     def reserve(self, size: int) -> WrittenRun:
-        """Add a run of `size` bytes, which the caller must write."""
+        """Add a run of `size` bytes behind the others; the caller must write all of it."""
         run = WrittenRun(self._descriptor, self.size)
         self._runs.append(run)
         self.size += size
         return run
 
     def append(self, blocks: Iterable[Array]) -> None:
-        """Write a run of these values, however many there are."""
+        """Write a run of these values behind the others, however many there are.
+
+        OSError if the disk refuses.
+        """
         run = self.reserve(0)
         for block in blocks:
             run.write(block)
@@ -158,15 +171,19 @@ class Section(Struct, frozen=True, array_like=True):
         return False
 
     def renumbered(self, numbers: Mapping[int, int]) -> Self:
-        """Return the same section, with other numbers of inputs."""
+        """Return the same section, with the number of each input replaced by its value in `numbers`."""
         raise NotImplementedError
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """Return the bytes of each run, given the counts that `write` returned."""
+        """Return the bytes of each run, in order, given the counts that `write` returned."""
         raise NotImplementedError
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """Write the section's runs from its ranges; return its `counted` counts for the receipt."""
+        """Write the section's runs from its ranges; return its `counted` counts for the receipt.
+
+        `sources` are its ranges, in order, not read yet. CheckpointChanged if a file became shorter, OSError
+        if the disk refuses, and the section's own errors.
+        """
         raise NotImplementedError
 
 
@@ -179,7 +196,11 @@ class WriteShard(Task, frozen=True, kw_only=True):
     sections: tuple[Any, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """See `Task`."""
+        """Write the shard of all sections, and return its receipt: checksums of ranges and runs, and counts.
+
+        CheckpointChanged if an input is not as planned, CheckpointError if it cannot be read; PublishError
+        and subclasses if the shard cannot be written; errors of the sections pass.
+        """
         ranges = [each for section in self.sections for each in section.ranges]
         read: list[int] = []
         counts: list[int] = []
@@ -199,7 +220,7 @@ class WriteShard(Task, frozen=True, kw_only=True):
 
 
 def renumbered(ranges: Sequence[Range], numbers: Mapping[int, int]) -> tuple[Range, ...]:
-    """Return the ranges, with the number of each input replaced."""
+    """Return the ranges, in order, with the number of each input replaced by its value in `numbers`."""
     return tuple(replace(each, input=numbers[each.input]) for each in ranges)
 
 
@@ -222,12 +243,12 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
     @classmethod
     def copied(cls, name: str, source: Range) -> MovedRows:
-        """Make the section that copies a range unchanged."""
+        """Return the section, named `name` in errors, that copies a range unchanged."""
         return cls(name, DType.UINT8, DType.UINT8, source.size, (source,), False, (1,), False)
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """See `Section`."""
+        """The sources, in order."""
         return self.sources
 
     @property
@@ -246,15 +267,19 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         return self.dtype is self.to and not (self.turns_in or self.turns_out)
 
     def renumbered(self, numbers: Mapping[int, int]) -> MovedRows:
-        """See `Section`."""
+        """Return the same section, with the number of each input replaced by its value in `numbers`."""
         return replace(self, sources=renumbered(self.sources, numbers))
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """See `Section`."""
+        """Return the bytes of each run, in order; there are no counts."""
         return tuple(count * self.row_bytes for count in self.counts)
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """See `Section`."""
+        """Write the rows to their runs, and return no counts.
+
+        MappingError if a value does not fit into the target dtype, CheckpointChanged if a file became
+        shorter.
+        """
         runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
         if self.is_verbatim:
             self._copy(sources, runs)
@@ -263,7 +288,10 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         return ()
 
     def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
-        """Copy the sources into the runs, with one checksum for reading and writing."""
+        """Copy the sources, one after the other, into the runs, with one checksum for reading and writing.
+
+        CheckpointChanged if a file became shorter.
+        """
         buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
         waiting = zip(runs, self.counts, strict=True)
         room = 0
@@ -282,7 +310,10 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
                 room -= size
 
     def _blocks(self, sources: Sequence[ReadRun]) -> Iterator[Array]:
-        """Yield the rows in their natural order, as blocks [n, width]."""
+        """Yield the rows in their natural order, as blocks [n, width] of about 1 MiB.
+
+        CheckpointChanged if a file became shorter.
+        """
         row_bytes = max(1, self.width * self.dtype.numpy.itemsize)
         rows = max(1, BLOCK_BYTES // row_bytes)
         if not self.turns_in:
@@ -304,7 +335,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def _deal(
         self, blocks: Iterable[Array], runs: Sequence[WrittenRun], converted: Callable[[Array], Array]
     ) -> None:
-        """Write blocks of rows, converted, to the runs that they belong to."""
+        """Write blocks of rows [n, width], in order, to the runs that they belong to, after `converted`."""
         first = 0
         ends = np.cumsum([0, *self.counts])
         for block in blocks:
@@ -329,11 +360,14 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row when written."""
+        """The bytes of a row when written: a code for each value, and the scale."""
         return self.width + SCALE_BYTES
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """See `Section`."""
+        """Write the rows in 8 bits to their runs, and return `RowErrors.bits`.
+
+        NotFinite for a row without codes, CheckpointChanged if a file became shorter.
+        """
         runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
         errors = RowErrors()
         self._deal(self._blocks(sources), runs, partial(self._quantised, errors))
@@ -359,14 +393,14 @@ class RowErrors:
         self.values = 0
 
     def add(self, differences: Array, values: int) -> None:
-        """Count the differences of further rows, `values` of which are not in rows of zeros."""
+        """Count the absolute differences of further rows, `values` of which are not in rows of zeros."""
         self.largest = max(self.largest, float(differences.max(initial=0)))
         self.sum += float(differences.sum(dtype=np.float64))
         self.values += values
 
     @property
     def mean(self) -> float:
-        """The mean difference of a value."""
+        """The mean difference of a value, 0 without values."""
         return self.sum / max(1, self.values)
 
     @property
@@ -384,17 +418,17 @@ class RowErrors:
         return found
 
     def join(self, other: RowErrors) -> None:
-        """Add the counts of other rows."""
+        """Add the counts of `other`, of other rows, to these."""
         self.largest, self.sum = max(self.largest, other.largest), self.sum + other.sum
         self.values += other.values
 
 
 def _followed(crc: int, by: int, done: int, size: int) -> int:
-    """Combine a checksum with that of the last `size` bytes; `done` is the number of all bytes."""
+    """Return the plain crc32c of `done` bytes; the last `size` of them have `by`, those before have `crc`."""
     return by if done == size else crc32c.combine(crc, by, size)
 
 
 def _cut(rows: int, most: int) -> Iterator[int]:
-    """Yield parts of `rows`, each of at most `most`."""
+    """Yield the sizes of the parts of `rows`, each `most` but the last, which may be smaller."""
     for start in range(0, rows, most):
         yield min(most, rows - start)

@@ -59,7 +59,10 @@ class Input(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, path: Path) -> Input:
-        """Pin the present state of a file, or of the object that it stands for."""
+        """Pin the present state of a file, or of the object that it stands for.
+
+        CheckpointChanged if it does not exist, CheckpointError if it cannot be reached.
+        """
         if path.name == ZEROS:
             return cls(ZEROS, shard_status(path).st_size, "")
         if (found := mirror.pinned(path)) is not None:
@@ -95,9 +98,10 @@ class Input(Struct, frozen=True, array_like=True):
         self._require_same(shard_status(path))  # again: a trainer may have written to it meanwhile
 
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
-        """Fetch a range of an object to an offset of the file at `path`.
+        """Fetch a range of an object to an offset of the open file at `path`, and return True.
 
-        If the input is a file, do nothing: False. CheckpointChanged if the object is not as planned.
+        If the input is a local file or zeros, do nothing: False. CheckpointChanged if the object is not as
+        planned, CheckpointError if it cannot be read, DiskFull or PublishError if the file cannot be written.
         """
         url = Url.parse(self.place)
         if url is not None:
@@ -108,7 +112,8 @@ class Input(Struct, frozen=True, array_like=True):
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
         """Return the plain crc32c of each range, up to the end of the file, in their order.
 
-        Objects are read without a copy. CheckpointChanged if the input is not as planned.
+        Objects are read without a copy; `scratch` is as in `file`. CheckpointChanged if the input is not as
+        planned, CheckpointError if it cannot be read.
         """
         url = Url.parse(self.place)
         if url is None:
@@ -161,7 +166,7 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
-        """Yield the path of a file for each input, in which these ranges can be read: see `Input.file`."""
+        """Yield the path of a file for each input, in order, that has its ranges: see `Input.file`."""
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
             wanted[each.input].append(each)
@@ -170,7 +175,11 @@ class Task(Struct, frozen=True, kw_only=True):
             yield [stack.enter_context(file) for file in files]
 
     def run(self, directory: Directory) -> Receipt:
-        """Run the task; its output becomes the object `name` of the directory."""
+        """Run the task and return its receipt.
+
+        Its output, if it has one, becomes the object `name` of the directory. Raises the subclasses of
+        ExportError that the operation defines.
+        """
         raise NotImplementedError
 
 
@@ -183,9 +192,9 @@ _WHOLE, _DIVIDED = 16, 4
 
 
 def piece_bytes(size: int, task_bytes: int) -> int | None:
-    """Return the size of the pieces in which a table of `size` bytes is written.
+    """Return the size in bytes of the pieces in which a table of `size` bytes is written.
 
-    None if it is written in one.
+    None if it is written in one. `task_bytes` is the approximate size of a task.
     """
     # No piece is larger than the size that a store copies by one request to its published place.
     if size <= min(_WHOLE * task_bytes, MOST_COPIED):
@@ -194,7 +203,10 @@ def piece_bytes(size: int, task_bytes: int) -> int | None:
 
 
 def batches(pieces: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield lists of consecutive pieces of at most `most` bytes together, or of one larger piece."""
+    """Yield lists of consecutive pieces of at most `most` bytes together, or of one larger piece.
+
+    `size_of` gives the bytes of a piece. No list is empty.
+    """
     batch: list[T] = []
     size = 0
     for piece in pieces:
@@ -233,7 +245,10 @@ class FewFiles:
             self._close_one()
 
     def __getitem__(self, number: int) -> int:
-        """The descriptor of a file, valid until another one is asked for."""
+        """Return the descriptor of the file with this number, valid until another one is asked for.
+
+        CheckpointChanged if the file no longer exists, CheckpointError if it cannot be opened.
+        """
         if number in self._open:
             self._open.move_to_end(number)
         else:
@@ -243,7 +258,10 @@ class FewFiles:
         return self._open[number][0]
 
     def _opened(self, path: Path) -> tuple[int, ExitStack]:
-        """Open a file; if the process may not open more, own descriptors are closed for it."""
+        """Open a file for reading: its descriptor, and the stack that closes it.
+
+        If the process may not open more, own descriptors are closed for it. Errors are those of `open_shard`.
+        """
         while True:
             stack = ExitStack()
             try:
@@ -254,13 +272,16 @@ class FewFiles:
             self._close_one()
 
     def _close_one(self) -> None:
-        """Close the file that was not used for the longest time."""
+        """Close the file that was not used for the longest time; there must be one."""
         _, (_, stack) = self._open.popitem(last=False)
         stack.close()
 
 
 def most_open() -> int:
-    """Return how many files each task may have open: all tasks together a quarter of the process's limit."""
+    """Return how many files each task may have open, at least 1 and at most 256.
+
+    All tasks of the process together may have a quarter of its limit.
+    """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = allowed // (4 * max(1, len(_IN_USE)))
     return min(_MOST_OPEN, max(1, share)) if allowed != resource.RLIM_INFINITY else _MOST_OPEN
@@ -285,13 +306,19 @@ class RangeChecksums(Generic[File]):
             ranges[start] = size, crc
 
     def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
-        """Add the next range of a stored run; return the run's checksum after its last range, None before."""
+        """Add the range `part` of the stored run `whole`, whose plain crc32c is `crc`.
+
+        After the last range in order, return the run's plain crc32c, as `of`; None before.
+        """
         self.add(file, part.offset, part.size, crc)
         is_last = part.offset + part.size == whole.offset + whole.size
         return self.of(file, whole.offset, whole.size) if is_last else None
 
     def of(self, file: File, start: int, size: int) -> int | None:
-        """Return the plain crc32c of a run; None if some of it was not read, or its ranges do not join."""
+        """Return the plain crc32c of `size` bytes at `start` of a file, joined from its ranges.
+
+        None if some of it was not read, or its ranges do not join.
+        """
         ranges, at, crc = self._ranges[file], start, 0
         while at < start + size:
             if at not in ranges:

@@ -12,8 +12,9 @@ class Engine(Protocol):
     name: str
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """Run the works and yield their outcomes, in any order, at least one for each.
+        """Run the works and yield their outcomes, encoded, in any order, at least one for each.
 
         `works` is read only as far as needed. The engine replaces a worker that is lost. Closing the iterator
-        cancels works that have not started, and leaves no process behind.
+        cancels works that have not started, and leaves no process behind. EngineFailed, or UsageError for a
+        wrong request, if the engine cannot run them.
         """

@@ -35,9 +35,10 @@ _TELL_S = 1.0  # workers collect outcomes for this time: an object in a store fo
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """Run works on Beam: see `ProcessEngine`; the pipeline's failure is raised.
+    """Run works on Beam and yield their outcomes, in any order.
 
-    UsageError if workers elsewhere have no place for results.
+    UsageError if workers elsewhere have no place for results, or an option is malformed; EngineFailed if the
+    pipeline fails, or has no outcome for too long.
     """
     options = dict(asked.options)
     stall_s = seconds("stall", options.pop("stall", "900"))
@@ -87,14 +88,14 @@ class Pipeline:
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True)
 
     def begin(self) -> None:
-        """Start to run the works in the directory."""
+        """Start to run the works in the directory, in a thread; replaces `threading.excepthook`."""
         # Beam's own runner loses workers in threads of its own, and waits.
         threading.excepthook = self._failed
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        """True if no more work will be done."""
+        """True if no more work will be done: the pipeline has ended or failed."""
         return self.error is not None or not self._thread.is_alive()
 
     def end(self) -> None:
@@ -106,7 +107,7 @@ class Pipeline:
     def failure(self, stall_s: float, results: str) -> EngineFailed:
         """Return the error to raise: the pipeline failed, or no outcome came for `stall_s` seconds.
 
-        `results` is the directory of outcomes if it is on other machines, whose workers may go on.
+        `results` is the directory of outcomes if it is on other machines, whose workers may go on; else "".
         """
         if self.error is not None:
             cause, hint = why(self.error)
@@ -139,7 +140,10 @@ class Pipeline:
 
 
 def put_works(directory: Directory, works: Iterable[bytes]) -> int:
-    """Write works into the directory, where workers find them; return their number."""
+    """Write works into files of the directory, from which workers read them; return their number.
+
+    PublishError or a subclass if that fails.
+    """
     waiting, count = iter(works), 0
     while some := list(islice(waiting, _FEW)):
         directory.put(f"{_WORKS}/{count}", b"\n".join(some))
@@ -148,16 +152,19 @@ def put_works(directory: Directory, works: Iterable[bytes]) -> int:
 
 
 def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
-    """Read a file of outcomes: yield the number of each work, and its outcome."""
+    """Yield (number of a work, its outcome) for each line of the file `name`.
+
+    Nothing if it does not exist.
+    """
     for line in (directory.read(name) or b"").splitlines():
         number, _, outcome = line.partition(b" ")
         yield int(number), outcome
 
 
 def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
-    """Read a file of works, on a worker: yield the number of each, and the work.
+    """Yield (number, work) for each work in the file `name` of the directory `place`, on a worker.
 
-    EngineFailed if this machine does not see it.
+    EngineFailed if this machine does not see the file.
     """
     content = open_directory(place).read(name)
     if content is None:
@@ -166,6 +173,9 @@ def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def do(place: str, works: list[tuple[int, bytes]]) -> None:
-    """Run works, on a worker, and write one file of their outcomes: the command waits for each file."""
+    """Run numbered works, on a worker, and write one file of their outcomes into the directory `place`.
+
+    The command waits for each file. PublishError or a subclass if it cannot be written.
+    """
     outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
     open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))

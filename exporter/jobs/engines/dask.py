@@ -26,7 +26,11 @@ _AHEAD = 16  # calls submitted to Dask for each thread of a worker: enough to ke
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """Run works on Dask: see `ProcessEngine`; UsageError for unknown options."""
+    """Run works on Dask and yield their outcomes, in any order.
+
+    Without an address, worker processes are started here, and ended at the end. UsageError for unknown
+    options; errors of Dask pass.
+    """
     options = {"retries": 3, **asked.values()}
     require_known("Dask", options, _OPTIONS)
     import distributed as dask
@@ -72,16 +76,19 @@ class Bundles:
         self._size = 1
 
     def take(self, count: int) -> list[list[bytes]]:
-        """Return the next calls, at most `count`, each a list of works."""
+        """Return the next calls, at most `count`, each a list of works.
+
+        Fewer, or none, once no works are left.
+        """
         return [some for _ in range(count) if (some := list(islice(self._works, self._size)))]
 
     def note(self, seconds: float) -> None:
-        """Set the size of the next calls, given the seconds that one work took."""
+        """Set the size of the next calls, given the mean seconds that one work took in a call."""
         self._size = max(1, min(_MOST_WORKS, int(_CALL_SECONDS / max(seconds, 1e-6))))
 
 
 def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
-    """Run works one after the other; return their outcomes, and the mean time of one in seconds."""
+    """Run works one after the other; return their outcomes, in order, and the mean time of one in seconds."""
     began = time.perf_counter()
     outcomes = [execute(work) for work in works]
     return outcomes, (time.perf_counter() - began) / len(works)

@@ -19,7 +19,10 @@ _LACKS = ("ModuleNotFoundError:", "ImportError:", "AttributeError: Can't get att
 
 
 def why(error: BaseException) -> tuple[str, str]:
-    """Return the cause of an engine's error, and a hint; "" if the usual hint is good enough."""
+    """Return the cause of an error of an engine's library, in one line, and a hint.
+
+    The hint is "" if the usual one is good enough.
+    """
     # Libraries report a worker's error as a traceback, whose last line is the cause.
     said = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
     is_traceback = any(line.startswith('File "') for line in said)
@@ -43,7 +46,7 @@ _OF_RAY = len("/session_2000-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 
 
 def require_known(engine: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise UsageError for an option that an engine does not know."""
+    """Raise UsageError if one of `options` is not in `known`; `engine` is the name for the error."""
     if unknown := set(options) - set(known):
         raise UsageError(
             f"{engine} does not take --engine {', '.join(sorted(unknown))}",
@@ -52,7 +55,7 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
 
 
 def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
-    """Raise UsageError if a task asks for more resources than Ray on this machine has."""
+    """Raise UsageError if a task asks, by `options`, for more of a resource than is `there` in Ray here."""
     wanted = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     for name, amount in {**wanted, **(options.get("resources") or {})}.items():
         if amount and amount > there.get(name, 0):
@@ -63,9 +66,9 @@ def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None
 
 
 def workers_with_room(workers: int, there: int) -> int:
-    """Return the number of processes that fit into `there` bytes of memory.
+    """Return the number of worker processes, at least 1, that fit into `there` bytes of memory.
 
-    UsageError if fewer than `workers`.
+    UsageError if `workers` of them do not fit.
     """
     if workers * _WORKER_BYTES > there:
         raise UsageError(
@@ -105,7 +108,7 @@ def require_short(path: str) -> None:
 
 
 def seconds(name: str, text: str) -> float:
-    """Parse the value of an option that is a number of seconds; UsageError for anything else."""
+    """Return the value of the option `name` as a number of seconds; UsageError if it is not a number."""
     try:
         return float(text)
     except ValueError as error:
@@ -113,8 +116,8 @@ def seconds(name: str, text: str) -> float:
 
 
 def place(name: str, text: str) -> str:
-    """Return the value of an option that is a directory, or the URL of an object store.
+    """Return the value of the option `name`: a directory, or the URL of an object store.
 
-    UsageError for others.
+    UsageError for other URLs.
     """
     return text if Url.parse(text) is not None else local_name(f"--engine {name}", text)

@@ -20,7 +20,10 @@ LIBRARY = "exporter"
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """Run works by threads at idle priority: see `ProcessEngine`."""
+    """Run works by threads at idle priority and yield their outcomes, in any order.
+
+    Lowers the priority of this process for good; a SIGTERM then ends it at once.
+    """
     signal.signal(signal.SIGTERM, lambda *_: _end(asked))  # the command is gone, or wants no more of it
     _give_way()
     return LocalEngine(asked.workers).run(works)
@@ -34,6 +37,9 @@ def _give_way() -> None:
 
 
 def _end(asked: Asked) -> None:
-    """End at once: a task may take an hour, and what it wrote has no name yet."""
+    """Remove the engine's files and kill this process and its group by SIGKILL.
+
+    At once, because a task may take an hour, and its output has no name yet.
+    """
     shutil.rmtree(asked.files, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

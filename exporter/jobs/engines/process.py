@@ -52,9 +52,9 @@ class Asked(Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The number of workers for this machine, each a process.
+        """The number of workers for this machine, each a process, at least 1.
 
-        UsageError if they do not fit into memory.
+        UsageError if the number that was asked for does not fit into memory.
         """
         room = workers_with_room(self.workers, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         return self.workers or min(len(os.sched_getaffinity(0)), room)
@@ -82,7 +82,11 @@ class ProcessEngine:
             )
 
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
-        """See `Engine`; EngineFailed if the process ends before all is done."""
+        """Run the works in the engine's process and yield their outcomes, in any order.
+
+        EngineFailed if the process ends before all is done. The process, its group and its files are removed
+        at the end, after up to 60 s.
+        """
         with TemporaryDirectory(prefix=f"{self.name}-") as files:
             talk = Path(files) / "talk"
             with _started(replace(self._asked, files=files), talk, works) as process:
@@ -97,9 +101,10 @@ class ProcessEngine:
 
 @contextmanager
 def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the engine's process, which a thread feeds works; its stderr goes to `talk`.
+    """Start the engine's process, which a thread feeds works; its stderr goes to the file `talk`.
 
-    At the end of the context, the process and its group are killed.
+    Yields the process. At the end of the block it gets a SIGTERM, after 60 s a SIGKILL; then its group is
+    killed.
     """
     command = [sys.executable, "-c", _MAIN, msgspec.json.encode(asked).decode()]
     environment = os.environ | {"TMPDIR": asked.files}  # libraries leave things behind
@@ -125,7 +130,10 @@ def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subpr
 
 
 def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
-    """Write works into the pipe, line by line, as long as the process reads them."""
+    """Write works into the pipe, line by line, as long as the process reads them; then an empty line.
+
+    If `works` raises, the pipe is closed, which cancels the job, and the error passes.
+    """
     try:
         for work in works:
             pipe.write(work + b"\n")  # JSON: no line breaks in it
@@ -166,7 +174,10 @@ def main() -> None:
 
 
 def _end_silent(asked: Asked, outcomes: IO[bytes]) -> None:
-    """Report that the engine did not start, and end: the main thread is stuck in the engine's library."""
+    """Write an EngineFailed as outcome, that the engine did not start, and kill this process.
+
+    The main thread is stuck in the engine's library.
+    """
     where = f"at {asked.address}" if asked.address else "here"
     error = EngineFailed(
         f"{asked.engine} did not begin {where} within {asked.silent_s:g} s",
@@ -179,7 +190,7 @@ def _end_silent(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _end(asked: Asked, outcomes: IO[bytes]) -> None:
-    """Kill this process, after the last outcome, and all processes that it started."""
+    """Write the end of outcomes, remove the engine's files, and kill this process and all that it started."""
     with suppress(BrokenPipeError):
         outcomes.write(_END)
         outcomes.flush()
@@ -189,7 +200,10 @@ def _end(asked: Asked, outcomes: IO[bytes]) -> None:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned workers, on Linux: Ray's start sessions of their own, and linger."""
+    """Make this process the parent of its orphaned descendants, on Linux; elsewhere do nothing.
+
+    Ray's processes start sessions of their own, and linger.
+    """
     import ctypes
 
     with suppress(AttributeError, OSError):  # Linux alone has it
@@ -197,7 +211,10 @@ def _adopt_orphans() -> None:
 
 
 def _kill_children() -> None:
-    """Kill the children of this process, and the processes orphaned by that, until none is left."""
+    """Kill the children of this process by SIGKILL, and the processes orphaned by that, until none is left.
+
+    At most ten generations; waits for each child to end.
+    """
     for _ in range(_GENERATIONS):
         children = [pid for pid, parent in _processes() if parent == os.getpid()]
         for pid in children:
@@ -211,7 +228,7 @@ def _kill_children() -> None:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Yield the number of every process and of its parent; nothing without /proc."""
+    """Yield (process id, parent's process id) of every process; nothing without /proc."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             after_name = path.read_text().rpartition(")")[2].split()
@@ -221,7 +238,7 @@ def _processes() -> Iterator[tuple[int, int]]:
 def _works(silent: threading.Timer) -> Iterator[bytes]:
     """Yield the lines of stdin up to an empty one, waiting for each.
 
-    The first call ends the timer `silent`. When stdin ends, this process gets a SIGTERM.
+    The first use ends the timer `silent`. When stdin ends, this process gets a SIGTERM.
     """
     # An engine asks for the first work when it has reached its cluster.
     lines: SimpleQueue[bytes] = SimpleQueue()

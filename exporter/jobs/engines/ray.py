@@ -22,7 +22,12 @@ _LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by the machine's address in th
 
 
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
-    """Run works on Ray: see `ProcessEngine`; UsageError for options that Ray does not accept."""
+    """Run works on Ray and yield their outcomes, in any order.
+
+    Without an address, Ray is started here, and ended at the end; environment variables of this process are
+    changed. UsageError for options that Ray does not accept, or that ask for more than there is; errors of
+    Ray pass.
+    """
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     own: dict[str, Any] = {}
     if not asked.address:  # Ray listens on all networks, and runs the code of any caller who has the token
