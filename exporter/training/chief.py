@@ -48,10 +48,11 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
     """Yield the directory to save into: `directory` for the chief, a temporary one for other processes.
 
     The temporary directory is inside `directory`. It is removed when the block ends; one that a killed worker
-    left is removed when the block begins. Use it around one save or around the whole training, and restore
-    from `directory` in all processes.
+    left is removed when the block begins, as are, by the chief, those of a former, larger cluster. Use it
+    around one save or around the whole training, and restore from `directory` in all processes.
 
     Raises:
+        UsageError: `directory` is not a path of this machine.
         RoleUnknown: as `is_chief`.
         TargetNotWritable, DiskFull, PublishError: the directory cannot be made.
     """
@@ -74,7 +75,10 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
 
 
 def is_multi_worker(strategy: Strategy | None) -> bool:
-    """True if several processes run the same strategy, each of them a part of the training."""
+    """True if several processes run the same strategy, each of them a part of the training; False for None.
+
+    Imports TensorFlow.
+    """
     import tensorflow as tf
 
     is_for_several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -82,7 +86,10 @@ def is_multi_worker(strategy: Strategy | None) -> bool:
 
 
 def _role(strategy: Strategy | None) -> roles.Role:
-    """The role in the strategy if there is one, else the role in the environment."""
+    """Return the role in the strategy if there is one, else the role in the environment.
+
+    A strategy of one process has the role `SINGLE`. RoleUnknown if the environment contradicts itself.
+    """
     if strategy is None:
         return roles.node_role()
     if not is_multi_worker(strategy):
@@ -92,7 +99,10 @@ def _role(strategy: Strategy | None) -> roles.Role:
 
 
 def _worker(role: roles.Role) -> str:
-    """A name that is unique to this worker: its number, preceded by its job if that is not `worker`."""
+    """Return a name that is unique to this worker: its number, preceded by its job if that is not `worker`.
+
+    The machine's name if it has no number.
+    """
     if role.index is None:  # AutoDist does not number its workers
         return re.sub(r"\W", "-", socket.gethostname())
     is_worker = role.type is roles.NodeType.WORKER
@@ -100,13 +110,16 @@ def _worker(role: roles.Role) -> str:
 
 
 def _jobs(strategy: Strategy) -> Mapping[str, frozenset[int]]:
-    """The tasks that run a MultiWorkerMirroredStrategy; none if it has no cluster."""
+    """Return the task numbers that run a MultiWorkerMirroredStrategy, by job; empty if it has no cluster."""
     spec = strategy.cluster_resolver.cluster_spec()
     return {job: frozenset(spec.task_indices(job)) for job in spec.jobs if job in roles.TRAINERS}
 
 
 def _remove_of_former_workers(shared: Path, strategy: Strategy | None) -> None:
-    """Remove the directories of workers of a former, larger cluster. Present workers remove their own."""
+    """Remove, below `shared`, the directories of workers of a former, larger cluster.
+
+    Present workers remove their own. Does nothing unless several processes run the strategy.
+    """
     if not is_multi_worker(strategy):
         return
     known = {str(index) for index in _jobs(strategy).get(roles.NodeType.WORKER, ())}

@@ -107,18 +107,21 @@ class ExportHook(SessionHook):
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> None:
-        """Record, before the session's first step, the checkpoints that exist."""
+        """Before the session's first step, have the checkpoints that exist ignored."""
         if self._is_chief and not self._has_begun:
             self._schedule.begin()
         self._has_begun = True
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Start to export a new checkpoint if its turn has come."""
+        """Start to export a new checkpoint if it is an `every_checkpoints`-th; this does not wait for it."""
         if self._is_chief:
             self._schedule.look()
 
     def end(self, session: Any) -> None:
-        """Export the last checkpoint and wait for it."""
+        """Export the newest checkpoint, unless its export was started already, and wait up to `wait_seconds`.
+
+        ExportFailed if that fails and `raise_on_failure` is set.
+        """
         if self._is_chief:
             self._schedule.end()
 
@@ -211,8 +214,11 @@ class ExportSchedule:
     def end(self) -> None:
         """Export the newest checkpoint unless its export was started already, and wait for it.
 
+        Waits up to `wait_seconds`, and then up to a minute for the export to stop.
+
         Raises:
-            ExportFailed: the export failed or took too long, and `raise_on_failure` is set.
+            ExportFailed: the export failed, took too long, or there is no checkpoint; and `raise_on_failure`
+                is set.
         """
         self.look()
         newest = self._sightings.newest
@@ -286,9 +292,9 @@ class Exports:
         return self._arguments.ckpt_dir
 
     def start(self, checkpoint: Path) -> None:
-        """Export a checkpoint as soon as no export runs; it replaces a checkpoint that is pending.
+        """Export a checkpoint, in a thread, as soon as no export runs.
 
-        This does not wait for it.
+        It replaces a checkpoint that is pending. This does not wait for it; failures are outcomes.
         """
         with self._changed:
             if self._waiting is not None:
@@ -299,9 +305,10 @@ class Exports:
                 self._thread.start()
 
     def finish(self, seconds: float) -> ExportOutcome | None:
-        """Wait for the exports and return the outcome of the last one, None if there was none.
+        """Wait up to `seconds` for the exports; return the outcome of the last one, None if there was none.
 
-        An export that is not done in time is stopped, a pending one is not started; both count as failures.
+        An export that is not done in time is stopped, which may take a minute more, and a pending one is not
+        started; both count as failures.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._thread is None, seconds):
@@ -323,7 +330,10 @@ class Exports:
         self.outcomes = (*before, *ended)
 
     def _stop(self) -> None:
-        """Stop the running export: by SIGTERM, on which the command cleans up, then by SIGKILL."""
+        """Stop the running export: by SIGTERM, on which the command cleans up, then by SIGKILL.
+
+        Waits up to 30 s after each.
+        """
         for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
             process = self._process  # read once: the export's thread sets it to None when the process ends
             if process is not None:
@@ -370,9 +380,10 @@ class Exports:
             return ExportOutcome(checkpoint, Exit.FAILURE, 0.0, {}, type(error).__name__, str(error))
 
     def _run(self, checkpoint: Path, out: IO[bytes], err: IO[bytes]) -> int:
-        """Run the command and return its exit code.
+        """Run the command for a checkpoint, wait for it, and return its exit code, negative for a signal.
 
-        Its output goes to files: a pipe would break if the trainer ends first.
+        Its output goes to the files `out` and `err`: a pipe would break if the trainer ends first. OSError if
+        it cannot be started.
         """
         arguments = (*self._arguments.at(checkpoint.absolute()), "--json")
         self._process = subprocess.Popen(
@@ -390,7 +401,7 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the trainer's environment without a cluster role, GPUs, and options of `export-model`.
+    """Return the trainer's environment without cluster role, GPUs, and options of `export-model`.
 
     The trainer occupies the GPUs' memory. The request has all options. Python finds the modules that the
     trainer finds.
@@ -486,7 +497,7 @@ class ExportArguments(Struct, frozen=True):
         )
 
     def at(self, checkpoint: Path) -> tuple[str, ...]:
-        """Return the arguments that export one checkpoint."""
+        """Return the arguments that export the checkpoint at this path."""
         # Without --model the graph is the one beside the checkpoint, which this process wrote itself: it may
         # read files anywhere.
         is_named = any(text.partition("=")[0] == "--model" for text in self.rest)
@@ -495,13 +506,16 @@ class ExportArguments(Struct, frozen=True):
 
 
 def _typed(what: Any) -> list[str]:
-    """Return the arguments as texts; none if they are not a list."""
+    """Return the arguments as texts; none if they are not a tuple or list.
+
+    Other elements than paths are left out.
+    """
     texts = what if isinstance(what, tuple | list) else ()
     return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]
 
 
 def _check_out(typed: Sequence[str]) -> None:
-    """Raise UsageError if `--out` is missing, or is neither a path nor a model's URL.
+    """Raise UsageError if `--out` is missing in the arguments, or is neither a path nor a model's URL.
 
     This is checked before the training, not at a checkpoint.
     """
@@ -552,9 +566,9 @@ class NewCheckpoints:
         return self._newest[0] if self._newest else None
 
     def new(self) -> Path | None:
-        """Return the newest checkpoint (prefix or archive) if it is new or rewritten since the last look.
+        """Return the newest checkpoint (prefix or archive) if it is new or rewritten since the last call.
 
-        None otherwise.
+        None otherwise, also if there is none. The first call returns one that exists.
         """
         looked = (identity_of(self._ckpt_dir), identity_of(self._ckpt_dir / CHECKPOINT_STATE_FILE))
         if looked == self._looked and not self._is_overwritten():

@@ -88,9 +88,10 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
         return Publisher(Store(self._ckpt_dir), collector, timer, self._clock, overlay)
 
     def after_create_session(self, session: Session, coord: Any = None) -> None:
-        """Chief: initialize the recording and find the state that the session continues.
+        """Chief: initialize the recording and find the state that the session continues, or restore it.
 
-        Others: wait for the chief.
+        Others: wait for the chief, up to ten minutes. UsageError if that takes longer, or their graphs
+        differ; the errors of `restore_increments`; PublishError if the chief cannot write its records.
         """
         # Tables record removed keys from here on: no change after the look of `begin_session` is missed.
         for table in self._tables:

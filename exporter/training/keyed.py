@@ -88,18 +88,19 @@ class KeyedChanges:
         self._given = union(self._given, self.access.rows_of(session, self._removed))
 
     def note(self, given: Array, removed: Array) -> None:
-        """Count rows as given, and keys as removed."""
+        """Count further rows as given, and further keys as removed."""
         self._given, self._removed = union(self._given, given), union(self._removed, removed)
 
     @property
     def knows_more(self) -> bool:
-        """True if a row was given, or a key removed."""
+        """True if a row was given, or a key removed, since the last durable increment."""
         return bool(len(self._given) or len(self._removed))
 
     def write(self, writer: Bundle, source: Source, entry: VariableTracking, wrote: Array) -> Document | None:
-        """Write removed keys, and the rows in use among `wrote` and the given ones.
+        """Write removed keys, and the rows in use among `wrote` and the given ones, into a bundle.
 
-        None if there are none of either. Returns the table's entry in the increment's manifest.
+        `wrote` are the rows that gradients wrote. Returns the table's entry in the increment's manifest;
+        None, and nothing is written, if there are neither rows nor keys.
         """
         ids = keys = union(wrote, self._given)
         if len(ids):
@@ -157,7 +158,10 @@ def table_access(table: TrainableTable) -> TableAccess:
 
 
 def layer_access(table: Any) -> TableAccess:
-    """Return access to the table of a layer (`exporter.tables.trainable_table`); its last row has no key."""
+    """Return access to the table of a layer (`exporter.tables.trainable_table`), which needs no session.
+
+    The table's last row, which has no key, is never found.
+    """
     import tensorflow as tf
 
     def tensor(numbers: Array) -> Any:

@@ -58,13 +58,18 @@ class Publisher(trainer_side.Publisher):
         self._overlay = overlay
 
     def values_of(self, full: FullCheckpoint) -> CatalogSource:
-        """Return a source of the values of a full checkpoint."""
+        """Return a source of the values of a full checkpoint.
+
+        CheckpointError or a subclass if it cannot be read.
+        """
         return CatalogSource(read_catalog(full.prefix))
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored; return False if there are none.
+        """Apply the increments after the full checkpoint `before`, which was restored.
 
-        UsageError if the session, which begins at `step`, has not restored it.
+        False if there are none. False, too, without an `overlay`. Afterwards the run continues at the last
+        increment. UsageError if the session, which begins at `step`, has not restored `before`; else the
+        errors of `overlay_of`.
         """
         if self._overlay is None:
             return False
@@ -105,9 +110,10 @@ class Publisher(trainer_side.Publisher):
 
 
 def writers_of(tracked: Iterable[VariableTracking]) -> dict[int, Write]:
-    """Add operations that write variables to the current default graph; return their functions.
+    """Add operations that write variables to the current default graph; return functions that run them.
 
-    These are by the id() of each part, and called with a session, row numbers within the part, and values.
+    They are by the id() of each part, and are called with a session, row numbers (int64) within the part, and
+    values; a scalar ignores the row numbers.
     """
     return {id(part): _writer(entry, part) for entry in tracked for part in entry.parts}
 
@@ -137,11 +143,12 @@ def _writer(entry: VariableTracking, part: VariablePart) -> Write:
 def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """Bring a session that has restored the newest full checkpoint of `ckpt_dir` to the newest increment.
 
-    Adds operations to the session's graph. Returns the step that was reached, or None without increments. A
-    session with `IncrementHook(incremental_save_restore=True)` does not need this.
+    Adds operations to the session's graph. Returns the step that was reached, or None without increments or
+    without a full checkpoint: then nothing is changed. A session with
+    `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
-        UsageError: the graph is finalized.
+        UsageError: the graph is finalized, a variable cannot be in increments, or `ckpt_dir` is not local.
         MissingTensors, ShapeMismatch: an increment does not fit the graph's variables.
         CorruptFile: an increment is damaged. In each of these cases no variable was changed.
     """
@@ -171,9 +178,10 @@ def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
 def overlay_of(
     tracked: Iterable[VariableTracking], writers: Mapping[int, Write], tables: Iterable[TableAccess] = ()
 ) -> Overlay:
-    """Return a function that writes increments into these variables and tables.
+    """Return a function that writes increments, in order, into these variables and tables of a session.
 
-    It raises MissingTensors, ShapeMismatch or CorruptFile before it has written anything.
+    `writers` are the functions of `writers_of`, by the id() of each part. The function raises MissingTensors,
+    ShapeMismatch or CorruptFile before it has written anything.
     """
     entries = {entry.name: entry for entry in tracked}
     by_name = {access.name: access for access in tables}
@@ -227,7 +235,7 @@ def _check_tables(stored: StoredIncrement, by_name: Mapping[str, VariableTrackin
 
 
 def _of_part(part: VariablePart, change: Change) -> tuple[Array, Array]:
-    """Return a change's rows in one part, numbered within it, and their values."""
+    """Return a change's rows in one part, numbered within it (int64), and their values, in the same order."""
     if isinstance(change, Rows):
         start, stop = np.searchsorted(change.ids, [part.offset, part.offset + part.rows])
         return change.ids[start:stop] - part.offset, change.values[start:stop]

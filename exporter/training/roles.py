@@ -92,7 +92,9 @@ class NodeTask(Struct, frozen=True):
         return Role(self.type, self.index, is_chief, self.source)
 
     def last_worker_evaluates(self) -> Role:
-        """Return the node's role if the last worker is the evaluator.
+        """Return the node's role if the last worker is the evaluator, number 0, instead.
+
+        The roles of other nodes do not change.
 
         Raises:
             RoleUnknown: no node would be left to train, or there is no worker.
@@ -138,9 +140,9 @@ def node_role(environ: Mapping[str, str] | None = None, *, last_worker_evaluates
 
 
 def _without_list(environ: Mapping[str, str]) -> Role:
-    """Return the role from launchers that do not list the cluster's nodes.
+    """Return the role from launchers that do not list the cluster's nodes; `SINGLE` without one.
 
-    AutoDist's chief appears to be alone.
+    AutoDist's chief appears to be alone. RoleUnknown if a rank is not a number.
     """
     if environ.get("AUTODIST_WORKER", "").strip():
         return Role(NodeType.WORKER, None, is_chief=False, source="AUTODIST_WORKER")
@@ -208,9 +210,9 @@ def _unclear(cause: str) -> RoleUnknown:
 
 
 def _indices(addresses: Any, job: str) -> frozenset[int]:
-    """Return the tasks of a job, which lists their addresses, or maps some of their indices to addresses.
+    """Return the task numbers of a job, which lists addresses, or maps some of its numbers to addresses.
 
-    A job that lists nothing has no tasks; RoleUnknown for anything else.
+    None, or an empty list, has no tasks; RoleUnknown for anything else. `job` is its name, for the error.
     """
     match addresses:
         case list():
@@ -239,7 +241,7 @@ def _in_hosts(environ: Mapping[str, str]) -> NodeTask:
 
 
 def _checked(task: NodeTask) -> NodeTask:
-    """Return the task if the cluster has it; RoleUnknown otherwise.
+    """Return the task if its cluster has it; RoleUnknown otherwise.
 
     Evaluators need not be listed, and a launcher may list nothing.
     """
@@ -258,7 +260,10 @@ def _type(text: str, where: str) -> NodeType:
 
 
 def _index(value: Any, where: str) -> int:
-    """Return a task's index, which some launchers write as text; RoleUnknown for anything else."""
+    """Return a task's index, which some launchers write as text.
+
+    RoleUnknown, which names `where`, otherwise.
+    """
     if type(value) is int and value >= 0:  # bool is an int to isinstance
         return value
     if isinstance(value, str) and _INDEX.fullmatch(value.strip()):

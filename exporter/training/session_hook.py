@@ -19,14 +19,17 @@ class SessionHook(trainer_side.SessionHook):
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """Make TensorFlow's class the base, then an instance."""
+        """Make TensorFlow's class the base of all hooks, then return a new instance.
+
+        Imports TensorFlow; TensorFlowNeeded if there is none, or an unsuitable one.
+        """
         with said_by_name():
             return super().__new__(cls)
 
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Convert `Refused` errors of the trainer's side to `UsageError`."""
+    """Raise UsageError for a `Refused` of the trainer's side in the block, with the same texts."""
     try:
         yield
     except trainer_side.Refused as error:
@@ -34,7 +37,10 @@ def named() -> Iterator[None]:
 
 
 def naming(*methods: str) -> Callable[[type], type]:
-    """Decorate a class so that its `methods` raise UsageError instead of the trainer side's `Refused`."""
+    """Return a decorator that makes these methods of a class raise UsageError instead of `Refused`.
+
+    The class itself is changed and returned.
+    """
 
     def decorate(kind: type) -> type:
         for name in methods:

@@ -41,7 +41,7 @@ class StopAfterHook(SessionHook):
         """Do nothing: a step that has begun is finished."""
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Ask the session to stop once the time has passed."""
+        """Ask the session to stop, and log it, once the time has passed."""
         if time.monotonic() >= self._deadline:
             log.info("stopping: the time is up")
             run_context.request_stop()

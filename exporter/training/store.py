@@ -31,7 +31,11 @@ class Bundle(BundleWriter):
     """A tensor bundle, written while values are added, without TensorFlow."""
 
     def add_rows(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
-        """Add a tensor given in pieces of whole rows."""
+        """Append a tensor, given in pieces of whole rows, to the shard.
+
+        `dtype` is TensorFlow's name of its type. ValueError if the pieces have another size than `shape`, or
+        the key was added before.
+        """
         self.add_chunks(key, DType.of(dtype), shape, pieces)
 
 
@@ -46,13 +50,13 @@ class Store(trainer_side.Store):
     bundle = Bundle
 
     def history(self) -> History:
-        """Read the increments and markers of the directory; see `read_history`."""
+        """Read the increments and markers of the directory; see `read_history` for its errors."""
         return read_history(self.ckpt_dir)
 
     def newest_full(self) -> FullCheckpoint | None:
         """Return the full checkpoint that a trainer would restore now.
 
-        None if there is none or it has no step.
+        None if there is none, it has no step, or it cannot be read.
         """
         try:
             prefix = candidates(self.ckpt_dir)[0]
@@ -72,7 +76,10 @@ class Store(trainer_side.Store):
 
     @staticmethod
     def sync(path: Path) -> None:
-        """Wait until a file's bytes, or a directory's entries, are on disk."""
+        """Wait until a file's bytes, or a directory's entries, are on disk, if the file system can do so.
+
+        TargetNotWritable, DiskFull or another PublishError if that fails.
+        """
         sync(path)
 
 
@@ -83,7 +90,11 @@ class CatalogSource(trainer_side.Source):
         self._catalog = catalog
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Array | None) -> Any:
-        """See `Source`. A checkpoint holds only the rows of a table by keys that are in use; others are 0."""
+        """Yield the values of rows of a part, or of all (None), as one piece.
+
+        A checkpoint holds only the rows of a table by keys that are in use: `rows` must be among them, and
+        with None the others are 0. CorruptFile if a checksum is wrong, CheckpointChanged if a shard is gone.
+        """
         if tracked.is_keyed:
             ref, used = self._part(tracked, VALUES), self._table(tracked, ROWS)
             if rows is not None:
@@ -105,7 +116,10 @@ class CatalogSource(trainer_side.Source):
             yield read_array(self._catalog, ref)[box]
 
     def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
-        """Return the rows among `ids` of a table that are in use, and their keys, which are distinct."""
+        """Return the rows among `ids` of a table that are in use, in their order, and the key of each.
+
+        Keys are distinct, and both int64. CorruptFile if the table is damaged.
+        """
         rows = self._table(tracked, ROWS)
         found = ids[among(ids, rows)]
         return found, self._table(tracked, KEYS)[np.searchsorted(rows, found)]
@@ -114,6 +128,9 @@ class CatalogSource(trainer_side.Source):
         return read_array(self._catalog, self._part(entry, part))
 
     def _part(self, entry: VariableTracking, part: str) -> TensorRef:
-        """Return a tensor of a table; Keras' checkpoints name it by the path to the table's object."""
+        """Return a tensor of a table, whose name ends with `part`, `-keys` for example.
+
+        Keras' checkpoints name it by the path to the table's object. KeyError if there is none.
+        """
         keys = embedding_variables(self._catalog)[entry.name].parts[0].keys.name
         return self._catalog.tensors[keys.removesuffix(KEYS) + part]

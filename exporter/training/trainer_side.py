@@ -139,7 +139,7 @@ class NotPublished(Exception):
 
 
 def v1() -> Any:
-    """TensorFlow 1's names, in any TensorFlow."""
+    """Return TensorFlow 1's names, in any TensorFlow, which is imported."""
     import tensorflow as tf
 
     return getattr(getattr(tf, "compat", None), "v1", tf)
@@ -213,7 +213,7 @@ def variable_use(variable: Variable) -> VariableUse:
 
 
 def is_resource(variable: Variable) -> bool:
-    """False for a reference variable."""
+    """True for a resource variable; False for a reference variable."""
     return str(variable.op.type) == "VarHandleOp"
 
 
@@ -235,7 +235,10 @@ def _takes_reference(op: Operation, index: int) -> bool:
 
 
 def _consumers(variable: Variable) -> Iterator[Tuple[Operation, bool]]:
-    """Yield every operation that takes the variable, and whether it could write to it, each once."""
+    """Yield each operation that uses the variable, once, and whether it could write to it.
+
+    Operations that only pass the variable on are left out; their consumers are followed.
+    """
     frontier = [variable.handle if is_resource(variable) else variable.op.outputs[0]]
     seen: "set[Operation]" = set()
     while frontier:
@@ -260,7 +263,10 @@ def _refers_to_same(output: Tensor, reference: Tensor) -> bool:
 
 
 def _only_read_by_functions(op: Operation, positions: List[int]) -> bool:
-    """True if `op` calls functions (it is a call, condition or loop) that only read these inputs."""
+    """True if `op` is a call, condition or loop whose functions only read its inputs at `positions`.
+
+    False if it calls none.
+    """
     names = _called(op.node_def.attr.values())
     return bool(names) and all(
         _only_reads(op.graph, name, [position - len(op.inputs) for position in positions]) for name in names
@@ -268,9 +274,10 @@ def _only_read_by_functions(op: Operation, positions: List[int]) -> bool:
 
 
 def _only_reads(graph: Any, name: str, positions: List[int]) -> bool:
-    """True if a function only reads its arguments at `positions`.
+    """True if the function `name` of a graph only reads its arguments at `positions`.
 
-    These count from the end, because a condition has an input before those that it passes to its functions.
+    False if it is not known. These count from the end, so are negative, because a condition has an input
+    before those that it passes to its functions.
     """
     function = graph._get_function(name)
     if function is None:
@@ -311,7 +318,7 @@ def _row_write(op: Operation) -> Optional[RowWrite]:
 
 
 def _readers(op: Operation) -> Iterator[Operation]:
-    """Yield the operations that use a value that was read whole."""
+    """Yield the operations that use the value, if `op` reads a variable whole; otherwise nothing."""
     if op.type in ("Identity", "ReadVariableOp"):
         for output in op.outputs:
             for reader in output.consumers():
@@ -356,12 +363,12 @@ class VariablePart(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of the part's rows; a scalar has one."""
+        """The number of the part's rows; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def offset(self) -> int:
-        """The number of the part's first row in the whole variable."""
+        """The number of the part's first row in the whole variable; 0 for a scalar."""
         return self.starts[0] if self.starts else 0
 
 
@@ -390,10 +397,10 @@ class VariableTracking(NamedTuple):
 def plan_tracking(
     variables: Iterable[Variable], tables: Optional[Dict[str, Variable]] = None
 ) -> Tuple[VariableTracking, ...]:
-    """Plan how to find the changes of these variables of one graph.
+    """Return how to find the changes of these variables of one graph, sorted by their names in checkpoints.
 
-    Return them sorted by their names in checkpoints. `tables` has the variable of the rows of each table by
-    keys, by the table's name.
+    `tables` has the variable of the rows of each table by keys, by the table's name. Variables of kinds that
+    are not TensorFlow's own are left out, with a warning in the log.
 
     Raises:
         Refused: a variable has no fixed shape, or holds strings.
@@ -447,7 +454,10 @@ def _tracked(name: str, uses: List[VariableUse], tables: "set[Tuple[int, ...]]")
 
 
 def _keyed(name: str, use: VariableUse) -> VariableTracking:
-    """A table by keys is never `FIXED`: even if no gradient writes its rows, keys come and go."""
+    """Describe how to find the changes of the rows of the table `name`: never as `FIXED`.
+
+    Even if no gradient writes its rows, keys come and go.
+    """
     found = _tracked(name, [use], {_shape(use.variable)})
     mode = TrackingMode.TOUCHED if found.mode is TrackingMode.FIXED else found.mode
     return found._replace(mode=mode, is_keyed=True)
@@ -508,7 +518,10 @@ class Recording(NamedTuple):
 
 
 def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Recording:
-    """Add the recording of rows and steps to the current default graph, in the same way in every worker."""
+    """Add the recording of rows and steps to the current default graph, and return its nodes.
+
+    It is the same in every worker. Operations that wait for a write of rows wait for its mark, too.
+    """
     tf, tracked = v1(), tuple(tracked)
     marks: Dict[str, Operation] = {}
     groups = tuple(_group(parts, marks) for parts in _parts_by_operation(tracked))
@@ -523,7 +536,10 @@ def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Record
 
 
 def _parts_by_operation(tracked: Iterable[VariableTracking]) -> List[Tuple[VariablePart, ...]]:
-    """Return the parts whose touched rows are recorded, grouped by the operations that write them."""
+    """Return the parts whose touched rows are recorded, grouped by the operations that write them.
+
+    Parts are in one group if an operation writes both, or others connect them.
+    """
     parts = [part for entry in tracked if entry.mode is TrackingMode.TOUCHED for part in entry.parts]
     leader = {id(part): id(part) for part in parts}
 
@@ -552,7 +568,11 @@ def _group(parts: Tuple[VariablePart, ...], marks: Dict[str, Operation]) -> RowG
 
 
 def _mark(touched: Variable, write: RowWrite, marks: Dict[str, Operation]) -> None:
-    """Add operations that flag the rows of `write` after it."""
+    """Add operations that flag, in `touched`, the rows of `write` after it.
+
+    The flagging one is added to `marks`, under the name of the write's operation. All consumers of the write
+    wait for it from then on; without consumers the rows are flagged before, too.
+    """
     tf = v1()
     consumers = _consumers_of(write.op)
     with near(touched, SCOPE + "/mark/"):
@@ -608,7 +628,7 @@ def counts_every_step(global_step: Variable) -> bool:
 
 @contextlib.contextmanager
 def near(variable: Variable, scope: str) -> Iterator[None]:
-    """Place new nodes on the device of `variable`, without control inputs, and name them in `scope`."""
+    """Place new nodes of the block on the device of `variable`, without control inputs, named in `scope`."""
     place = variable.handle.op if is_resource(variable) else variable.op
     with v1().control_dependencies(None), place.graph.colocate_with(place, ignore_existing=True):
         with v1().name_scope(scope):
@@ -616,7 +636,10 @@ def near(variable: Variable, scope: str) -> Iterator[None]:
 
 
 def _beside(variable: Variable, name: str, shape: List[int], dtype: Any, initial: int = 0) -> Variable:
-    """Make a variable on the same device as `variable`, in no collection, filled with `initial`."""
+    """Return a new variable on the same device as `variable`, in no collection, with initial value `initial`.
+
+    It is not initialized.
+    """
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     tf = v1()
@@ -637,17 +660,20 @@ class Source:
     """A place from which the values of variables are read."""
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
-        """Yield rows of one part, numbered within it, in pieces; None means all, in order.
+        """Yield the values of rows of one part in pieces of whole rows; `rows` None means all, in order.
 
-        A scalar is one piece.
+        Row numbers, int64, count within the part. A scalar is one piece.
         """
         raise NotImplementedError
 
     def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
-        """Read small variables ahead, in one call: ascending rows, which are read once, or all (None)."""
+        """Read small variables ahead, in one call; this class does nothing.
+
+        `wanted` has variables, each with ascending rows, which will be read once, or None for all.
+        """
 
     def rows(self, tracked: VariableTracking, ids: Array) -> Iterator[Array]:
-        """Yield rows `ids` of a variable, in pieces, in the parts' order.
+        """Yield the values of rows `ids` of a variable, in pieces, in the parts' order.
 
         `ids` ascend and count through the whole variable, which has parts of whole rows.
         """
@@ -657,7 +683,7 @@ class Source:
                 yield from self.read(tracked, part, wanted)
 
     def all_rows(self, tracked: VariableTracking) -> Iterator[Tuple[int, Array]]:
-        """Yield all rows of a variable in pieces, each after the number of its first row.
+        """Yield (number of the first row, values) for pieces of all rows of a variable.
 
         The variable has parts of whole rows; the pieces are in the parts' order.
         """
@@ -668,7 +694,7 @@ class Source:
                 start += len(values)
 
     def wholes(self, tracked: Iterable[VariableTracking]) -> Iterator[Tuple[VariableTracking, Array]]:
-        """Yield variables as a whole, one after the other."""
+        """Yield each variable with its whole value, one after the other."""
         for entry in tracked:
             yield entry, joined(entry, [self._whole(entry, part) for part in entry.parts])
 
@@ -687,7 +713,7 @@ class PartReader(NamedTuple):
 
 
 def reader_of(part: VariablePart) -> PartReader:
-    """Add the operations that read a variable to the current default graph."""
+    """Add the operations that read a variable to the current default graph, and return them."""
     tf = v1()
     with near(part.variable, f"{SCOPE}/access/"):
         ids = tf.placeholder(tf.int64, [None])
@@ -724,7 +750,10 @@ class SessionSource(Source):
         self._ahead.update({part: values for (number, part), values in found.items() if number in fitting})
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
-        """See `Source`."""
+        """Yield the values of rows of one part, or of all (None), by one call of the session for each piece.
+
+        Values that `prepare` has read are returned once without a call.
+        """
         reader, ahead = self._readers[id(part)], self._ahead.pop(id(part), None)
         if ahead is not None or not part.shape:
             yield self._session.run(reader.whole) if ahead is None else ahead
@@ -741,13 +770,16 @@ class CheckpointSource(Source):
         self._prefix = prefix
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
-        """See `Source`."""
+        """Yield the values of rows of one part, or of all (None), as one piece.
+
+        TensorFlow's OpError if it is lost.
+        """
         value = restored(self._prefix, tracked.name, part.spec, tracked.dtype)
         yield value if rows is None else value[rows]
 
 
 def pieces(rows: Array, tracked: VariableTracking) -> Iterator[Array]:
-    """Yield numbers of rows, in pieces whose values fit into one call of a session."""
+    """Yield the row numbers in pieces whose values have at most `CHUNK_BYTES`, or of one row."""
     step = max(1, CHUNK_BYTES // max(1, _row_bytes(tracked)))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
@@ -758,13 +790,13 @@ def _row_bytes(tracked: VariableTracking) -> int:
 
 
 def inside(part: VariablePart, ids: Array) -> Array:
-    """Return the rows, of ascending rows of the whole variable, that are in a part."""
+    """Return those of `ids`, ascending rows of the whole variable, that are in a part."""
     start, stop = np.searchsorted(ids, [part.offset, part.offset + part.rows])
     return ids[start:stop]
 
 
 def joined(entry: VariableTracking, parts: List[Array]) -> Array:
-    """Return a variable, given the values of its parts."""
+    """Return a variable's whole value, given the values of its parts in their order."""
     if len(parts) == 1:
         return np.asarray(parts[0])
     whole = np.empty(entry.shape, entry.numpy)
@@ -777,13 +809,16 @@ def joined(entry: VariableTracking, parts: List[Array]) -> Array:
 
 
 def _bundle_session() -> Session:
-    """Make a session with a graph of its own, without the GPUs that the trainer uses."""
+    """Return a new session with a graph of its own, without the GPUs that the trainer uses."""
     tf = v1()
     return tf.Session(graph=tf.Graph(), config=tf.ConfigProto(device_count={"GPU": 0}))
 
 
 def restored(prefix: Path, name: str, spec: str, dtype: str) -> Array:
-    """Read the value of a tensor, or of the slice `spec` of it, from a checkpoint."""
+    """Return the value of the tensor `name`, or of its slice `spec`, from a checkpoint; "" means all of it.
+
+    `dtype` is TensorFlow's name of its type. TensorFlow's OpError if it cannot be read.
+    """
     from tensorflow.python.ops import gen_io_ops
 
     with _bundle_session() as session, session.graph.as_default(), v1().device("/cpu:0"):
@@ -806,11 +841,14 @@ class Bundle:
             self._write()
 
     def add(self, key: str, value: Array) -> None:
-        """Add a tensor."""
+        """Keep a tensor in memory, to be written when the block ends."""
         self._tensors.append((key, value))
 
     def add_rows(self, key: str, dtype: str, shape: List[int], pieces: Iterable[Array]) -> None:
-        """Add a tensor of TensorFlow's `dtype`, given in pieces of whole rows."""
+        """Keep a tensor, given in at least one piece of whole rows, to be written when the block ends.
+
+        `dtype` is TensorFlow's name of its type, for other writers.
+        """
         found = list(pieces)
         self.add(key, found[0] if len(found) == 1 else np.concatenate(found).reshape(shape))
 
@@ -869,7 +907,7 @@ class Collector:
         self._digests.clear()
 
     def remember(self, session: Session) -> None:
-        """Compare with the present values from now on: nothing has changed yet.
+        """Compare with the present values from now on: nothing has changed yet. Reads all compared variables.
 
         Only for a process that alone writes the variables; others may have written some of them already.
         """
@@ -887,7 +925,10 @@ class Collector:
             table.collect(session)
 
     def touch(self, name: str, ids: Array) -> None:
-        """Count ascending rows of a variable as touched, if its changes are found by touched rows."""
+        """Count ascending rows `ids` of the variable `name` as touched.
+
+        Does nothing if its changes are not found by touched rows.
+        """
         for entry in self._by(TrackingMode.TOUCHED):
             for part in entry.parts if entry.name == name else ():
                 for index in self._groups_of(part):
@@ -895,14 +936,15 @@ class Collector:
 
     @property
     def knows_more(self) -> bool:
-        """True if rows were touched, or a digest recorded, since `forget`: there may be changes to write."""
+        """True if there may be changes to write: rows or keys are pending, or a digest was recorded."""
         is_touched = any(len(rows) for rows in self._pending.values())
         return bool(self._digests) or is_touched or any(table.knows_more for table in self.tables.values())
 
     def write(self, writer: Any, source: Source) -> Document:
         """Write the changes into a bundle; return their entries for the increment's manifest, by kind.
 
-        Call `commit` once they are durable, `abandon` if they are lost.
+        The kinds are "variables", sorted by name, and "tables"; each may be empty. Call `commit` once they
+        are durable, `abandon` if they are lost.
         """
         found: List[Optional[Document]] = []
         touched = [(entry, self._touched(entry)) for entry in self._by(TrackingMode.TOUCHED)]
@@ -926,13 +968,16 @@ class Collector:
         return {"variables": changed, "tables": [document for document in tables if document is not None]}
 
     def commit(self) -> None:
-        """Record that the changes that `write` wrote are durable; pending rows are cleared."""
+        """Record that the changes that `write` wrote are durable; pending rows and keys are cleared."""
         self._take_none()
         self._digests.update(self._new_digests)
         self._new_digests.clear()
 
     def abandon(self) -> None:
-        """Record that the changes that `write` wrote are lost, so that they are written again."""
+        """Record that the changes that `write` wrote are lost, so that they are written again.
+
+        Pending rows stay; all of every compared variable counts as changed.
+        """
         self._written.clear()
         self._new_digests.clear()
 
@@ -954,7 +999,10 @@ class Collector:
                 yield index
 
     def _moved(self, source: Source, entry: VariableTracking) -> Tuple[Array, Array]:
-        """Return the rows that differ from those written last, and the present values of all rows."""
+        """Return the rows that differ from those written last, ascending, and the present values of all rows.
+
+        From now on these values count as written. Without any written before, all rows differ.
+        """
         is_new = entry.name not in self._written
         if is_new:
             self._written[entry.name] = np.empty(entry.shape, entry.numpy)
@@ -988,17 +1036,17 @@ def _write_rows(
 
 
 def _changed(entry: VariableTracking, kind: str, rows: int) -> Document:
-    """The entry of a variable in an increment's manifest."""
+    """Return the entry of a variable in an increment's manifest; `kind` is "table" or "dense"."""
     return {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "kind": kind, "rows": rows}
 
 
 def union(one: Array, other: Array) -> Array:
-    """Return the integers that are in either array, ascending."""
+    """Return the integers that are in either array, ascending, each once, as int64."""
     return np.union1d(one, other).astype(np.int64)
 
 
 def _differing_rows(old: Array, new: Array) -> Array:
-    """Return the numbers of the rows whose bytes differ in two arrays of one shape."""
+    """Return the numbers, ascending, of the rows whose bytes differ in two arrays of one shape."""
     if not old.size:
         return NONE
     one, other = (np.ascontiguousarray(each).view(np.uint8).reshape(len(old), -1) for each in (old, new))
@@ -1027,11 +1075,14 @@ class FullCheckpoint(NamedTuple):
 
     @property
     def key(self) -> StateId:
-        """The checkpoint's identity: a trainer that was set back writes another one with the same name."""
+        """The checkpoint's identity: (step, digest).
+
+        A trainer that was set back writes another checkpoint of the same name.
+        """
         return self.step, self.digest
 
     def document(self) -> Document:
-        """Return the checkpoint's entry in increments and markers."""
+        """Return the checkpoint's entry in the documents of increments and markers."""
         return {"name": self.prefix.name, "step": self.step, "index_sha256": self.digest}
 
 
@@ -1051,13 +1102,13 @@ class History:
         return max([int(each["generation"]) for each in self._increments] or [0])
 
     def is_marked(self, full: FullCheckpoint) -> bool:
-        """True if there is a marker for a full checkpoint."""
+        """True if there is a marker for a full checkpoint, the same step and digest."""
         return any(_key(marker["checkpoint"]) == full.key for marker in self._markers)
 
     def end_at(self, full: FullCheckpoint) -> Optional[Document]:
-        """Return the last increment of a run if a full checkpoint equals it.
+        """Return the manifest of the last increment of a run if a full checkpoint equals its end.
 
-        None if the checkpoint equals no such end.
+        None if the checkpoint equals no such end, or increments follow it.
         """
         names: "set[StateId]" = {full.key}
         equal = [{_key(m["checkpoint"]), m["after"]} for m in self._markers if m["is_equal"] and m["after"]]
@@ -1086,9 +1137,9 @@ class Store:
         self._state = os.path.join(str(ckpt_dir), "checkpoint")
 
     def records(self) -> History:
-        """Read the directory's manifests and markers.
+        """Read the directory's manifests and markers; without a directory there are none.
 
-        Files that are pruned meanwhile, or damaged, are left out.
+        Files that are pruned meanwhile, or damaged, are left out, the latter with a warning in the log.
         """
         names = _listed(self.path)
         manifests = [f"{name}/manifest.json" for name in names if _NAME.fullmatch(name)]
@@ -1109,7 +1160,9 @@ class Store:
     def publish(self, draft: Document, fill: Callable[[Any], Document]) -> Optional[Path]:
         """Publish the increment that `fill` writes; return its directory, or None if nothing changed.
 
-        `draft` and the result of `fill` are the fields of its manifest.
+        `fill` is called with a bundle's writer. `draft` and its result are the fields of the manifest.
+        Left-overs of killed trainers are removed. Raises `failure` if it cannot be written; other errors of
+        `fill` pass.
         """
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -1137,19 +1190,25 @@ class Store:
             shutil.rmtree(str(staging), ignore_errors=True)
 
     def note(self, marker: Document) -> None:
-        """Write a checkpoint's marker; it replaces an older one of the same name."""
+        """Write a checkpoint's marker, which replaces one of the same name.
+
+        Raises `failure` if that fails.
+        """
         name = f"{marker['checkpoint']['name']}.json"
         self._place(name, _text({"format_version": 1, "kind": "milestone", **marker}))
 
     def claim(self, session: str) -> None:
-        """Record that a session has begun to write here, so that an older one stops."""
+        """Record that a session, by its id, has begun to write here, so that an older one stops.
+
+        Raises `failure` if that fails.
+        """
         self._place(_SESSION, f"{session}\n")
 
     def require_claim(self, session: str) -> None:
-        """Check that no other session has begun to write here since.
+        """Check that no session but `session` has begun to write here since it claimed the directory.
 
         Raises:
-            Refused: another one has.
+            Refused: another one has. An unreadable record passes.
         """
         try:
             with (self.path / _SESSION).open(encoding="ascii") as file:
@@ -1164,7 +1223,10 @@ class Store:
             )
 
     def prune(self) -> None:
-        """Remove increments that no full checkpoint needs, markers of lost checkpoints, and left-overs."""
+        """Remove increments that no full checkpoint needs, markers of lost checkpoints, and left-overs.
+
+        OSError if an increment cannot be renamed before its removal.
+        """
         prefixes = self._prefixes()
         oldest = min([step for step in map(step_in_name, prefixes) if step is not None] or [0])
         for name in _listed(self.path):
@@ -1180,7 +1242,8 @@ class Store:
     def newest_full(self) -> Optional[FullCheckpoint]:
         """Return the full checkpoint that a trainer would restore now.
 
-        None if there is none or it has no step.
+        It is the one that the state file names, or else the one of the highest step. None if there is none,
+        it has no step, or it cannot be read yet.
         """
         prefixes = self._prefixes()
         named = self._named_by_state()
@@ -1200,7 +1263,10 @@ class Store:
 
     @staticmethod
     def _step(prefix: Path) -> Optional[int]:
-        """Return the global step in a checkpoint, else the one in its name; None without either."""
+        """Return the global step in a checkpoint, else the one in its name; None without either.
+
+        TensorFlow's errors pass if it cannot be read.
+        """
         reader = v1().train.NewCheckpointReader(str(prefix))
         if reader.get_variable_to_shape_map().get("global_step") == []:
             return int(reader.get_tensor("global_step"))
@@ -1217,19 +1283,22 @@ class Store:
         return Path(found.group(1)).name if found else ""
 
     def index_signatures(self) -> "set[Any]":
-        """Return the signatures of the full checkpoints; a checkpoint that is rewritten gets another one."""
+        """Return (name, identity of the index) of each full checkpoint.
+
+        One that is rewritten gets another identity.
+        """
         return {self.index_signature(self.ckpt_dir / prefix) for prefix in self._prefixes()} - {None}
 
     @staticmethod
     def index_signature(prefix: Path) -> Optional[Tuple[str, Any]]:
-        """Return the signature of one full checkpoint; None if it is gone."""
+        """Return (name, identity of the index) of one full checkpoint; None if it is gone."""
         found = _signature(str(prefix) + ".index")
         return None if found is None else (prefix.name, found)
 
     def state_signature(self) -> Any:
         """Return a value that changes whenever a saver has finished a full checkpoint.
 
-        It costs one system call.
+        None without a state file. It costs one system call.
         """
         return _signature(self._state)
 
@@ -1242,14 +1311,20 @@ class Store:
             self.sync(self.path)
 
     def _make_directory(self) -> None:
-        """Create the store's directory, with its parents; their names are on disk when this returns."""
+        """Create the store's directory, with its parents; their names are on disk when this returns.
+
+        OSErrors pass.
+        """
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for path in missing:
             self.sync(path.parent)
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a new file; its bytes and its name are on disk when this returns."""
+        """Write a new file; its bytes and its name are on disk when this returns.
+
+        OSError if that fails, FileExistsError if it exists.
+        """
         with path.open("x", encoding="ascii") as file:
             file.write(text)
             file.flush()
@@ -1257,13 +1332,13 @@ class Store:
         self.sync(path.parent)
 
     def _sweep(self) -> None:
-        """Remove the left-overs of killed trainers: one session writes here at a time."""
+        """Remove what killed trainers left unfinished: only one session writes here at a time."""
         for name in _listed(self.path):
             if name.startswith((_STAGING, _TRASH)):
                 shutil.rmtree(str(self.path / name), ignore_errors=True)
 
     def bundle(self, prefix: Path) -> Any:
-        """Return a writer of a tensor bundle."""
+        """Return a writer of a tensor bundle at `prefix`, a context manager."""
         return Bundle(prefix)
 
     @contextlib.contextmanager
@@ -1276,7 +1351,10 @@ class Store:
 
     @staticmethod
     def sync(path: Path) -> None:
-        """Wait until a file's bytes, or a directory's entries, are on disk, if the file system can do so."""
+        """Wait until a file's bytes, or a directory's entries, are on disk, if the file system can do so.
+
+        OSError if a file cannot be synced, or nothing has this path.
+        """
         descriptor = os.open(str(path), os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -1343,16 +1421,22 @@ class EventClock:
         self._warned = ""
 
     def begin(self, step: int) -> None:
-        """Begin a session at a step that it did not train itself, whose time is therefore unknown."""
+        """Begin a session at a step that it did not train itself.
+
+        The time of that step is therefore unknown.
+        """
         self._step, self._stepped_at = step, None
 
     def notice(self, step: int) -> None:
-        """Record that the training is at a step now."""
+        """Record that the training is at `step`; a new one gets the present time."""
         if step != self._step:
             self._step, self._stepped_at = step, self._now()
 
     def read(self, session: Session) -> Optional[datetime]:
-        """Return the present event time; None if it is unknown or invalid, which is logged."""
+        """Return the present event time, in UTC; None if it is unknown or invalid.
+
+        Errors, also those of the user's source, are logged once for each text, and never raised.
+        """
         try:
             if self._source is None:
                 return _as_time(self._stepped_at)
@@ -1378,7 +1462,10 @@ def _event(source: Any, session: Session) -> Any:
 
 
 def _as_time(value: Any) -> Optional[datetime]:
-    """Convert a value to a time, None and 0 to None; ValueError if it has no zone, or is out of range."""
+    """Convert a value to a time in UTC; None, 0 and negative numbers to None.
+
+    ValueError if a `datetime` has no zone, or a number is out of range.
+    """
     if value is None:
         return None
     if isinstance(value, datetime):
@@ -1411,7 +1498,7 @@ class RunTip(NamedTuple):
 
     @classmethod
     def of(cls, run: str, generation: int, parent: Union[str, FullCheckpoint], step: int) -> "RunTip":
-        """Make the tip of a new session, which begins at `parent`.
+        """Return the tip of a new session, with an id of its own, which begins at `parent` with its `step`.
 
         `generation` is the highest one before it.
         """
@@ -1419,11 +1506,17 @@ class RunTip(NamedTuple):
 
     @property
     def last_increment(self) -> Optional[str]:
-        """The increment that was written or restored last; None if the parent is a full checkpoint."""
+        """The id of the increment that was written or restored last.
+
+        None if the parent is a full checkpoint.
+        """
         return self.parent if isinstance(self.parent, str) else None
 
     def draft(self, to_step: int, event_time: Optional[datetime]) -> Document:
-        """Return the manifest of the next increment, without its changes."""
+        """Return the manifest of the next increment, which ends at `to_step`, without its changes.
+
+        It ends at least one step after its parent. Without `event_time` it has none.
+        """
         parent = self.parent
         found: Document = {
             "id": secrets.token_hex(16),
@@ -1437,7 +1530,10 @@ class RunTip(NamedTuple):
         return _timed(found, event_time)
 
     def marker(self, full: FullCheckpoint, is_equal: bool, event_time: Optional[datetime] = None) -> Document:
-        """Return the marker of a full checkpoint that is written now."""
+        """Return the document of a marker for a full checkpoint that is written now.
+
+        `is_equal` says that it equals the last increment bit for bit. Without `event_time` it has none.
+        """
         found = {
             "checkpoint": full.document(),
             "run": self.run,
@@ -1478,7 +1574,8 @@ class Publisher:
     def begin_session(self, session: Session, step: int) -> bool:
         """Find the state that a restored session continues, and restore increments if that is asked for.
 
-        `step` is the session's global step. Returns True if increments were restored.
+        `step` is the session's global step. Changes are counted from here on. Returns True if increments were
+        restored. Raises `Refused` and the errors of `Store`.
         """
         # The session restored the full checkpoint that was the newest before it began. Its own saver may have
         # written another one already, which holds the same values and later changes of other workers.
@@ -1498,7 +1595,7 @@ class Publisher:
         return is_restored
 
     def is_due(self, step: int) -> bool:
-        """True if an increment should be written at `step`."""
+        """True if an increment should be written at the global step `step`, by the timer."""
         return bool(self._timer.should_trigger_for_step(step))
 
     @property
@@ -1545,10 +1642,12 @@ class Publisher:
     def save(self, session: Session, step: int) -> None:
         """Publish an increment up to `step`; if it has no step of its own yet, leave it due.
 
+        Nothing is published while no state to continue from is known.
+
         Raises:
             Refused: there is no full checkpoint to build on, or another training writes here, too.
-            NotPublished: publishing failed for the third time in a row. After an earlier failure the rows are
-                kept for the next increment.
+            NotPublished: publishing failed for the third time in a row. An earlier failure is logged, and the
+                rows are kept for the next increment.
         """
         tip = self._tip
         if tip is None:
@@ -1575,6 +1674,10 @@ class Publisher:
         """Publish the last increment, from a full checkpoint of this step if there is one, else the session.
 
         It may be called again, if a full checkpoint was saved meanwhile.
+
+        Raises:
+            Refused: as `save`.
+            NotPublished: it could not be written.
         """
         tip = self._tip
         if tip is None:
@@ -1592,7 +1695,10 @@ class Publisher:
             self._note(full, self._tip, is_equal=True)
 
     def values_of(self, full: FullCheckpoint) -> Optional[Source]:
-        """Return a source of the values of a full checkpoint; None if a saver leaves some variables out."""
+        """Return a source of the values of a full checkpoint.
+
+        None, logged, if a saver leaves some variables out.
+        """
         there = v1().train.NewCheckpointReader(str(full.prefix)).get_variable_to_shape_map()
         changing = [e.name for e in self._collector.tracked if e.mode is not TrackingMode.FIXED]
         missing = [name for name in changing if name not in there]
@@ -1616,16 +1722,17 @@ class Publisher:
         self._store.prune()
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments to the full checkpoint that was restored.
+        """Apply the increments after the full checkpoint that was restored; return True if there were any.
 
-        The result is False: this class does not restore any.
+        This class restores none: it does nothing, and returns False.
         """
         return False
 
     def _begin_at(self, full: FullCheckpoint) -> None:
         """Begin a session with the state of a full checkpoint, plus rows that are flagged.
 
-        The run continues if the checkpoint equals the end of its chain; otherwise a new run begins.
+        The run continues if the checkpoint equals the end of its chain; otherwise a new run begins. Writes
+        the session's claim, and the checkpoint's marker if it has none.
         """
         history = self._store.records()
         last = history.end_at(full)
@@ -1678,7 +1785,7 @@ class Publisher:
 
 
 def new_id() -> str:
-    """Return a random, unique id."""
+    """Return a random id: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
@@ -1689,11 +1796,11 @@ _REPLICA = "AutoDist-Replica-0/"
 
 
 def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
-    """Return an `AutoDist`'s transformed graph, and its variables under their names in checkpoints.
+    """Return an `AutoDist`'s transformed graph item, and its variables under their names in checkpoints.
 
     AutoDist transforms the graph when it makes a session, and operations cannot be added to a graph in use:
     so it is transformed here, as its session would do. The graph has no collections; its saver's SaveV2 shows
-    the variables in its checkpoints, and to which partitioned variable each part belongs.
+    the variables in its checkpoints, and to which partitioned variable each part belongs, which is set here.
 
     Raises:
         Refused: a session was made already, or no saver before.
@@ -1724,7 +1831,10 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
 
 
 def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
-    """Set a variable's name in checkpoints, and its slice of that variable: all, or `100 4 50,50:0,4`."""
+    """Set a variable's name in checkpoints, and its slice of that variable.
+
+    `spec` is "" for all of it, or sizes and box as in `100 4 50,50:0,4` (start and length of each dimension).
+    """
     whole = shape = variable.shape.as_list()
     starts = [0] * len(shape)
     if spec:
@@ -1738,7 +1848,7 @@ def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
 
 
 def _step_of(variables: List[Variable], name: str) -> Variable:
-    """Return the global step among the variables of a transformed graph.
+    """Return the global step, by its `name` in checkpoints, among the variables of a transformed graph.
 
     Refused if it is missing, or if the graph does not count steps.
     """
@@ -1824,7 +1934,8 @@ class IncrementHook(SessionHook):
     def begin(self, autodist: Any = None) -> None:
         """Extend the graph before it is finalized; with an `AutoDist`, the graph that it trains instead.
 
-        Refused if the graph has no global step.
+        Refused if the graph has no global step, or a variable that increments cannot hold, or as
+        `transformed_by`.
         """
         global_step = v1().train.get_global_step()
         if global_step is None:
@@ -1856,7 +1967,7 @@ class IncrementHook(SessionHook):
         return plan_tracking(v1().global_variables())
 
     def _is_known(self, saveable: Any) -> bool:
-        """True if increments hold the content of a saver's object that is not a variable."""
+        """True if increments hold the content of a saver's object that is not a variable; here never."""
         return False
 
     def _publisher(
@@ -1868,7 +1979,8 @@ class IncrementHook(SessionHook):
     def after_create_session(self, session: Session, coord: Any = None) -> None:
         """Chief: initialize the recording and find the state that the session continues.
 
-        Others: wait for the chief.
+        Others: wait for the chief, up to `READY_SECONDS`. Refused if that takes longer, or the chief's graph
+        finds changes in another way; NotPublished if the chief cannot write its records.
         """
         if self._chief is None:
             self._wait_until_ready(session, coord)
@@ -1882,7 +1994,10 @@ class IncrementHook(SessionHook):
         self._unrecorded = self._count_unrecorded(session)
 
     def before_run(self, run_context: Any) -> Any:
-        """Fetch the mark of each write that is fetched itself; the chief also fetches the step."""
+        """Return the run's further fetches, or None: the mark of each write that is fetched itself.
+
+        The chief also fetches the global step.
+        """
         marks = self._marks(run_context.original_args.fetches) if self._recording.marks else []
         if self._chief is None:
             return v1().train.SessionRunArgs(marks) if marks else None
@@ -1891,7 +2006,10 @@ class IncrementHook(SessionHook):
         return v1().train.SessionRunArgs([step, *marks] if marks else step)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Chief: publish an increment if one is due."""
+        """Chief: publish an increment if one is due; others do nothing.
+
+        Raises Refused and NotPublished as `Publisher.save` and `Publisher.notice`.
+        """
         if self._chief is not None:
             # The run fetched the step before its own update or after it: the order is not defined.
             found = run_values.results
@@ -1901,7 +2019,11 @@ class IncrementHook(SessionHook):
                 self.save_if_due(run_context.session)
 
     def save_if_due(self, session: Session) -> None:
-        """Chief: publish an increment if it is due."""
+        """Chief: publish an increment if it is due; others do nothing.
+
+        Refused, too, if a worker trains without the hook; otherwise as `Publisher.save` and
+        `Publisher.notice`.
+        """
         if self._chief is None:
             return
         step = self._step(session)
@@ -1911,7 +2033,11 @@ class IncrementHook(SessionHook):
             self._chief.publisher.save(session, step)
 
     def end(self, session: Session) -> None:
-        """Chief: publish the last increment."""
+        """Chief: publish the last increment.
+
+        Replaces `session.close`, to do so again if a saver has written a full checkpoint until then. Raises
+        Refused and NotPublished as `Publisher.finish`.
+        """
         if self._chief is not None:
             self._finish(session)
             self._finish_when_closed(session)
@@ -1923,7 +2049,10 @@ class IncrementHook(SessionHook):
             self._chief.publisher.finish(session, step)
 
     def _finish_when_closed(self, session: Session) -> None:
-        """Finish once more when the session is closed: a saver's own hook may come after this one."""
+        """Replace `session.close` to finish once more when the session is closed.
+
+        A saver's own hook may come after this one: it is finished again only if a saver has written since.
+        """
         close = session.close
 
         def closing() -> None:
@@ -1953,7 +2082,8 @@ class IncrementHook(SessionHook):
     def _wait_until_ready(self, session: Session, coord: Any) -> None:
         """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail.
 
-        Refused after `READY_SECONDS`, or if the chief's graph finds changes in another way.
+        Ends early if `coord` should stop. Refused after `READY_SECONDS`, or if the chief's graph finds
+        changes in another way.
         """
         deadline = time.time() + READY_SECONDS
         while not session.run(self._recording.are_ready).all():
@@ -2016,7 +2146,7 @@ def _operation_name(fetch: Any) -> str:
 
 
 def _report(tracked: Iterable[VariableTracking], saveables: List[Any]) -> None:
-    """Log how changes are found, which tables are compared, and why."""
+    """Log how changes are found, which tables are compared and why, and the `saveables` that are left out."""
     tracked = list(tracked)
     for saveable in saveables:
         log.warning("increments: %s is in full checkpoints only", getattr(saveable, "name", saveable))
@@ -2074,7 +2204,7 @@ def IncrementCallback(
 
 
 def callback_of(fit: "Fit") -> Any:
-    """Return a Keras callback that passes the calls of `fit` on."""
+    """Return a Keras callback by which Keras calls `fit.begin`, `fit.after_batch` and `fit.end`."""
 
     class Callback(callback_base()):  # type: ignore[misc]  # Keras is untyped
         """Passes the calls of `fit` on."""
@@ -2130,7 +2260,7 @@ class Fit:
         """Save a full checkpoint unless the newest one holds these values, and count changes from it.
 
         Refused if the model is not one that can be followed, or the directory has no full checkpoint with a
-        step even then.
+        step even then; NotPublished if the records cannot be written. Errors of the manager pass.
         """
         _check(model)
         self._iterations = model.optimizer.iterations
@@ -2149,7 +2279,11 @@ class Fit:
         self._last_full = newest.step
 
     def after_batch(self) -> None:
-        """Save a full checkpoint, an increment, both or none, whichever is due."""
+        """Save a full checkpoint, an increment, both or none, whichever is due.
+
+        Raises Refused and NotPublished as `Publisher.save` and `Publisher.notice`; errors of the manager
+        pass.
+        """
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
             self._save_full()
@@ -2158,14 +2292,17 @@ class Fit:
             self._publisher.save(None, step)
 
     def end(self) -> None:
-        """Save a full checkpoint, and the increment that equals it."""
+        """Save a full checkpoint, unless this step has one, and the increment that equals it.
+
+        Raises Refused and NotPublished as `Publisher.finish`; errors of the manager pass.
+        """
         if self._step != self._last_full:
             self._save_full()
         self._publisher.notice(self._step)
         self._publisher.finish(None, self._step)
 
     def _restore(self, full: Optional[FullCheckpoint]) -> bool:
-        """Restore the newest full checkpoint if that is asked for; False: this class never does."""
+        """Restore the full checkpoint, if asked for; return whether it was restored: here never."""
         return False
 
     def _collector(self, full: FullCheckpoint) -> Collector:
@@ -2193,9 +2330,10 @@ class Fit:
             return False
 
     def _by_key(self, full: FullCheckpoint) -> Iterator[Tuple[str, Any]]:
-        """Yield variables by their keys in a full checkpoint, whose object graph is followed.
+        """Yield (key in a full checkpoint, variable) for the program's variables, by its object graph.
 
         The save counter is left out: it changes with every save, and each save would need an increment.
+        AttributeError if the program has no object for a key.
         """
         graph, objects = self._objects(full)
         for number, trackable in sorted(objects.items()):
@@ -2207,7 +2345,10 @@ class Fit:
                     yield attribute.checkpoint_key, trackable
 
     def _objects(self, full: FullCheckpoint) -> Tuple[Any, Dict[int, Any]]:
-        """Return the object graph of a full checkpoint, and the program's objects by its nodes' numbers."""
+        """Return the object graph of a full checkpoint, and the program's objects by its nodes' numbers.
+
+        None stands for an object that the program lacks.
+        """
         from tensorflow.core.protobuf import trackable_object_graph_pb2
 
         reader = v1().train.NewCheckpointReader(str(full.prefix))
@@ -2245,7 +2386,7 @@ def _children(trackable: Any) -> Dict[str, Any]:
 
 
 def _is_same(stored: Array, value: Array) -> bool:
-    """True if both are equal, bit by bit."""
+    """True if both have one shape, dtype and, bit by bit, the same values."""
     stored, value = np.asarray(stored), np.asarray(value)
     if (stored.shape, stored.dtype) != (value.shape, value.dtype):
         return False
@@ -2274,7 +2415,10 @@ def _check(model: Any) -> None:
 
 
 def eager_tracking(name: str, variable: Any) -> VariableTracking:
-    """Describe how to find the changes of an eager variable: by comparing its rows, or all of it."""
+    """Describe how to find the changes of an eager variable `name`, which is read for that.
+
+    By comparing its rows, or all of it if its rank is 0 or 1.
+    """
     value = np.asarray(variable.numpy())
     mode = TrackingMode.COMPARED if value.ndim > 1 else TrackingMode.WHOLE
     part = VariablePart(variable, value.shape, (0,) * value.ndim)
@@ -2288,6 +2432,6 @@ class EagerSource(Source):
         self._variables = variables
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
-        """See `Source`."""
+        """Yield the present values of rows, or of all (None), as one piece."""
         value = np.asarray(self._variables[tracked.name].numpy())
         yield value if rows is None else value[rows]

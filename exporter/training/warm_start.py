@@ -168,7 +168,10 @@ def _of_graph(variable: Variable) -> GraphVariable:
 
 
 def _eager_target(target: Any) -> _Target:
-    """Describe eager variables; for a model or module also its objects and Keras' paths to them."""
+    """Describe eager variables, of a model, a module or given as such, as a graph to match.
+
+    For a model or module also its objects and Keras' paths to them.
+    """
     import tensorflow as tf
 
     is_keras = hasattr(target, "weights") and hasattr(target, "layers")
@@ -194,7 +197,10 @@ def _eager_target(target: Any) -> _Target:
 def _described(
     variables: Mapping[str, Variable], names: Mapping[str, str], paths: Mapping[str, str] | None = None
 ) -> tuple[GraphVariable, ...]:
-    """Return the variables by name, or by the object's path if several have that name."""
+    """Return the descriptions of variables by node, each under its name.
+
+    If several have one name, each of them is under its object's path, if `paths` has it.
+    """
     taken = [*names.values()]
     unique = {n: (paths or {}).get(n, name) if taken.count(name) > 1 else name for n, name in names.items()}
     return tuple(
@@ -230,7 +236,7 @@ def _dtype(variable: Variable) -> DType:
 
 
 def _snake_case(name: str) -> str:
-    """Return the name that Keras numbers: `dense`, `dense_1`.
+    """Return the name of a class as Keras writes and numbers it: `dense` for `Dense`.
 
     Source: `to_snake_case`, keras/src/utils/naming.py.
     """
