@@ -34,7 +34,10 @@ class Family(Protocol):
     """One family of checkpoints. A path is a file's, or the common prefix of several files."""
 
     def matches(self, path: Path) -> bool:
-        """True if `path` is a checkpoint of this family, by its name and by the files there."""
+        """True if `path` is a checkpoint of this family, by its name and by the files there.
+
+        False if the files do not exist, or cannot be looked at.
+        """
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
         """Return the checkpoints of this family among `names`, a directory's entries, in any order."""
@@ -287,7 +290,7 @@ def is_series(names: Collection[str]) -> bool:
 def saved_model_without_variables(prefix: Path) -> Path | None:
     """Return the graph file of a SavedModel without variables that would have this `prefix`.
 
-    None if files of variables exist, or there is no such SavedModel.
+    None if its directory of variables has entries, or there is no such SavedModel.
     """
     directory = prefix.parent
     if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (

@@ -80,11 +80,11 @@ class Packed(Struct, frozen=True):
 
 # Keras splits a list of names that is too long for one attribute into `weight_names0`, `weight_names1`, ...
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
-    """Return every numeric dataset of a file, and its groups' text attributes that `attributes` names.
+    """Return every numeric dataset of a file, and the text attributes of its groups.
 
-    An attribute with True may be continued in `<name>0`, `<name>1`, ... CorruptFile if it is not an HDF5
-    file, UnsafeArchive if it declares more than it can store, CheckpointChanged if it was replaced; else the
-    CheckpointError of the process that reads it.
+    Only attributes that `attributes` names are read; one whose value there is True may be continued in
+    `<name>0`, `<name>1`, ... CorruptFile if it is not an HDF5 file, UnsafeArchive if it declares more than it
+    can store, CheckpointChanged if it was replaced; else the CheckpointError of the process that reads it.
     """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")

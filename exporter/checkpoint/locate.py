@@ -115,15 +115,16 @@ def open_checkpoint(path: Path) -> Catalog:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the prefixes that `path` may mean, best first, at least one.
+    """Return the prefixes, or archives, that `path` may mean, best first, at least one.
 
-    It is only `path` if that is a prefix. A directory's first is the one that its state file names, even if
-    that is gone; a state file that was moved with its directory still names files beside it. The others
-    follow from the highest step down.
+    It is one if `path` names a checkpoint or one of its files. A directory's first is the one that its state
+    file names, even if that is gone; a state file that was moved with its directory still names files beside
+    it. The others follow from the highest step down.
 
     Raises:
         CheckpointNotFound: there are none, or several series.
-        CheckpointError: the directory cannot be listed.
+        CheckpointError: the directory, or the store of a URL, cannot be listed.
+        UsageError: the library that reads stores is not installed.
     """
     path = mirror.local(path)
     mirror.refresh(path)
@@ -142,13 +143,19 @@ def candidates(path: Path) -> list[Path]:
 
 
 def is_named(path: Path) -> bool:
-    """True if `path` always means the same checkpoint; False for a directory, whose newest one is meant."""
+    """True if `path` always means the same checkpoint; False for a directory, whose newest one is meant.
+
+    A store's URL is listed for that, with the errors of `exporter.storage.mirror.local`.
+    """
     path = mirror.local(path)
     return _directory(path) is None or ORBAX.matches(path)
 
 
 def _directory(path: Path) -> Path | None:
-    """The directory that `path` means, itself or its state file's; None for a prefix."""
+    """Return the directory that `path` means: itself, or the state file's.
+
+    None for a prefix or an archive.
+    """
     if (mode := _mode(path)) and stat.S_ISDIR(mode):
         return path
     is_state = path.name == CHECKPOINT_STATE_FILE and _exists(path) and not _exists(index_path(path))

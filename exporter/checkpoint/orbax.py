@@ -171,7 +171,10 @@ class Item(Struct, frozen=True):
 
 
 def is_orbax(path: Path) -> bool:
-    """True for the finished directory of a step or of a tree."""
+    """True for the finished directory of a step or of a tree; in a store, only once it is committed.
+
+    OSError if the directory cannot be read.
+    """
     if _UNFINISHED in path.name or not path.is_dir() or next(_items(path), None) is None:
         return False
     # in a store nothing is renamed: a step has its name before it is complete

@@ -159,7 +159,7 @@ def table_in_graph(node: str) -> str:
 
 
 def _name_in_graph(path: str) -> str:
-    """Derive a variable's name from its node's path: scopes, and the name with underscores for slashes."""
+    """Return the variable's name for its node's path: scopes, and the name with underscores for slashes."""
     *scopes, flat = path.split("/")
     name = flat
     # Scopes that the name repeats belong to the name; numbers behind them distinguish equal scopes.

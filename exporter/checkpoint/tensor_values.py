@@ -176,7 +176,9 @@ def check_values(
 
 
 def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint: str = "") -> None:
-    """Require that `found`, the masked crc32c of the stored bytes of tensor `name`, is the index's.
+    """Require that `found`, the masked crc32c of the stored bytes of a tensor, is the index's.
+
+    `path`, `name` and `hint` are for the error.
 
     Raises:
         CorruptFile: they differ.
@@ -210,7 +212,7 @@ def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
 
 @contextmanager
 def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
-    """Open the shard of an extent and yield the descriptor; also name the shard in OSErrors of the block.
+    """Open the shard of an extent and yield its descriptor; OSErrors of the block become named errors, too.
 
     Raises:
         CheckpointChanged: the shard vanished, or is too short for the extent.

@@ -55,7 +55,7 @@ def _is_in_saved_model(catalog: Catalog) -> bool:
 
 
 def _holds(path: Path, text: bytes) -> bool:
-    """True if a file holds `text`; False if it cannot be read, or is empty."""
+    """True if a file holds `text` anywhere; False if it cannot be read, or is empty."""
     with (
         suppress(OSError, ValueError),
         regular_file(path) as file,

@@ -287,10 +287,13 @@ class UsedJob(Protocol):
     """A job's directory while this command uses it."""
 
     def leave(self) -> None:
-        """End the use; the directory stays for a command that resumes the job."""
+        """End the use, and its lock; the directory stays for a command that resumes the job."""
 
     def remove(self) -> None:
-        """End the use, and remove the directory unless another command uses it, which will remove it then."""
+        """End the use, and remove the directory unless another command uses it, which will remove it then.
+
+        Errors of the removal are ignored.
+        """
 
 
 def use(place: str) -> UsedJob:

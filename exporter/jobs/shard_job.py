@@ -50,7 +50,7 @@ class Stored(Struct, frozen=True):
 
     @property
     def extent(self) -> Extent:
-        """The extent of the tensor or slice."""
+        """The extent of the tensor, or of its slice `part`; it must be stored in a bundle."""
         found = self.tensor.extent if self.part is None else self.part.extent
         assert found is not None
         return found

@@ -128,7 +128,7 @@ class NewShard:
 
     @property
     def crcs(self) -> tuple[int, ...]:
-        """The plain crc32c of each run."""
+        """The plain crc32c of each run, in order, as far as it is written."""
         return tuple(run.crc for run in self._runs)
 
     def reserve(self, size: int) -> WrittenRun:
@@ -253,7 +253,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes that are written, which determines the size of shards."""
+        """The number of bytes that are written (not read), which determines the size of shards."""
         return sum(self.counts) * self.row_bytes
 
     @property
@@ -411,7 +411,7 @@ class RowErrors:
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
-        """Return the errors that a receipt has as `bits`."""
+        """Return the errors whose `bits` a receipt has."""
         found = cls()
         *floats, found.values = bits
         found.largest, found.sum = np.array(floats, np.int64).view(np.float64).tolist()

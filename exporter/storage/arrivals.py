@@ -62,14 +62,18 @@ class Arrivals:
         return cls([ckpt_dir, *(ckpt_dir / name for name in increments)], written=archives)
 
     def sleep(self, seconds: float) -> None:
-        """Wait up to `seconds` for a change in the directories, which need not exist yet."""
+        """Wait up to `seconds` for a change in the directories, which need not exist yet.
+
+        Returns soon after one. A change since the last call counts. Without inotify it waits all the time.
+        """
         self.watch(self._directories)
         self.wait(seconds)
 
     def watch(self, directories: Iterable[Path]) -> str:
-        """Ask the kernel to report changes in these directories; return the reason if it refuses, else "".
+        """Ask the kernel to report changes in these directories, too.
 
-        Directories that do not exist or cannot be read are skipped.
+        Returns the reason, in words, if the kernel refuses, else "". Directories that do not exist or cannot
+        be read are skipped.
         """
         if self._libc is None:
             return "the system does not report them"

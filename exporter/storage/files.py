@@ -354,12 +354,12 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> FileIdentity:
-        """The identity of a file by its status."""
+        """Return the identity of a file by its status."""
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def identity_of(path: Path) -> FileIdentity | None:
-    """The identity of the file that has this name now; None if it cannot be reached."""
+    """Return the identity of the file that has this name now; None if it cannot be reached."""
     try:
         return FileIdentity.of(path.stat())
     except OSError:

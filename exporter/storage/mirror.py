@@ -152,7 +152,7 @@ class Mirror:
         return shown if shown is not None and shown.inode == inode else self._stand_ins.get(inode)
 
     def has(self, name: str) -> bool:
-        """True if a local file stands for the listed object of its name, and nothing has replaced it."""
+        """True if a file of this name is that of the listed object, and nothing has replaced the file."""
         held = self.held(name)
         return held is not None and held is self._shown.get(name)
 
@@ -368,7 +368,7 @@ def local(path: Path) -> Path:
 
 
 def register(mirror: Mirror) -> None:
-    """Register a mirror: its files are fetched when they are read, and messages name its URL."""
+    """Register a mirror: from then on its files are fetched when they are read, and messages name its URL."""
     _MIRRORS[str(mirror.root)] = mirror
 
 
@@ -516,7 +516,7 @@ def fetch_below(directory: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Free a mirror's file as `Mirror.forget`; does nothing for any other path."""
+    """Free the space of a mirror's file as `Mirror.forget`; does nothing for any other path."""
     if (found := _find(path)) is not None:
         found[0].forget(found[1])
 
@@ -630,7 +630,7 @@ class Ranges:
             yield start, stop
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range, and join it with the ranges that it touches."""
+        """Add a range (start, stop), and join it with the ranges that it touches."""
         first, last = bisect_left(self._stops, start), bisect_left(self._starts, stop + 1)
         if first < last:
             start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])

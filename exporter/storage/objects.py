@@ -257,8 +257,8 @@ class ObjectWriter(ObjectReader):
     def upload(self, key: str, file: Path, note: Callable[[int, memoryview], None] | None = None) -> str:
         """Put a file under a key, replacing an existing object; return its tag, "" if the store gives none.
 
-        `note` gets each part's offset and bytes when it is sent. PublishError if the store refuses it,
-        OSError if the file cannot be read.
+        `note` gets each part's offset and bytes when it is sent. PublishError if the store refuses it, or the
+        file does not exist.
         """
         import obstore
 

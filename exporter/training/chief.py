@@ -48,11 +48,10 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
     """Yield the directory to save into: `directory` for the chief, a temporary one for other processes.
 
     The temporary directory is inside `directory`. It is removed when the block ends; one that a killed worker
-    left is removed when the block begins, as are, by the chief, those of a former, larger cluster. Use it
-    around one save or around the whole training, and restore from `directory` in all processes.
+    left is removed when the block begins. Use it around one save or around the whole training, and restore
+    from `directory` in all processes.
 
     Raises:
-        UsageError: `directory` is not a path of this machine.
         RoleUnknown: as `is_chief`.
         TargetNotWritable, DiskFull, PublishError: the directory cannot be made.
     """

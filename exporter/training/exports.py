@@ -202,7 +202,10 @@ class ExportSchedule:
         self._sightings.new()
 
     def look(self) -> None:
-        """Count a new checkpoint if there is one, and start to export every n-th."""
+        """Count a new checkpoint if there is one, and start to export every n-th.
+
+        This does not wait for it.
+        """
         checkpoint = self._sightings.new()
         if checkpoint is None:
             return
@@ -562,7 +565,7 @@ class NewCheckpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint at the last look; None if there was none."""
+        """The newest checkpoint at the last call of `new`; None if there was none."""
         return self._newest[0] if self._newest else None
 
     def new(self) -> Path | None:

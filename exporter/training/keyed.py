@@ -74,7 +74,7 @@ class KeyedChanges:
         self.take_none()
 
     def take_none(self) -> None:
-        """Forget all recorded changes."""
+        """Forget all changes that were read from the table, or noted."""
         self._given, self._removed = NONE, NONE
 
     def collect(self, session: Session) -> None:
@@ -121,7 +121,7 @@ class KeyedChanges:
 
 
 def table_access(table: TrainableTable) -> TableAccess:
-    """Add the operations on a table to the current default graph and return access to it."""
+    """Add the operations on a table to the current default graph, and return functions that run them."""
     import tensorflow as tf
 
     v1 = tf.compat.v1

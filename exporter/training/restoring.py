@@ -96,7 +96,7 @@ class Publisher(trainer_side.Publisher):
 
         That checkpoint holds all changes of other workers since the session restored its variables, and
         nothing of the chain. The next increment holds both, so it follows both the chain's end and this
-        checkpoint.
+        checkpoint: rows and keys of the chain count as changed, and the checkpoint's marker is written.
         """
         for stored in chain:
             for changed, change in stored.changes():
@@ -143,12 +143,11 @@ def _writer(entry: VariableTracking, part: VariablePart) -> Write:
 def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """Bring a session that has restored the newest full checkpoint of `ckpt_dir` to the newest increment.
 
-    Adds operations to the session's graph. Returns the step that was reached, or None without increments or
-    without a full checkpoint: then nothing is changed. A session with
-    `IncrementHook(incremental_save_restore=True)` does not need this.
+    Adds operations to the session's graph. Returns the step that was reached, or None without increments. A
+    session with `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
-        UsageError: the graph is finalized, a variable cannot be in increments, or `ckpt_dir` is not local.
+        UsageError: the graph is finalized.
         MissingTensors, ShapeMismatch: an increment does not fit the graph's variables.
         CorruptFile: an increment is damaged. In each of these cases no variable was changed.
     """

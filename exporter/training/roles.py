@@ -199,7 +199,10 @@ def _config(text: str) -> Mapping[str, Any]:
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
-    """Return an object, empty for None; RoleUnknown for anything else."""
+    """Return `value`, the object `name` of TF_CONFIG ("": all of it); empty for None.
+
+    RoleUnknown for anything but an object.
+    """
     if value is not None and not isinstance(value, dict):
         raise _unclear(f"TF_CONFIG{name and '.'}{name} is {value!r:.60}, expected an object")
     return value or {}

@@ -50,7 +50,11 @@ class Store(trainer_side.Store):
     bundle = Bundle
 
     def history(self) -> History:
-        """Read the increments and markers of the directory; see `read_history` for its errors."""
+        """Read the increments and markers of the directory; empty if there are none.
+
+        CorruptFile or UnsupportedFormat if one is damaged or of another version, CheckpointError if the
+        directory cannot be read.
+        """
         return read_history(self.ckpt_dir)
 
     def newest_full(self) -> FullCheckpoint | None:

@@ -603,9 +603,10 @@ def _collect(touched: Variable) -> Tensor:
 
 
 def _count_steps(global_step: Variable) -> Variable:
-    """Return a variable to which every recording worker adds its steps, before it adds to the global step.
+    """Return a new variable to which each recording worker adds its steps before it adds to the global step.
 
-    A global step that grows faster than this variable reveals a worker that does not record.
+    Operations for that are added to the graph. A global step that grows faster than this variable reveals a
+    worker that does not record.
     """
     tf = v1()
     steps = _beside(global_step, SCOPE + "/recorded_steps", [], tf.int64)
@@ -730,10 +731,11 @@ class SessionSource(Source):
         self._ahead: Dict[int, Array] = {}
 
     def prepare(self, wanted: List[Tuple[VariableTracking, Any]]) -> None:
-        """See `Source`: one call, for the same tensors each time.
+        """Read small variables ahead by one call of the session, for the same tensors each time.
 
-        A session prepares a large graph again, which takes half a second, for each new combination of
-        tensors. So variables with too many rows for the call are part of it, too, with no rows.
+        `wanted` has variables, each with ascending rows, which will be read once, or None for all. A session
+        prepares a large graph again, which takes half a second, for each new combination of tensors. So
+        variables with too many rows for the call are part of it, too, with no rows.
         """
         sizes = np.array([e.bytes_ if ids is None else len(ids) * _row_bytes(e) for e, ids in wanted], int)
         order = np.argsort(sizes)
@@ -901,7 +903,10 @@ class Collector:
         return lambda session: SessionSource(session, readers)
 
     def forget(self) -> None:
-        """Start counting changes from a new state; every compared variable counts as changed."""
+        """Start counting changes from a new state: pending rows and keys are dropped.
+
+        Every compared variable counts as changed.
+        """
         self._take_none()
         self._written.clear()
         self._digests.clear()
@@ -916,7 +921,10 @@ class Collector:
                 self._moved(self.source(session), entry)
 
     def collect(self, session: Session) -> None:
-        """Read and clear the touched rows of every group, then the records of tables by keys."""
+        """Read and clear the touched rows of every group, then the records of tables by keys.
+
+        They stay pending until `commit` or `forget`.
+        """
         # The proofs depend on the order of these calls, and on values being read after them.
         if self._groups:
             for index, rows in enumerate(session.run([group.collect for group in self._groups])):
@@ -1764,7 +1772,10 @@ class Publisher:
         self._store.note(tip.marker(full, is_equal, event_time))
 
     def _look(self) -> bool:
-        """Look up the newest full checkpoint; return True if it differs from the one at the last look."""
+        """Look up the newest full checkpoint, and keep it.
+
+        Return True if it differs from the one at the last look. False, too, if none is complete.
+        """
         signature = self._store.state_signature()
         if signature == self._signature:
             return False
@@ -1879,7 +1890,7 @@ class SessionHook(_Placeholder):
     """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """Make TensorFlow's class the base, then an instance."""
+        """Make TensorFlow's class the base of all hooks, then return a new instance; imports TensorFlow."""
         SessionHook.__bases__ = (v1().train.SessionRunHook,)
         return object.__new__(cls)
 
@@ -2222,7 +2233,7 @@ def callback_of(fit: "Fit") -> Any:
 
 
 def callback_base() -> Any:
-    """Return the base class of callbacks: tf-keras' if the program uses it, else TensorFlow's.
+    """Return the base class of callbacks: tf-keras' if the program has imported it, else TensorFlow's.
 
     Keras 3 accepts tf-keras' callbacks.
     """
@@ -2318,6 +2329,7 @@ class Fit:
         """True if all variables have a checkpoint's values, for example because the program has restored it.
 
         Saving it again would give it another identity, and cut it off from the increments that lead to it.
+        False if the program has other objects than the checkpoint.
         """
         if full.step != self._step:
             return False
@@ -2379,7 +2391,7 @@ class Fit:
 
 
 def _children(trackable: Any) -> Dict[str, Any]:
-    """Return the objects that a checkpoint finds below another one, by name."""
+    """Return the objects that a checkpoint's object graph has directly below `trackable`, by name."""
     if hasattr(trackable, "_trackable_children"):
         return dict(trackable._trackable_children())
     return dict(getattr(trackable, "_checkpoint_dependencies", ()))

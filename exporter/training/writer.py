@@ -74,12 +74,10 @@ class IncrementWriter:
     ) -> Path:
         """Write a full checkpoint of variables by name, and tables by keys as (keys, rows).
 
-        Return its prefix. It is `model.ckpt-<step>`, and the state file names it from then on. Increments
-        continue from it.
+        Return its prefix.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not written, or not completely.
-            ValueError: two tensors have one name, or values have no type of TensorFlow's.
         """
         directory = self._store.ckpt_dir
         prefix = directory / f"model.ckpt-{step}"

@@ -81,9 +81,9 @@ def workers_with_room(workers: int, there: int) -> int:
 
 
 def require_reachable(engine: str, address: str) -> None:
-    """Try to connect to an address; UsageError if it is not an address, EngineFailed if nothing answers.
+    """Try to connect to the address of a cluster, and disconnect.
 
-    Waits up to 30 seconds.
+    UsageError if it is not an address of this engine, EngineFailed if nothing answers within 30 seconds.
     """
     scheme, _, rest = address.rpartition("://")
     host, _, port = rest.rstrip("/").rpartition(":")
@@ -99,7 +99,7 @@ def require_reachable(engine: str, address: str) -> None:
 
 
 def require_short(path: str) -> None:
-    """Raise UsageError if Ray's sockets below a directory would have too long names."""
+    """Raise UsageError if the directory `path` is too long for the names of Ray's sockets below it."""
     if len(os.fsencode(path)) > _LONGEST_OF_SOCKETS - _OF_RAY:
         raise UsageError(
             f"{path} is too long a path for the files of Ray, which have sockets among them",

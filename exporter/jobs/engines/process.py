@@ -60,7 +60,7 @@ class Asked(Struct, frozen=True):
         return self.workers or min(len(os.sched_getaffinity(0)), room)
 
     def values(self) -> dict[str, Any]:
-        """Return the options' values: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else text."""
+        """Return the options by name: decoded if the text is JSON (`2`, `true`, `{"a": 1}`), else as text."""
         found: dict[str, Any] = dict(self.options)
         for name, text in self.options.items():
             with suppress(msgspec.DecodeError):
@@ -147,7 +147,11 @@ def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
 
 
 def main() -> None:
-    """Run the engine of the arguments, with works from stdin and outcomes to stdout; then kill its group."""
+    """Run the engine of the arguments, with works from stdin and outcomes to stdout.
+
+    Then kill the process group. The first argument is an `Asked` in JSON. Errors of the engine are outcomes.
+    It never returns.
+    """
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
     _adopt_orphans()
     outcomes = os.fdopen(os.dup(1), "wb")
