@@ -151,9 +151,9 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
 
 
 def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
-    """Return the variable with this name, or else the only one that has it as a further name (`also`).
+    """Return the variable with this name, or else the only one that has it among its further names (`also`).
 
-    As a further name it may also be written with underscores for slashes. None if no variable has it, or
+    A further name also matches if it is `name` with underscores for slashes. None if no variable matches, or
     several do.
     """
     if name in known:

@@ -117,9 +117,9 @@ def open_checkpoint(path: Path) -> Catalog:
 def candidates(path: Path) -> list[Path]:
     """Return the prefixes, or archives, that `path` may mean, best first, at least one.
 
-    It is one if `path` names a checkpoint or one of its files. A directory's first is the one that its state
-    file names, even if that is gone; a state file that was moved with its directory still names files beside
-    it. The others follow from the highest step down.
+    There is only one if `path` names a checkpoint or one of its files. A directory's first is the one that
+    its state file names, even if that is gone; a state file that was moved with its directory still names
+    files beside it. The others follow from the highest step down.
 
     Raises:
         CheckpointNotFound: there are none, or several series.

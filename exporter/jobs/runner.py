@@ -403,9 +403,9 @@ def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
 
 
 def remove_abandoned(kept: str, now: float | None = None) -> None:
-    """Remove abandoned jobs below a path or a URL; directories that a store refuses to remove stay.
+    """Remove abandoned jobs below a path or a URL, ignoring errors.
 
-    `now` is in seconds since 1970; None: the present. Errors are ignored.
+    In a store the first error ends the removal. `now` is in seconds since 1970; None: the present.
     """
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)

@@ -405,7 +405,7 @@ class RowErrors:
 
     @property
     def bits(self) -> tuple[int, int, int]:
-        """Three integers for a receipt: the bits of the largest difference and of the sum, and `values`."""
+        """Three integers for a receipt: the largest difference and the sum, as float64 bits, and `values`."""
         largest, total = np.array([self.largest, self.sum]).view(np.int64).tolist()
         return largest, total, self.values
 

@@ -224,7 +224,10 @@ def local_name(what: str, name: str) -> str:
 
 
 def checkpoint_parser(what: str) -> Callable[[str], Path]:
-    """Return a parser of one option or argument of a command line: `checkpoint_path` with its name."""
+    """Return a function that parses a text of the command line as `checkpoint_path` does.
+
+    `what` is the name of the option or argument in errors.
+    """
 
     def path(text: str) -> Path:
         return checkpoint_path(what, text)
@@ -233,7 +236,10 @@ def checkpoint_parser(what: str) -> Callable[[str], Path]:
 
 
 def path_parser(what: str) -> Callable[[str], Path]:
-    """Return a parser of one option or argument of a command line: `local_path` with its name."""
+    """Return a function that parses a text of the command line as `local_path` does.
+
+    `what` is the name of the option or argument in errors.
+    """
 
     def path(text: str) -> Path:
         return local_path(what, text)

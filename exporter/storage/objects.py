@@ -457,7 +457,8 @@ def require_conditions(store: ObjectWriter, path: str) -> None:
 def _ignored_condition(store: ObjectWriter, key: str) -> str:
     """Return how a store ignores conditions, for an error's cause; "" if it honours them.
 
-    Writes a probe under `key`, which stays. PublishError if it cannot be written.
+    Writes a probe under `key`, which stays. PublishError if it cannot be written, CheckpointError if it
+    cannot be read.
     """
     try:
         first = store.create(key, b"1") or _tag_of(store, key, b"1")

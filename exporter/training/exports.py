@@ -297,7 +297,7 @@ class Exports:
     def start(self, checkpoint: Path) -> None:
         """Export a checkpoint, in a thread, as soon as no export runs.
 
-        It replaces a checkpoint that is pending. This does not wait for it; failures are outcomes.
+        A checkpoint that is pending is dropped. Does not wait for the export; failures are outcomes.
         """
         with self._changed:
             if self._waiting is not None:
@@ -511,7 +511,7 @@ class ExportArguments(Struct, frozen=True):
 def _typed(what: Any) -> list[str]:
     """Return the arguments as texts; none if they are not a tuple or list.
 
-    Other elements than paths are left out.
+    Elements that are neither text nor path are left out.
     """
     texts = what if isinstance(what, tuple | list) else ()
     return [os.fspath(text) for text in texts if isinstance(text, str | os.PathLike)]

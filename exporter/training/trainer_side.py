@@ -276,8 +276,8 @@ def _only_read_by_functions(op: Operation, positions: List[int]) -> bool:
 def _only_reads(graph: Any, name: str, positions: List[int]) -> bool:
     """True if the function `name` of a graph only reads its arguments at `positions`.
 
-    False if it is not known. These count from the end, so are negative, because a condition has an input
-    before those that it passes to its functions.
+    False if it is not known. Positions are negative: they count from the end, because a condition has an
+    input before those that it passes to its functions.
     """
     function = graph._get_function(name)
     if function is None:
@@ -1443,7 +1443,7 @@ class EventClock:
     def read(self, session: Session) -> Optional[datetime]:
         """Return the present event time, in UTC; None if it is unknown or invalid.
 
-        Errors, also those of the user's source, are logged once for each text, and never raised.
+        Errors, also those of the user's source, are logged, the same one once in a row, and never raised.
         """
         try:
             if self._source is None:

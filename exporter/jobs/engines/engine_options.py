@@ -118,6 +118,6 @@ def seconds(name: str, text: str) -> float:
 def place(name: str, text: str) -> str:
     """Return the value of the option `name`: a directory, or the URL of an object store.
 
-    UsageError for other URLs.
+    The URL of a local file becomes its path; UsageError for other URLs.
     """
     return text if Url.parse(text) is not None else local_name(f"--engine {name}", text)
