@@ -43,7 +43,7 @@ class Family(Protocol):
         """Return the checkpoints of this family among `names`, a directory's entries, in any order."""
 
     def files(self, path: Path, names: Collection[str]) -> list[str]:
-        """Return those of `names`, the entries of the checkpoint's directory, that are its files."""
+        """Return the names of the checkpoint's files among `names`, the entries of its directory."""
 
     def read(self, path: Path) -> Catalog:
         """Read the checkpoint's catalog; CheckpointError or a subclass if that is impossible."""

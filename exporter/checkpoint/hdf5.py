@@ -115,9 +115,10 @@ def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents
 
 
 def _require_stored(source: FileRange, datasets: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UnsafeArchive if datasets together have more bytes than the file can store: they share some.
+    """Raise UnsafeArchive if datasets together have more bytes than the file can store.
 
-    `datasets` are descriptions by the process, with `size` in bytes and `offset`, which is None if packed.
+    Such datasets share bytes, or unpack to too much. `datasets` are descriptions by the process, with `size`
+    in bytes and `offset`, which is None if packed.
     """
     for is_plain, most in ((True, source.size), (False, max(_RATIO_FLOOR_BYTES, _MAX_RATIO * source.size))):
         declared = sum(found["size"] for found in datasets if (found["offset"] is not None) is is_plain)

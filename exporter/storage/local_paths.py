@@ -140,7 +140,7 @@ def without_secrets(url: str) -> str:
 
 
 def _as_meant(text: str) -> str:
-    """Return the URL for a text that is one with its slashes or colon misspelt.
+    """Return the URL that a text with wrong slashes, or without a colon, means: `s3://b` for `s3:/b`.
 
     An existing path, and any other text, is returned unchanged. A new path of such a name is written with
     `./` before it.

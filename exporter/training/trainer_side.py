@@ -754,7 +754,7 @@ class SessionSource(Source):
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
         """Yield the values of rows of one part, or of all (None), by one call of the session for each piece.
 
-        Values that `prepare` has read are returned once without a call.
+        Values that `prepare` has read are yielded once without a call.
         """
         reader, ahead = self._readers[id(part)], self._ahead.pop(id(part), None)
         if ahead is not None or not part.shape:
@@ -792,7 +792,7 @@ def _row_bytes(tracked: VariableTracking) -> int:
 
 
 def inside(part: VariablePart, ids: Array) -> Array:
-    """Return those of `ids`, ascending rows of the whole variable, that are in a part."""
+    """Return the rows of a part among `ids`, which are ascending rows of the whole variable, unchanged."""
     start, stop = np.searchsorted(ids, [part.offset, part.offset + part.rows])
     return ids[start:stop]
 
