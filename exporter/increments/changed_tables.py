@@ -56,14 +56,16 @@ class TrainedTable(Struct, frozen=True, eq=False):
         touched: KeyedRows | None = None,
         removed: Array = _NONE,
     ) -> TrainedTable:
-        """Read a table, checksums verified, with touched rows on top and without removed keys.
+        """Read a trainer's table, checksums verified, with `touched` rows on top and without `removed` keys.
 
-        `dtype` is that of the served rows. Keys that `admission` does not admit are left out. `removed` is
-        ignored without `touched`.
+        `dtype` is the dtype of the served rows, which `values` casts to. Keys that `admission` does not admit
+        are left out. `touched` are newer rows by key: they replace stored rows and follow them in `keys`.
+        `removed` is ignored without `touched`. Rows stay memory maps.
 
         Raises:
             CorruptFile: a checksum is wrong, or the keys are damaged.
             UnsupportedFormat, CheckpointChanged: as `checked_map`.
+            CheckpointError, DiskFull, PublishError: a checkpoint in a store cannot be fetched.
         """
         # A touched key counts as recent, and its frequency is the newest.
         keys = read_keys(catalog, variable)
@@ -81,7 +83,10 @@ class TrainedTable(Struct, frozen=True, eq=False):
         return cls(variable, dtype, keys, places, parts, touched)
 
     def values(self, places: Array) -> Array:
-        """Return the rows of the keys at these places of `keys`, in the dtype that is served."""
+        """Return the rows of the keys at these positions in `keys`, in their order, cast to the served dtype.
+
+        Raises MappingError or NotFinite if a value does not fit the dtype.
+        """
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)
         start = 0
@@ -95,9 +100,10 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
-    """Return the rows in the dtype in which they are served.
+    """Return a copy of `rows` whose values are cast to `dtype`, in which they are served; int8 rows become
+    codes.
 
-    MappingError or NotFinite if a value does not fit.
+    Raises MappingError or NotFinite if a value does not fit.
     """
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
@@ -139,7 +145,11 @@ class TableRows(Struct, frozen=True, eq=False):
 
 
 def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
-    """Read a table's tensors from an increment's bundle; CorruptFile if they do not fit each other."""
+    """Read a table's four tensors from an increment's bundle into memory, every checksum verified.
+
+    Raises CorruptFile if a checksum is wrong, or the tensors do not fit the manifest's `table` or each other;
+    CheckpointChanged if a shard vanished.
+    """
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))
     dtypes = (DType.INT64, DType.INT64, table.dtype, DType.INT64)
@@ -153,7 +163,11 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
 
 
 def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> Array:
-    """Read a tensor, checksum verified; CorruptFile unless it has the dtype and shape of the manifest."""
+    """Read the tensor `key` of a bundle into memory, checksum verified.
+
+    Raises CorruptFile if it is absent or damaged, or has another dtype or shape than the manifest says;
+    CheckpointChanged if its shard vanished.
+    """
     ref = catalog.tensors.get(key)
     if ref is None or ref.dtype is not dtype or ref.shape != shape:
         found = "not there" if ref is None else f"{ref.dtype.label}{list(ref.shape)}"
@@ -163,7 +177,8 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
 
 
 def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
-    """Raise CorruptFile unless `ids` increase within [0, rows).
+    """Raise CorruptFile unless `ids` are strictly increasing row numbers within [0, rows); `name` is the
+    variable.
 
     The message shows `of` instead of `rows` if given.
     """

@@ -74,9 +74,12 @@ _INCR_OFFSETS = "-incr_partition_offset"
 
 
 def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -> Iterator[KeyedRows]:
-    """Yield the touched rows of each embedding variable, its parts joined, every checksum verified.
+    """Yield the touched rows of each embedding variable in an increment, parts joined, every checksum
+    verified.
 
-    They have frequencies only if all parts have them. CorruptFile if a key occurs twice.
+    `catalog` is the increment's; `variables` are those of the full checkpoint, by name. Variables without
+    touched rows yield nothing. Rows have frequencies only if all their parts have them. Raises CorruptFile if
+    a key occurs twice or a part is damaged; CheckpointChanged if a shard vanished.
     """
     parts: dict[str, list[KeyedRows]] = {}
     for stem in _stems(catalog):
@@ -98,7 +101,7 @@ def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -
 
 
 def _stems(catalog: Catalog) -> list[str]:
-    """Return the parts that have touched rows: their tensors' names without the suffix."""
+    """Return the sorted names of the variables or parts that have touched rows, without tensors' suffixes."""
     return sorted(
         {name.rpartition("-")[0] for name in catalog.tensors if name.endswith((INCR_KEYS, INCR_VALUES))}
     )
@@ -139,7 +142,8 @@ class _Part:
     def _freqs(self, rows: int) -> Array | None:
         """Return the keys' frequencies; None if the increment, or the full checkpoint, records none.
 
-        In the second case the increment has zeros. CorruptFile if there is not one int64 for each key.
+        If only the full checkpoint records none, the increment has zeros, which are ignored. `rows` is the
+        number of keys. Raises CorruptFile unless there is one int64 for each key.
         """
         is_recorded = all(part.freqs is not None for part in self._variable.parts)
         ref = self._find(INCR_FREQS)
@@ -180,14 +184,17 @@ class DeepRecIncrement(Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """The increment's step and a digest of its index, which is read each time."""
+        """The increment's id: its step and a digest of its index file, which is read on each access.
+
+        Raises CheckpointError or OSError if the index cannot be read.
+        """
         digest = hashlib.sha256(read_regular(index_path(self.catalog.prefix), MAX_INDEX_BYTES)).hexdigest()
         return f"{_ID}{self.step}:{digest[:32]}"
 
     def covers(self, increment: str) -> bool:
-        """True if every row of the increment with this id is also in this one.
+        """True if every key and variable of the increment with the id `increment` is also in this one.
 
-        False if that one is gone or damaged.
+        False if that one is gone or damaged, or is not DeepRec's. Reads the keys of both.
         """
         # It is, if both are of one training since the same full save.
         try:
@@ -197,7 +204,10 @@ class DeepRecIncrement(Struct, frozen=True):
             return False
 
     def _find(self, increment: str) -> Catalog | None:
-        """Return the catalog of the increment with this id, None if it is gone."""
+        """Return the catalog of the increment with this id, from the same directory; None if it is gone.
+
+        Raises CheckpointError if an increment of the same step cannot be read.
+        """
         step = int(increment.split(":")[1]) if increment.startswith(_ID) else None
         for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
             found = DeepRecIncrement(self.full, read_catalog(self.catalog.prefix.with_name(name)), step or 0)
@@ -206,9 +216,10 @@ class DeepRecIncrement(Struct, frozen=True):
         return None
 
     def _has_all(self, before: Catalog, name: str) -> bool:
-        """True if a tensor of an earlier increment is also in this one; for keys, if all of them are.
+        """True if tensor `name` of an earlier increment is also in this one; if it has keys, only if all of
+        them are.
 
-        CheckpointError if the keys of either cannot be read.
+        Raises CheckpointError and subclasses if the keys of either cannot be read.
         """
         ref = self.catalog.tensors.get(name)
         if ref is None or not name.endswith(INCR_KEYS):
@@ -217,9 +228,11 @@ class DeepRecIncrement(Struct, frozen=True):
         return bool(among(wanted, np.sort(known)).all())
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield variables with their new values, checksums verified.
+        """Yield each changed variable of the full checkpoint with its new value or rows, checksums verified.
 
-        Rows have the numbers of the stored order.
+        Whole variables come first; then tables, their rows numbered in stored order, increasing, none twice.
+        Embedding variables are left out (see `keyed`). Raises CorruptFile if keys and values do not fit;
+        CheckpointChanged if a shard vanished.
         """
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
@@ -241,15 +254,24 @@ class DeepRecIncrement(Struct, frozen=True):
             )
 
     def keyed(self, names: Collection[str]) -> Iterator[KeyedRows]:
-        """Yield the touched rows of these embedding variables of the full checkpoint, checksums verified."""
+        """Yield the touched rows of the named embedding variables, checksums verified.
+
+        Names that the full checkpoint lacks, and variables without touched rows, yield nothing. Raises
+        CorruptFile or UnsupportedFormat for damaged or unknown forms, CheckpointChanged if a shard vanished.
+        """
         return touched_rows(self.catalog, self._variables(names))
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
-        """Yield `keyed` as changes without removed keys: DeepRec records no deletion."""
+        """Yield the touched rows of the named embedding variables as changes without removed keys.
+
+        DeepRec records no deletion. Raises what `keyed` raises: CheckpointError and subclasses.
+        """
         return (KeyedChange(rows, np.empty(0, np.int64)) for rows in self.keyed(names))
 
     def key_counts(self) -> Counter[str]:
-        """Count the keys of each embedding variable in the increment, by its index alone."""
+        """Return the number of touched keys of each embedding variable or table, by name, from the index
+        alone.
+        """
         found: Counter[str] = Counter()
         for name, ref in self.catalog.tensors.items():
             if name.endswith(INCR_KEYS):
@@ -257,9 +279,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return found
 
     def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
-        """Return the rows of embedding variables in another increment, given by its id.
+        """Return the touched rows of the named embedding variables in another increment, by variable name.
 
-        None if it is gone or damaged.
+        `increment` is its id. Empty if that is None, or the increment is gone or damaged.
         """
         try:
             before = None if increment is None else self._find(increment)
@@ -273,9 +295,10 @@ class DeepRecIncrement(Struct, frozen=True):
         return {name: known[name] for name in names if name in known}
 
     def _owner(self, name: str) -> tuple[str, int | None]:
-        """Return the name of a variable in the full checkpoint, and the number of its part.
+        """Return the name of the variable in the full checkpoint that `name` belongs to, and the number of
+        its part.
 
-        None for all of it.
+        The number is None if `name` is the whole variable. The variable need not exist.
         """
         part = _PART.fullmatch(name)
         return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))
@@ -286,9 +309,11 @@ class DeepRecIncrement(Struct, frozen=True):
             raise CorruptFile(f"{self.path}: {name!r} has no keys beside it")
 
     def _rows(self, name: str, tensor: TensorRef, part: int | None) -> Rows:
-        """Return the rows of an ordinary table's part, numbered within the whole table, in any order.
+        """Return the increment's rows of an ordinary table or its part, with row numbers of the whole table,
+        unsorted.
 
-        CorruptFile if the values are absent, or do not fit rows and table.
+        `name` is the tensor of the keys, `tensor` the table in the full checkpoint, `part` the number of the
+        part, None for the whole. Raises CorruptFile if the values are absent, or do not fit rows and table.
         """
         values_ref = self.catalog.tensors.get(name.removesuffix(INCR_KEYS) + INCR_VALUES)
         if values_ref is None:
@@ -305,10 +330,13 @@ class DeepRecIncrement(Struct, frozen=True):
 
 
 def read_increment(full: Catalog) -> DeepRecIncrement | None:
-    """Read the newest incremental checkpoint of a higher step that builds on a full one; None without one.
+    """Return the newest incremental checkpoint that builds on the full checkpoint `full`; None if there is
+    none.
 
-    The newest is the one that the state file beside it names. An incomplete one (it is being written, or
-    pruned) is passed over for the one before it; a damaged one raises CheckpointError.
+    It has a higher step than `full`, a lower one than the next full checkpoint, and at most the step that the
+    state file beside it names; its index is not older than that of `full`. An incomplete one (being written
+    or pruned) is skipped for the next older one. Raises CheckpointError and subclasses if one is damaged or
+    the directory cannot be listed.
     """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     for step, name in _beyond(full):
@@ -322,13 +350,23 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """Return the newest incremental checkpoint of a higher step if it is older than `full`, else ""."""
+    """Return the name of the newest incremental checkpoint of a higher step if its file is older than
+    `full`'s.
+
+    Such a file is of a training that was set back. "" if it is not older, or there is none. Raises
+    CheckpointError if the directory cannot be listed.
+    """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     return next((name for _, name in _beyond(full)[:1] if _is_older(directory / name, full.prefix)), "")
 
 
 def _beyond(full: Catalog) -> list[tuple[int, str]]:
-    """Return the increments of higher steps than a full checkpoint, up to the next one; the newest first."""
+    """Return step and name of each increment whose step is between a full checkpoint and the next, newest
+    first.
+
+    Steps above the one that the increments' state file names are left out. Empty if there are no increments;
+    CheckpointError if the directory cannot be listed.
+    """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     first = full.step or 0
     try:
@@ -341,7 +379,10 @@ def _beyond(full: Catalog) -> list[tuple[int, str]]:
 
 
 def _is_older(increment: Path, full: Path) -> bool:
-    """True if an increment's index was written before the full checkpoint's; False if either is gone."""
+    """True if an increment's index file was modified before the full checkpoint's; False if either is gone.
+
+    Both arguments are prefixes.
+    """
     try:
         times = [index_path(prefix).stat().st_mtime_ns for prefix in (increment, full)]
     except FileNotFoundError:  # it was pruned, which its reader will notice, too
@@ -350,9 +391,8 @@ def _is_older(increment: Path, full: Path) -> bool:
 
 
 def _listed(directory: Path) -> list[tuple[int, str]]:
-    """Return the steps and names of the incremental checkpoints in a directory.
-
-    Empty if it does not exist.
+    """Return (step, name) of each incremental checkpoint in a directory, unsorted; empty if it does not
+    exist.
     """
     try:
         names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]
@@ -362,7 +402,10 @@ def _listed(directory: Path) -> list[tuple[int, str]]:
 
 
 def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
-    """Yield the steps of other full checkpoints, complete or not, that come after one."""
+    """Yield, unsorted, the steps above `first` of other full checkpoints of the same series as `prefix`.
+
+    Incomplete ones count.
+    """
     series = prefix.name.rpartition("-")[0]
     for path in prefix.parent.glob("*.index"):
         step = step_in_name(path.stem)
@@ -374,9 +417,11 @@ def _later_fulls(prefix: Path, first: int) -> Iterator[int]:
 def plan_deeprec_changes(
     published: TrainerVersion, full: CheckpointId, increment: DeepRecIncrement, within: float
 ) -> ChangePlan:
-    """Plan how to reach a full checkpoint and its increment.
+    """Plan how to publish a full checkpoint with its increment, after the state `published`.
 
-    Nothing is planned if this state is published and all rows are `within` that distance of it.
+    The plan is empty if this state is published and no row is further from it than `within`. The increment is
+    known to hold all changes if it covers what was published; otherwise both states must be compared, and
+    `reason` says why. Raises CheckpointError or OSError if the increment's index cannot be read.
     """
     target = TrainerVersion(full, increment.id)
     if published.is_state_of(target) and published.is_within(within):
@@ -395,9 +440,10 @@ def plan_deeprec_changes(
 
 
 def _range_of(tensor: TensorRef, part: int | None) -> tuple[int, int]:
-    """Return first row and number of rows of a tensor's part; for None, of the whole tensor.
+    """Return the first row and the number of rows of part number `part` of a tensor; of the whole tensor for
+    None.
 
-    CorruptFile if there is no such part.
+    Raises CorruptFile if there is no such part.
     """
     if part is None:
         return 0, tensor.shape[0]

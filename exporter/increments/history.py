@@ -86,7 +86,10 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
         return self.session is not None and self.session == increment.session and self._is_before(increment)
 
     def may_lead_to(self, increment: Increment) -> bool:
-        """True if the increment may be the next one, but neither file names its session."""
+        """True if neither file names its session, but the increment may be the next one after the checkpoint.
+
+        It is of the same run, has the expected parent and a higher step.
+        """
         # An increment never carries the step of a full checkpoint that its session wrote before it.
         is_unknown = self.session is None and increment.session is None and self.run == increment.run
         return is_unknown and self._is_before(increment) and increment.to_step > self.checkpoint.step
@@ -97,14 +100,15 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
         return increment.parent == self.after
 
     def to_json(self) -> str:
-        """The text of its file."""
+        """Return the marker as indented JSON, the content of its file."""
         return encode_indented(self).decode()
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> CheckpointMarker:
-        """Read the marker whose file at `path` contains `text`.
+        """Decode `text`, the content of the marker file at `path`; the file itself is not read.
 
-        CorruptFile or UnsupportedFormat if it is damaged or of another version.
+        Raises CorruptFile if it is damaged or names a path outside its directory, UnsupportedFormat for
+        another version.
         """
         found = read_document(text, path, cls)
         # Its name will be part of a path, which must not leave the directory.
@@ -124,7 +128,9 @@ class History(Struct, frozen=True, dict=True):
         return max((stored.increment.generation for stored in self.increments), default=0)
 
     def written_last(self, count: int) -> list[StoredIncrement]:
-        """Return the `count` increments that were written last, newest first."""
+        """Return the `count` increments with the highest generation, then step: those written last, newest
+        first.
+        """
         return nlargest(count, self.increments, _age)
 
     def find(self, increment: str) -> StoredIncrement | None:
@@ -132,11 +138,17 @@ class History(Struct, frozen=True, dict=True):
         return self._by_id.get(increment)
 
     def markers_of(self, checkpoint: CheckpointId) -> tuple[CheckpointMarker, ...]:
-        """Return the markers of a full checkpoint with the same content."""
+        """Return the markers of full checkpoints that equal `checkpoint` in step and content, whatever their
+        names.
+        """
         return tuple(found for found in self.markers if found.checkpoint == checkpoint)
 
     def awaits_marker(self, checkpoint: CheckpointId, published: StateId) -> bool:
-        """True if a trainer's hook may be about to mark a full checkpoint, as it marked `published`."""
+        """True if `checkpoint` has no marker yet, but the trainer's hook will probably write one in a moment.
+
+        The hook is assumed to run if `published`, the state published last, is an increment or has a marker
+        itself. False if there are neither increments nor markers.
+        """
         # A hook marks each full checkpoint a moment after the saver has named it. If the checkpoint that was
         # published last has no marker, the training runs without a hook, or died before the hook marked it.
         if self.markers_of(checkpoint) or not (self.increments or self.markers):
@@ -144,13 +156,14 @@ class History(Struct, frozen=True, dict=True):
         return isinstance(published, str) or bool(self.markers_of(published))
 
     def leads_on_from(self, checkpoint: CheckpointId) -> bool:
-        """True if an increment follows, or may follow, a full checkpoint."""
+        """True if at least one increment follows, or may follow, a full checkpoint."""
         return bool(self._children(checkpoint, surely=False))
 
     def after(self, checkpoint: CheckpointId) -> tuple[StoredIncrement, ...]:
-        """Return the increments that a trainer restores after a full checkpoint, in order.
+        """Return the increments that a trainer restores after a full checkpoint, oldest first; empty if none
+        follow.
 
-        Among forks it is the youngest.
+        If several increments follow one state, the one with the highest generation, then step, is chosen.
         """
         # If the files do not name sessions, an increment that may follow counts.
         maybe = self._children(checkpoint, surely=False)
@@ -162,7 +175,11 @@ class History(Struct, frozen=True, dict=True):
         return tuple(chain.values())
 
     def chain(self, start: StateId, tip: str) -> tuple[StoredIncrement, ...] | None:
-        """Return the increments that certainly connect `start` to `tip` without a gap, else None."""
+        """Return the increments that certainly connect state `start` to increment `tip` without a gap, oldest
+        first.
+
+        Empty if both are the same state; None if they are not connected.
+        """
         if tip in self.same(start):
             return ()
         first = {stored.increment.id for stored in self._children(start)}
@@ -176,7 +193,7 @@ class History(Struct, frozen=True, dict=True):
         return None
 
     def same(self, state: StateId) -> set[StateId]:
-        """Return the full checkpoints and increments that are known to equal a state, itself included."""
+        """Return the full checkpoints and increment ids that are known to equal a state, itself included."""
         names: set[StateId] = {state}
         while more := [pair for pair in self._equal if pair & names and pair - names]:
             names = names.union(*more)
@@ -210,12 +227,14 @@ class History(Struct, frozen=True, dict=True):
         return dict(found)
 
     def _made(self, state: StateId) -> StoredIncrement | None:
-        """Return the increment that ends in a state, or in an equal one; None if there is none."""
+        """Return the increment whose result is `state` or an equal state; None if there is none."""
         names = (name for name in self.same(state) if isinstance(name, str))
         return next((stored for name in names if (stored := self.find(name))), None)
 
     def _children(self, state: StateId, *, surely: bool = True) -> list[StoredIncrement]:
-        """Return the increments that certainly follow a state; unless `surely`, also all that may."""
+        """Return the increments that certainly follow a state, unsorted; unless `surely`, also those that may
+        follow.
+        """
         names = self.same(state)
         children = [stored for name in names for stored in self._by_parent.get(name, [])]
         for marker in self.markers:
@@ -235,12 +254,16 @@ def newest(times: Iterable[datetime | UnsetType | None]) -> datetime | None:
 
 
 def _age(stored: StoredIncrement) -> tuple[int, int]:
-    """A sort key that grows with the time of writing: a session that goes back has a higher generation."""
+    """Return (generation, last step), a sort key that grows with the time of writing.
+
+    A session that goes back to an earlier state has a higher generation.
+    """
     return stored.increment.generation, stored.increment.to_step
 
 
 def identify(prefix: Path, step: int) -> CheckpointId:
-    """Return the identity of the full checkpoint at `prefix`.
+    """Return the identity of the full checkpoint at `prefix`, which holds `step`: name, step, digest of its
+    index.
 
     Raises:
         CheckpointNotFound: its index cannot be read.
@@ -249,11 +272,14 @@ def identify(prefix: Path, step: int) -> CheckpointId:
 
 
 def read_history(ckpt_dir: Path) -> History:
-    """Read `<ckpt_dir>/increments`, without files that the trainer prunes meanwhile.
+    """Read all increments' manifests and all markers in `<ckpt_dir>/increments`; empty if it does not exist.
+
+    Files that the trainer prunes meanwhile are left out; files that have not changed since the last call are
+    not read again.
 
     Raises:
         CorruptFile, UnsupportedFormat: a manifest or marker is damaged, or of another version.
-        CheckpointError: the directory cannot be read.
+        CheckpointError: the directory or a file cannot be read.
     """
     directory = ckpt_dir / INCREMENTS_DIRECTORY
     try:
@@ -275,14 +301,21 @@ _markers: Unchanged[CheckpointMarker] = Unchanged()
 
 
 def _read(paths: list[str], known: Unchanged[T], read: Callable[[Path], T]) -> Iterator[T]:
-    """Yield the contents of the files that still exist; a file is read again only if it has changed."""
+    """Yield `read(path)` of each file that still exists, in the order of `paths`.
+
+    Results are memoised in `known`: a file is read again only if it has changed. Other errors of `read` than
+    FileNotFoundError reach the caller.
+    """
     for path in paths:
         with suppress(FileNotFoundError):
             yield known.of(path, read)
 
 
 def _text(path: Path) -> bytes:
-    """Return the bytes of a file; FileNotFoundError is not converted, other errors become CheckpointError."""
+    """Return the content of a file of at most 256 MiB.
+
+    Raises FileNotFoundError if it does not exist, CheckpointError if it is longer or cannot be read.
+    """
     try:
         with regular_file(path) as file:
             content = file.read(_MAX_MANIFEST_BYTES + 1)

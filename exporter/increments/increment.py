@@ -105,13 +105,17 @@ class Increment(Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """The number of changed rows of all tables together."""
+        """The number of changed rows of all tables together, with those of tables by keys; removed keys do
+        not count.
+        """
         by_number = sum(changed.rows for changed in self.variables if changed.is_table)
         return by_number + sum(table.rows for table in self.tables)
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names of the tensors in the increment's bundle."""
+        """The names of the tensors in the increment's bundle: those of variables, then those of tables by
+        keys.
+        """
         by_number = [key for changed in self.variables for key in changed.variable.keys]
         return by_number + [key for table in self.tables for key in table.keys]
 
@@ -123,34 +127,54 @@ class StoredIncrement(Struct, frozen=True):
     increment: Increment
 
     def catalog(self) -> Catalog:
-        """Read the catalog of the increment's bundle."""
+        """Read the catalog of the increment's bundle from its index.
+
+        Raises CheckpointError and subclasses if the index is absent, damaged, or a shard is missing.
+        """
         return read_catalog(self.path / DELTA_NAME)
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield each variable with its new value or rows, read into memory, checksums verified."""
+        """Yield each variable, in manifest order, with its new value or rows, read into memory, checksums
+        verified.
+
+        Tables by keys are left out (see `tables`). Raises CorruptFile if the bundle does not fit the
+        manifest, and other CheckpointErrors if it cannot be read.
+        """
         catalog = self._listed_catalog()
         for changed in self.increment.variables:
             yield changed, _change(catalog, changed)
 
     def tables(self) -> Iterator[tuple[ChangedTable, TableRows]]:
-        """Yield each table by keys with its rows, read into memory, checksums verified."""
+        """Yield each table by keys, in manifest order, with its rows, read into memory, checksums verified.
+
+        Raises CorruptFile if the bundle does not fit the manifest, and other CheckpointErrors if it cannot be
+        read.
+        """
         if self.increment.tables:
             catalog = self._listed_catalog()
             for table in self.increment.tables:
                 yield table, read_table(catalog, table)
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
-        """Yield the changes of the tables by keys with these names, every checksum verified."""
+        """Yield the new rows and removed keys of the tables by keys with these names, every checksum
+        verified.
+
+        Tables that the increment does not change yield nothing; all its tables are read. Raises
+        CheckpointError and subclasses (CorruptFile) if the bundle is damaged or gone.
+        """
         for table, rows in self.tables():
             if table.name in names:
                 yield KeyedChange(KeyedRows(table.name, rows.keys, rows.values), rows.removed)
 
     def key_counts(self) -> Counter[str]:
-        """Count the keys of each table by keys in the increment, by its manifest alone."""
+        """Return the number of changed rows of each table by keys, by name, from the manifest alone."""
         return Counter({table.name: table.rows for table in self.increment.tables})
 
     def _listed_catalog(self) -> Catalog:
-        """Read the bundle's catalog; CorruptFile if it has a tensor that the manifest does not list."""
+        """Read the bundle's catalog; CorruptFile if it has a tensor that the manifest does not list.
+
+        Raises other CheckpointErrors if it cannot be read.
+        """
         catalog = self.catalog()
         if unlisted := sorted(catalog.tensors.keys() - set(self.increment.tensor_names)):
             raise CorruptFile(f"{self.path} holds {unlisted[0]!r}, which its manifest does not list")
@@ -196,7 +220,7 @@ class IncrementDocument(Struct, frozen=True, kw_only=True):
 
 
 def to_json(increment: Increment) -> str:
-    """The text of `manifest.json`."""
+    """Return an increment's description as indented JSON, the content of its `manifest.json`."""
     parent = increment.parent
     other_forms = {
         "parent": ParentDocument(parent) if isinstance(parent, str) else ParentDocument(checkpoint=parent),
@@ -212,9 +236,9 @@ def to_json(increment: Increment) -> str:
 
 
 def from_json(text: bytes, path: Path) -> Increment:
-    """Read the increment whose manifest at `path` contains `text`.
+    """Decode `text`, the content of the increment manifest at `path`; the file itself is not read.
 
-    CorruptFile if it is damaged or contradicts itself, UnsupportedFormat for another version.
+    Raises CorruptFile if it is damaged or contradicts itself, UnsupportedFormat for another version.
     """
     document = read_document(text, path, IncrementDocument)
     parent = document.parent.increment or document.parent.checkpoint
@@ -237,7 +261,10 @@ def from_json(text: bytes, path: Path) -> Increment:
 
 
 def read_document(text: bytes, path: Path, type_: type[T]) -> T:
-    """Decode a file of the increments directory; CorruptFile or UnsupportedFormat if it is not a `type_`."""
+    """Decode `text`, the content of the file `path` in the increments directory, as a `type_`.
+
+    Raises UnsupportedFormat for another format version, CorruptFile if it is not valid JSON of this type.
+    """
     try:
         if (version := format_version(text, path.name)) != FORMAT_VERSION:
             raise UnsupportedFormat(
@@ -264,9 +291,11 @@ def _damaged(path: Path, cause: str) -> CorruptFile:
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Return rows `ids` of a tensor that is stored whole or in slices of whole rows, in the order of `ids`.
+    """Return the rows `ids` of a tensor, in the order of `ids`; checksums are not verified.
 
-    CorruptFile if it is stored in another way, or some rows are missing.
+    The tensor is stored whole or in slices of whole rows. `ids` must be within its rows. Raises CorruptFile
+    if it is sliced in another way or some of the rows are not stored, CheckpointChanged if a shard vanished
+    or shrank.
     """
     if ref.extent is not None:
         return np.asarray(memory_map(catalog, ref)[ids])
@@ -286,9 +315,10 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
 
 
 def _change(catalog: Catalog, changed: Changed) -> Change:
-    """Read the rows or the value of a variable from an increment's bundle.
+    """Read a variable's rows, or its whole value if it is dense, from an increment's bundle, checksums
+    verified.
 
-    CorruptFile if they do not fit the variable.
+    Raises CorruptFile if they do not fit the variable, CheckpointChanged if a shard vanished.
     """
     variable = changed.variable
     tensors = []

@@ -13,10 +13,13 @@ from exporter.increments.plan import AnyIncrement
 
 
 def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str]) -> dict[str, KeyedChange]:
-    """Merge consecutive increments' changes of the named tables, by name; every checksum is verified.
+    """Merge the changes of the named tables in consecutive increments, oldest first, into one for each table.
+
+    The result is by table name; tables without changes are absent. Every checksum is verified.
 
     Raises:
         CorruptFile: a checksum is wrong, or rows do not fit their table.
+        CheckpointError: an increment cannot be read; subclasses as CheckpointChanged.
     """
     return merged(change for each in increments for change in each.keyed_changes(names))
 
@@ -24,9 +27,10 @@ def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str])
 def published_before(
     increments: Iterable[AnyIncrement], last: str | None, names: Collection[str]
 ) -> Mapping[str, KeyedRows]:
-    """Return, by table, the rows in the increment published last (`last`).
+    """Return, by table name, the rows of the named tables in the DeepRec increment that was published last.
 
-    This is needed only for DeepRec's increments, which repeat them.
+    `last` is its id. DeepRec's increments repeat all rows since the full save, so that these need not be sent
+    again. Empty if `last` is None, gone or damaged, or if `increments` has none of DeepRec's.
     """
     deeprec = (each for each in increments if isinstance(each, DeepRecIncrement))
     newest = next(deeprec, None)
@@ -34,10 +38,13 @@ def published_before(
 
 
 def keys_to_come(catalog: Catalog) -> Counter[str]:
-    """Count the keys of each table in the increments on top of a full checkpoint; some may not be new.
+    """Return the number of keys of each table, by name, in the increments on top of a full checkpoint.
+
+    Keys may be counted several times, and some may already be in the checkpoint. Only manifests and indexes
+    are read.
 
     Raises:
-        CheckpointError: an increment, or a manifest, is damaged.
+        CheckpointError: an increment, or a manifest, is damaged; or a subclass.
     """
     history = read_history(catalog.prefix.parent)
     full = identify(catalog.prefix, catalog.step or 0) if history.increments else None

@@ -31,13 +31,23 @@ class AnyIncrement(Protocol):
         """The increment's path, for messages."""
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield the trainer's variables with their new values; rows have the trainer's numbers."""
+        """Yield the trainer's variables with their new values or rows, checksums verified; rows by the
+        trainer's numbers.
+
+        Raises CheckpointError and subclasses if the increment is damaged or gone.
+        """
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
-        """Yield the changes of the tables by keys with these names, every checksum verified."""
+        """Yield the new rows and removed keys of the tables by keys with these names, every checksum
+        verified.
+
+        Raises CheckpointError and subclasses if the increment is damaged or gone.
+        """
 
     def key_counts(self) -> Counter[str]:
-        """Count the keys of each table by keys in the increment, by its manifest or index alone."""
+        """Return the number of changed keys of each table by keys, by its name; only manifest or index is
+        read.
+        """
 
 
 class ChangePlan(Struct, frozen=True):
@@ -105,9 +115,10 @@ def plan_changes(
 
 
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:
-    """Plan the changes up to the state at which a full checkpoint's next increment will begin.
+    """Plan the changes from `published` up to the state at which the next increment after `full` will begin.
 
-    None if no marker says which state that is, or if increments that lead there are missing.
+    The plan is empty if that state is published. None if no marker of `full` says which state that is, or if
+    increments that lead there are missing.
     """
     for marker in history.markers_of(full):
         others = () if published.increment is not None else history.markers_of(published.checkpoint)
@@ -125,12 +136,17 @@ def _plan_before(published: TrainerVersion, full: CheckpointId, history: History
 
 
 def _last_event(published: TrainerVersion, chain: Sequence[StoredIncrement]) -> datetime | None:
-    """Return the time of the newest event that the end of a chain was trained on; None if it is not known."""
+    """Return the time of the newest event that `published` or an increment of the chain was trained on.
+
+    None if no time is known.
+    """
     return newest([published.newest_event, *[stored.increment.event_time for stored in chain]])
 
 
 def _reason(published: TrainerVersion, full: CheckpointId, history: History, *, is_alone: bool) -> str:
-    """Explain to a person why states have to be compared: the first of these reasons that applies."""
+    """Return a sentence for people on why `published` and `full` must be compared: the first reason that
+    applies.
+    """
     if not published.is_exact:
         return LEFT_OUT if published.left_out is not None else ROUNDED
     if is_alone and history.after(full):

@@ -57,9 +57,10 @@ class TrainerVersion(Struct, frozen=True):
     def of(
         cls, checkpoint: CheckpointId, increment: str | None, event_time: datetime | None
     ) -> TrainerVersion:
-        """Return the exact state of a checkpoint and an increment.
+        """Return the exact state (nothing left out or rounded) of a checkpoint and an increment on top of it.
 
-        `event_time` is None if it is not known.
+        `increment` is its id, None without one. `event_time` is the time of the newest event, converted to
+        UTC; None if it is not known.
         """
         if event_time is None:
             return cls(checkpoint, increment)
@@ -81,14 +82,16 @@ class TrainerVersion(Struct, frozen=True):
         return self.left_out is None and self.rounded is None
 
     def is_within(self, distance: float) -> bool:
-        """True if no row was rounded, and none is further than `distance` from the trainer's."""
+        """True if no row was rounded, and none is further than `distance` from the trainer's row."""
         return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
 
     def exact_but_for(self, dtype: DeltaDtype | None) -> TrainerVersion:
-        """Return the state without `rounded` if rows were rounded to `dtype`, as in the next delta."""
+        """Return the state without `rounded` if rows were rounded to `dtype`, the next delta's dtype; else
+        itself.
+        """
         is_rounded_so = self.rounded is not None and self.rounded.dtype is dtype
         return replace(self, rounded=None) if is_rounded_so else self
 
     def is_state_of(self, other: TrainerVersion) -> bool:
-        """True if both are the same state of the trainer, however closely they were published."""
+        """True if both name the same checkpoint and increment, whatever rows were left out or rounded."""
         return (self.checkpoint, self.increment) == (other.checkpoint, other.increment)

@@ -109,21 +109,29 @@ class Gates(Struct, frozen=True):
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """Return the gates that the answers fail and the earlier answers passed.
+        """Return the gates that `answers` fail and the earlier answers, `before`, passed, and the outputs
+        that drifted.
 
-        `before` is None if unknown.
+        Both have one answer for each request, in order. `before` is None if unknown: then every failed gate
+        is returned, and drift is not measured.
         """
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
         return new if before is None else new + self.drifted(answers, before)
 
     def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """Return the gates that the answers fail by themselves."""
+        """Return the gates that the answers, one for each request in order, fail whatever earlier answers
+        were.
+        """
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
 
     def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """Return the outputs that moved further than permitted."""
+        """Return the outputs that moved further from the earlier answers than permitted, or changed their
+        shape.
+
+        Both have one answer for each request, in order; outputs that either lacks are not compared.
+        """
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(
             failure
@@ -133,13 +141,13 @@ class Gates(Struct, frozen=True):
 
 
 def summary(failures: Sequence[GateFailure]) -> str:
-    """Describe the first of the failures, for people."""
+    """Return the first three failures and the number of the others as text for people; "" for no failures."""
     left = len(failures) - _SHOWN
     return "; ".join(map(str, failures[:_SHOWN])) + (f"; and {left} more" if left > 0 else "")
 
 
 def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
-    """Read the requests in a file; requests without a name are named by their number.
+    """Read the golden requests in a JSON file, in order; those without a name are named "request N", from 1.
 
     Raises:
         UsageError: it cannot be read, or a request is wrong; the cause says which.
@@ -232,7 +240,9 @@ def _check(request: GoldenRequest) -> None:
 
 
 def _wrong(request: GoldenRequest, answer: Answer) -> Iterator[GateFailure]:
-    """Yield the gates that one answer fails, whatever earlier answers were."""
+    """Yield the gates that one answer fails, whatever earlier answers were; a refused request fails only
+    "answer".
+    """
 
     def failure(gate: str, output: str, text: str) -> GateFailure:
         return GateFailure(request.name, gate, output, text)

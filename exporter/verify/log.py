@@ -54,9 +54,9 @@ class Damage(Struct, frozen=True):
 
 
 def _problem(path: Path, error: ExportError | OSError) -> Damage:
-    """Return the damage that an error shows.
+    """Return the damage that an error shows, of the version, delta or hold at `path`.
 
-    Raise the error if it shows none: a file changed, or the disk is full.
+    Raises the error itself if it shows no damage: CheckpointChanged, PositionMoved or DiskFull.
     """
     if isinstance(error, CheckpointChanged | PositionMoved | DiskFull):
         raise error
@@ -97,7 +97,8 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def at(self) -> Position | None:
-        """The newest position of the log; None if it is not known."""
+        """The newest position of the log; None without a log, or if a manifest needed for it cannot be read.
+        """
         try:
             return self.log.at if self.log else None
         except ManifestError:
@@ -105,12 +106,15 @@ class VerifiedModel(Struct, frozen=True):
 
 
 def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -> VerifiedModel:
-    """Verify a model's versions and its newest log; return all damage.
+    """Verify a model's versions, its newest log and its hold; return what is published and all damage found.
 
-    With `bytes_` all values of versions are read.
+    With `bytes_` all values of versions are read and compared with their checksums, by tasks of `runner`;
+    deltas' values always are.
 
     Raises:
         NotUpdatable: nothing is published.
+        CheckpointChanged, PositionMoved: files changed meanwhile.
+        DiskFull: files of a model in a store do not fit the local disk.
     """
     damage: list[Damage] = []
     versions, manifests = _verify_versions(model, damage, every_byte=bytes_, runner=runner)
@@ -144,8 +148,11 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
 def _verify_versions(
     model: Path, damage: list[Damage], *, every_byte: bool, runner: Runner
 ) -> tuple[list[VersionDir], dict[str, Manifest]]:
-    """Verify each version and add what is damaged; return the versions that are there, and the manifests that
-    can be read, by directory name.
+    """Verify each version and append what is damaged to `damage`.
+
+    Returns the versions that still exist, newest first, and the manifests that can be read, by directory
+    name. With `every_byte` their values are read by tasks of `runner`. Raises CheckpointChanged,
+    PositionMoved or DiskFull, which show no damage.
     """
     versions = [*published_versions(model)]
     manifests: dict[str, Manifest] = {}
@@ -165,10 +172,11 @@ def _verify_versions(
 
 
 def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
-    """Yield the bases from which no deltas lead to the newest position, or to a newer base.
+    """Yield, as damage, each base of a log from which deltas reach neither the newest position nor a newer base.
 
     Servers load the newest base by themselves, wherever they stand. In a copy that was rolled back, what lies
-    before it can end where the copy's own deltas end.
+    before it can end where the copy's own deltas end. Raises CheckpointChanged, PositionMoved or DiskFull,
+    which show no damage.
     """
     for base in log.bases:
         if reached(log.deltas, base.at.position) < log.base.at.position:
@@ -185,7 +193,13 @@ def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
 def _verify_files(
     directory: Path, manifest: Manifest, *, every_byte: bool, prefix: Path | None = None
 ) -> None:
-    """Compare files with the manifest; with `every_byte` or trusted keys also their SHA-256 digests in it."""
+    """Compare the files of a version or delta with its manifest; `prefix` is the bundle's if it has no
+    SavedModel.
+
+    If `every_byte` or if keys are trusted there, the SHA-256 digests of a signed manifest are compared as
+    well; if keys are trusted, unlisted files are refused. Raises VerificationError for a difference, OSError
+    if a file cannot be read.
+    """
     unlisted = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
     is_trusted = trust_of(directory) is not None
     if is_trusted and unlisted:
@@ -201,7 +215,10 @@ def _verify_files(
 
 
 def _is_before(each: Damage, begun: int) -> bool:
-    """True for a publication before the first trusted base that no trusted key signed: servers ignore it."""
+    """True for damage that no server reads: an unsigned publication that ends at or before position `begun`.
+
+    `begun` is the first base that a trusted key has signed. Only damage that is NotTrusted counts.
+    """
     end = each.path.name.rpartition("-")[2]
     return isinstance(each.error, NotTrusted) and end.isdecimal() and int(end) <= begun
 
@@ -227,10 +244,9 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
 
 
 def delta_damage(path: Path) -> str:
-    """Describe the damage of a published delta's files, after reading all their bytes.
+    """Read all files of the published delta at `path` and return a description of their damage; "" if intact.
 
-    Empty if there is none. Empty, too, if it is gone, or its files change or cannot be read now: that is not
-    damage.
+    Also "" if the delta is gone, or its files change or cannot be read now, which is not damage.
     """
     try:
         manifest = read_manifest(path)
@@ -246,9 +262,10 @@ def delta_damage(path: Path) -> str:
 
 
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
-    """Raise an error by name unless a delta fits its manifest, its name and its log.
+    """Read a delta's files and compare them with its manifest, its name and its log.
 
-    VerificationError or CorruptFile, whose hint is about a broken log; OSError if a file cannot be read.
+    Raises VerificationError or CorruptFile if they differ, mostly with a hint on broken logs; OSError if a
+    file cannot be read.
     """
     try:
         _verify_files(delta.path, delta.manifest, every_byte=True, prefix=Path(DELTA_NAME))

@@ -46,10 +46,15 @@ from exporter.wire.rest_json import predict_inputs
 
 
 def require_golden(bundle: Path, requests: Sequence[GoldenRequest], running: Running) -> None:
-    """Refuse a version that does not pass the golden requests by itself; TensorFlow loads and runs it.
+    """Raise VerificationError if a staged version does not pass the golden requests by itself; nothing
+    without any.
+
+    `bundle` is the version's directory, fetched if it is of a store. TensorFlow loads and runs it with the
+    limits of `running`.
 
     Raises:
         VerificationError: which requests, and why; or the version cannot be loaded, or does not end.
+        TensorFlowNeeded: no supported TensorFlow is installed.
     """
     if not requests:
         return
@@ -95,10 +100,15 @@ class Running(Struct, frozen=True):
 
     @contextmanager
     def session(self, what: str, option: str) -> Iterator[GraphSession]:
-        """Yield a session of TensorFlow.
+        """Yield a session of TensorFlow, in a limited process, or in this one if the graphs are `trusted`.
 
-        VerificationError if a run in it does not end, or ends its process. TensorFlowNeeded if there is no
-        TensorFlow.
+        `what` names the graph in errors, `option` the option that asks for the run.
+
+        Raises:
+            TensorFlowNeeded: no supported TensorFlow is installed.
+            VerificationError: the process cannot start, or, in the block, a run does not end or ends its
+                process.
+            RunFailed: TensorFlow reports an error in the block.
         """
         require_tensorflow(option)
         if self.trusted:  # it may call Python functions, or operations that were loaded here
@@ -157,14 +167,18 @@ def compare_outputs(
     tables: Mapping[str, TableGeometry] | None = None,
     running: Running,
 ) -> tuple[Difference, ...]:
-    """Return the difference of every output of every signature, the largest over the requests.
+    """Run source graph and staged bundle and return the largest difference of each output of each signature.
 
-    Signatures without a request get generated inputs. A source that accepts only `traced_rows` rows is asked
-    several times for a request.
+    Each signature without a request gets generated inputs. A source that accepts only `traced_rows` rows is
+    asked several times for a request (None: it accepts any number). `tables` are the sizes of dynamic tables
+    by name; the source reads these from the bundle. A difference is relative: see `Difference`.
 
     Raises:
         VerificationError: a difference above `tolerance`, an answer that is not a number, or a graph that
             cannot be run.
+        AccessRefused: the source graph does more than compute and read, and its code is not trusted.
+        NotServable: a function of the source graph calls itself.
+        TensorFlowNeeded: no supported TensorFlow is installed.
     """
     requests = list(requests)
     signatures = source.meta_graph.signature_def
@@ -204,15 +218,20 @@ def compare_outputs(
 
 
 def _has_open_batch(signature: Proto) -> bool:
-    """True if a request may have any number of rows, according to the signature."""
+    """True if the first dimension of an input of the signature is unknown: a request may have any number of
+    rows.
+    """
     shapes = [info.tensor_shape.dim for info in signature.inputs.values()]
     return any(dims and dims[0].size < 0 for dims in shapes)
 
 
 def generated(name: str, signature: Proto, rows: int = _BATCHES[0]) -> Probe:
-    """Generate inputs that fit a signature: floats in [0, 1), integers 0 and 1, empty strings.
+    """Return generated inputs for the signature called `name`, the same for each call.
 
-    VerificationError for an input that is sparse, composite or of unknown rank.
+    Floats are in [0, 1), integers and booleans 0 or 1, strings empty; each unknown dimension gets `rows`.
+
+    Raises:
+        VerificationError: an input is sparse, composite or of unknown rank.
     """
     random = np.random.default_rng(_SEED)
     inputs = {}
@@ -240,12 +259,14 @@ class _Tables(Struct, frozen=True):
     bundle: Path
 
     def has(self, item: TensorSource) -> bool:
-        """True for a variable of one of these tables."""
+        """True if a variable is part of one of these tables: its key is `<table>/<part>`."""
         table, _, part = item.key.rpartition("/")
         return part in PARTS and table in self.geometries
 
     def size(self, source: SourceGraph, graph_def: Proto) -> None:
-        """Set the tables' sizes in the source graph."""
+        """Set the tables' sizes in `graph_def`, a copy of the source graph, and clear their variables'
+        shapes.
+        """
         set_sizes(graph_def, self.geometries)
         nodes = {node for table in source.dynamic_tables for node in table.nodes}
         for node in graph_def.node:
@@ -293,7 +314,11 @@ def _keep_harmless(
     runnable: Proto,
     requests: list[Probe],
 ) -> None:
-    """Reduce the source graph, in place, to nodes that are run, restored or fed; refuse harmful ones."""
+    """Remove all nodes from `runnable` except those to be run, restored or fed, and refuse harmful ones.
+
+    Raises AccessRefused if a node that runs does more than compute and read, unless the source's code is
+    trusted; NotServable if a function calls itself.
+    """
     stateful = session.stateful(node.op for node in protos.all_nodes(runnable))
     nodes = {node.name: node for node in runnable.node}
     runs = all_before(nodes, [endpoint(source.init_op)] if source.init_op else [])
@@ -311,7 +336,11 @@ def _keep_harmless(
 def _in_parts(
     session: GraphSession, signatures: Any, request: Probe, fixed: Feeds, rows: int | None
 ) -> Feeds:
-    """Return the answers to a request, asked in parts of `rows` rows if the graph accepts no other number."""
+    """Return the answer to a request by output name, asked in parts of `rows` rows unless it is None or fits.
+
+    The last part is padded; its surplus answers are cut off. `fixed` is fed besides the request. Raises
+    RunFailed if TensorFlow does, VerificationError for a signature that does not exist or a fixed batch size.
+    """
     parts = [*_parts(request, rows)]
     answers = [_answer(session, signatures, part, fixed) for part in parts]
     if parts[0] is request:
@@ -321,7 +350,11 @@ def _in_parts(
 
 
 def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
-    """Yield a request in parts of `rows` rows, the last filled up; as one part if `rows` is None or fits."""
+    """Yield a request in parts of exactly `rows` rows, the last padded with the request's last row.
+
+    The request itself is yielded if `rows` is None or equals its number of rows, or if its inputs differ in
+    rows.
+    """
     asked = _rows_of(request)
     if rows is None or not asked or asked == rows:
         yield request
@@ -332,7 +365,7 @@ def _parts(request: Probe, rows: int | None) -> Iterator[Probe]:
 
 
 def _rows_of(request: Probe) -> int:
-    """Return the number of rows of a request's inputs; 0 if they differ."""
+    """Return the number of rows of a request's inputs; 0 if they differ or there are none."""
     counts = {len(value) if np.ndim(value) else 0 for value in request.inputs.values()}
     return counts.pop() if len(counts) == 1 else 0
 
@@ -345,7 +378,12 @@ class _Restoring(Struct, frozen=True):
     tables: _Tables
 
     def add(self) -> Iterator[tuple[str, Feeds]]:
-        """Yield the operations to run, in order, and the values fed to each."""
+        """Add restoring operations to the graph; yield the name of each operation to run, in order, with its
+        feeds.
+
+        All must be added before the graph is opened. Feeds are values by tensor name. Tensors of the mapping
+        are assigned first, then lookup tables are filled.
+        """
         prefix = str(self.mapping.catalog.prefix)
         for item in self.mapping.sources:
             for variable in item.variables:
@@ -383,7 +421,12 @@ class _Restoring(Struct, frozen=True):
     def _moved(
         self, value: str, item: TensorSource, part: SliceSpec | None, dtype: DType
     ) -> tuple[str, dict[str, NDArray[Any]]]:
-        """Return a restored table's rows in the order of the graph's lookups, and the order to feed."""
+        """Add nodes that put a restored table's rows in the order of the graph's lookups; return their
+        tensor, and feeds.
+
+        `value` is the tensor with the rows as stored, `part` the slice of the table that the variable has,
+        None for all of it. The feeds, by tensor name, are the row numbers of the order.
+        """
         order = _moved_rows(np.arange(item.tensor.shape[0]), item)
         if part:
             order = order[part.starts[0] : part.starts[0] + part.lengths[0]]
@@ -417,7 +460,11 @@ def _texts(texts: Sequence[str]) -> NDArray[Any]:
 
 
 def _moved_rows(rows: NDArray[Any], item: TensorSource) -> NDArray[Any]:
-    """Return the rows of a table in the order of the graph's lookups, given the rows of the whole tensor."""
+    """Return `rows`, which are all rows of a table as stored, in the order of the graph's lookups.
+
+    Rows that are distributed in turn over parts (`mod`) are first gathered from, then scattered to, as many
+    parts as `item` says.
+    """
     if item.gather_parts:
         ordered, start = np.empty_like(rows), 0
         for part in range(item.gather_parts):
@@ -476,7 +523,11 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Convert TensorFlow's errors to a VerificationError that says which of the two graphs failed."""
+    """Convert errors of TensorFlow in the block to VerificationErrors that name the graph, `what`, which
+    failed.
+
+    RunFailed, ValueError, TypeError and KeyError are converted; others pass.
+    """
     try:
         yield
     except (RunFailed, ValueError, TypeError, KeyError) as error:

@@ -24,9 +24,13 @@ _ASKED = 1024  # keys looked up in each table: each takes four small reads
 def verify_tables(layout: TableLayout, staged: Catalog, *, is_filtered: bool) -> None:
     """Look up about a thousand keys of each table of the checkpoint in the staged tables, as the graph does.
 
+    The keys are evenly spread over the table's parts. With `is_filtered`, an admission filter left keys out,
+    and absent keys are accepted.
+
     Raises:
-        VerificationError: one is not found, or is at the row of another.
+        VerificationError: a key is absent, or is at the row of another key.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
+        CheckpointError: a shard cannot be opened.
     """
     for table in layout.tables:
         named = {part: staged.tensors[f"{table.name}/{part}"] for part in (INDEX_SEEDS, INDEX_ROWS, KEYS)}
@@ -74,7 +78,10 @@ class _Elements(Struct, frozen=True):
         return cls(catalog, ref.dtype.numpy, starts, extents)
 
     def at(self, ids: Array) -> Array:
-        """Return the elements with these numbers; CheckpointChanged if a file became shorter."""
+        """Read the elements with the numbers `ids`, in their order; each is read on its own.
+
+        Raises CheckpointChanged if a file vanished or became shorter, CheckpointError if it cannot be opened.
+        """
         values, size = np.empty(len(ids), self.dtype), self.dtype.itemsize
         owners = np.searchsorted(self.starts, ids, side="right") - 1
         for number, extent in enumerate(self.extents):

@@ -47,7 +47,12 @@ class Checksum(Task, frozen=True, kw_only=True):
     ranges: tuple[Range, ...]
 
     def run(self, directory: Directory) -> Receipt:
-        """Read the ranges of every input; return a receipt with the checksum of each."""
+        """Read the ranges of every input; return a receipt with the plain crc32c of each, in the order of
+        `ranges`.
+
+        Nothing is written but scratch files in `directory`. Raises CheckpointChanged if an input is not as
+        planned, CheckpointError if it cannot be read.
+        """
         crcs = [0] * len(self.ranges)
         for number, source in enumerate(self.inputs):
             mine = [index for index, each in enumerate(self.ranges) if each.input == number]
@@ -61,11 +66,12 @@ _DAMAGED_HINT = "publish it again from the checkpoint; if the source is damaged,
 
 
 def verify_published(version: Path) -> tuple[str, ...]:
-    """The result of `verify_files` for a published version and its own manifest.
+    """Compare a published version's files with its manifest; return the unlisted files as `verify_files`
+    does.
 
     Raises:
-        ManifestError: there is no valid manifest.
-        VerificationError: see `verify_files`.
+        ManifestError: there is no valid manifest; NotTrusted if no trusted key has signed it.
+        VerificationError, OSError: see `verify_files`.
     """
     manifest = read_manifest(version)
     return verify_files(version, manifest.tensors, manifest.files)
@@ -81,17 +87,18 @@ def verify_files(
 ) -> tuple[str, ...]:
     """Compare a SavedModel directory with the tensors and, if given, the files it should hold.
 
-    Returns the files beside those, which do no harm; () if no `files` are given.
+    Returns the sorted relative paths of files not among `files`, which do no harm; () if no `files` are
+    given.
 
-    Reads the index and the files that have a checksum in the manifest and have not `passed`; for data shards
-    it compares only the sizes. With `prefix` the directory has a bundle of this prefix and no SavedModel,
-    like a delta's.
+    Reads the index and the files that have a checksum in the manifest and have not `passed`, or have a
+    digest, too; for data shards it compares only the sizes, unless a trainer's own file may have been written
+    to. With `prefix` the directory has a bundle of this prefix and no SavedModel, like a delta's.
 
     Raises:
         VerificationError: a file is missing, not a regular file, or of another size or checksum; the index is
             damaged or points beyond a shard's end; a tensor is missing, unexpected, or has another
             description.
-        OSError: the system refuses to read a file.
+        CheckpointError, OSError: a file cannot be read.
     """
     expected = {tensor.name: tensor for tensor in tensors}
     found = _found_files(bundle)
@@ -119,8 +126,8 @@ def verify_bytes(
 ) -> int:
     """Read the bundle's bytes that have not `passed`, in parallel, and compare their checksums to the index.
 
-    With `shards` only the bytes of these files. Waits for all tasks. Returns the number of bytes compared;
-    there are no checksums of dtypes without a known form.
+    With `shards` only the bytes of these files. Strings are always read. Waits for all tasks. Returns the
+    number of bytes compared, with those that have passed; dtypes without a known form have no checksums.
 
     Raises:
         VerificationError: the first tensor, in the files' order, whose bytes differ or are missing.
@@ -153,8 +160,9 @@ class Passed:
         self._lock = threading.Lock()
 
     def noting(self, path: Path, cuts: Iterable[int] = ()) -> Callable[[int, memoryview], None]:
-        """Return a function to call with each offset and part of a file; pieces are divided at `cuts`.
+        """Return a function that records the checksum of each part of file `path` that it is called with.
 
+        Its arguments are the part's offset in bytes and its bytes; parts are divided at the offsets `cuts`.
         `of` then knows the checksum of every run that begins and ends at a cut.
         """
         known = sorted(set(cuts))
@@ -176,9 +184,10 @@ class Passed:
 
 
 def runs_of(index: Index, prefix: Path) -> dict[Path, tuple[tuple[int, int, int], ...]]:
-    """Return offset, size and checksum of each stored run of tensors, by shard, in order.
+    """Return (offset, size, checksum) of each stored run of tensors, sorted by offset, by shard path.
 
-    No shard need exist.
+    `prefix` is the bundle's; no shard need exist. Sizes are bytes; checksums are masked crc32c, as in the
+    index.
     """
     runs: dict[int, set[tuple[int, int, int]]] = {}
     for extent in (extent for ref in index.tensors.values() for extent in ref.extents):
@@ -197,7 +206,7 @@ def _has_passed(run: Stored, passed: Passed) -> bool:
 
 
 def _found_files(bundle: Path) -> dict[str, int]:
-    """Return the sizes of the regular files under a directory, by relative path."""
+    """Return the size in bytes of each regular file below a directory, by relative path; no links."""
     found = {}
     for directory, _, names in os.walk(bundle):
         for path in (Path(directory, name) for name in names):
@@ -220,9 +229,9 @@ OVERWRITTEN_HINT = (
 
 
 def _verify_written(catalog: Catalog, shards: Collection[Path]) -> None:
-    """Read shards that are also a trainer's files, and may have been written to by their times.
+    """Read those shards of a bundle that are links to a trainer's files and may have been written to.
 
-    VerificationError if their bytes differ; a file that was merely touched is accepted.
+    Raises VerificationError if their bytes differ from the index; a file that was merely touched is accepted.
     """
     try:
         verify_bytes(catalog, shards=shards)
@@ -236,13 +245,14 @@ def _overwritten(path: Path, cause: str) -> VerificationError:
 
 
 def verify_file(bundle: Path, entry: FileEntry, passed: Passed | None = None) -> None:
-    """Compare a file of a directory with its entry in the manifest.
+    """Compare the file at `entry.path` in a directory with its manifest entry.
 
     It is read only if the entry has a checksum that `passed` does not know, or if it has a digest, too. Data
     shards have no checksum here: their digests are compared elsewhere.
 
     Raises:
-        VerificationError: it is not a file, or has another size or checksum.
+        VerificationError: it is not a file, or has another size, checksum or digest.
+        CheckpointError, OSError: it cannot be read.
     """
     path = bundle / entry.path
     if not path.is_file():
@@ -301,7 +311,7 @@ def _described(entry: TensorEntry) -> str:
 
 
 def _runs(catalog: Catalog) -> list[Stored]:
-    """Return every stored run once, in the files' order."""
+    """Return every stored run of a bundle's tensors once, sorted by shard and offset."""
     runs: dict[Extent, Stored] = {}
     for ref in catalog.tensors.values():
         for _, stored in stored_runs(catalog, ref):
@@ -310,7 +320,10 @@ def _runs(catalog: Catalog) -> list[Stored]:
 
 
 def _batches(runs: Iterable[Stored], most: int) -> Iterator[list[_Piece]]:
-    """Yield pieces in the files' order, in lists of about `most` bytes."""
+    """Divide runs into pieces of at most `most` bytes and yield them in order, in lists for one task each.
+
+    A list has about `most` bytes and at most a thousand pieces.
+    """
     batch: list[_Piece] = []
     room = most
     for run in runs:
@@ -341,9 +354,10 @@ def _tasks(catalog: Catalog, batches: Iterable[list[_Piece]]) -> list[Checksum]:
 
 
 def _compare(jobs: Iterable[tuple[list[_Piece], Receipt]]) -> None:
-    """Join the pieces' checksums, in the files' order, to checksums of runs, and compare these.
+    """Join the pieces' checksums, which come in the files' order, to checksums of runs, and compare them to
+    the index.
 
-    VerificationError if one differs.
+    Each item is a list of pieces and the receipt of its task. Raises VerificationError if one differs.
     """
     crc = 0
     for batch, receipt in jobs:
