@@ -90,7 +90,7 @@ class PlaceFlags(Struct, frozen=True):
     ] = None
 
     def both(self) -> tuple[Path, Path]:
-        """Return the checkpoint's path and the model's; UsageError if either is missing."""
+        """Return the checkpoint's path and the model's; raises UsageError if either is missing."""
         if self.ckpt_dir is None or self.out is None:
             missing = "--ckpt-dir" if self.ckpt_dir is None else "--out"
             raise UsageError(
@@ -163,7 +163,7 @@ class RunFlags(Struct, frozen=True):
 
 
 def check_places(places: PlaceFlags, run: RunFlags, request: ExportRequest) -> None:
-    """Refuse options about one version that cannot be combined with deltas or a watch."""
+    """Raise UsageError for options about one version that cannot be combined with deltas or a watch."""
     if alone := [when for when in run.new_base if when != "always" and not run.publishes_deltas]:
         raise UsageError(
             f"--new-base {alone[0]} goes with --incr", hint=f"add --incr, or leave out --new-base {alone[0]}"
@@ -209,7 +209,7 @@ NOTHING_TYPED = ExportRequest(Path(), Path(), updates=Updates())
 
 
 def refuse_root_options(context: typer.Context) -> None:
-    """Refuse options that stand before the subcommand."""
+    """Raise UsageError if options were typed before the subcommand; its hint corrects the command line."""
     given = [
         f"--{name.rstrip('_').replace('_', '-')}"
         for name, value in context.params.items()
@@ -224,7 +224,10 @@ def refuse_root_options(context: typer.Context) -> None:
 
 
 def _without_root_options(context: typer.Context, given: Sequence[str]) -> str:
-    """Return a subcommand's command line, with the options before it moved after it, if it has them."""
+    """Return the typed command line with the options before the subcommand moved after it, as a hint.
+
+    `given` are the names of these options; a subcommand's missing ones are to be left out.
+    """
     name = str(context.invoked_subcommand)
     typed = [*ARGUMENTS.get()]
     at = typed.index(name)
@@ -316,5 +319,8 @@ app.callback()(with_structs(export))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line, and end the process with its exit code."""
+    """Run the command line, and end the process with its exit code (SystemExit).
+
+    `arguments` are the words after the program's name; None: the process's own.
+    """
     run(app, "export-model", arguments, takes=("--ckpt-dir", "--out", "--model"))

@@ -118,7 +118,11 @@ def doctor(
 
 
 def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
-    """Return an agent's findings about a model; a failure to answer is a finding, too."""
+    """Ask an agent over HTTP for its problems, and yield those of a model as findings; `address` is its
+    port's.
+
+    A failure to answer within `deadline` seconds is a finding, too, and so is a model that it does not keep.
+    """
     import json
     import urllib.request
 

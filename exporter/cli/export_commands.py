@@ -48,7 +48,11 @@ if TYPE_CHECKING:
 
 
 def stand_by(role: Role, sink: Output) -> None:
-    """Say which role the node has, where that is known from, and how to export in spite of it."""
+    """Print that this node of a cluster, which has this role, does not export, and how to export in spite of
+    it.
+
+    `role` also says which environment variable names it.
+    """
     from exporter.cli.documents.exported import StandBy
 
     document = StandBy("nothing_to_do", None, role.type, role.index, role.source)
@@ -65,7 +69,12 @@ def run_full(
     *,
     dry_run: bool,
 ) -> None:
-    """Export the newest checkpoint, or each newest one while watching; with `dry_run` only print the plan."""
+    """Export the newest checkpoint, or each newest one while watching, and print the results.
+
+    With `dry_run` only the plan is printed. `target` carries the work to a store, `seen` records what a watch
+    does. Raises ExportError if an export fails; a checkpoint that is published already is printed, and no
+    error.
+    """
     from exporter.cli import render
     from exporter.graph.load import run_builders_once
     from exporter.pipeline import full
@@ -95,7 +104,7 @@ def run_full(
 def published_already(
     request: ExportRequest, error: PublishedAlready, sink: Output, *, dry_run: bool
 ) -> None:
-    """Print that the checkpoint is published already, by the same plan.
+    """Print that the checkpoint is published already, by the same plan, as `error` says.
 
     The newest version is printed, too, if it is another one, and the hold if there is one.
     """
@@ -140,11 +149,15 @@ class RunOptions(Struct, frozen=True):
 
 
 def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dry_run: bool) -> None:
-    """Publish the next delta, or the base; with `dry_run` only print the plan. A watch runs until it ends.
+    """Publish the next delta, or the base, and print it; with `dry_run` only print the plan.
+
+    A watch runs until it ends.
 
     Raises:
         UsageError: `--verify graph` is combined with `--watch` or `--new-base if-needed`.
         ModelHeld: the model is held, and `--new-base merged` would publish a base.
+        NoNewBase: a delta is published, but `--new-base merged` failed.
+        ExportError: the export failed; see errors.py.
     """
     if request.check_graph and (how.watching is not None or how.full_on_mismatch):
         raise UsageError(
@@ -179,7 +192,11 @@ def run_incremental(request: ExportRequest, sink: Output, how: RunOptions, *, dr
 
 
 def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
-    """Publish, rebase, and print one document of both, with the publication even if the rebase fails."""
+    """Publish, rebase if asked, and print one document of both, with the publication even if the rebase
+    fails.
+
+    Raises NoNewBase if it fails, or the ExportError of the publication.
+    """
     done, based = _publish(request, sink, how), None
     try:
         if how.rebase:
@@ -217,7 +234,8 @@ def _look(request: ExportRequest, sink: Output, how: RunOptions) -> Poll[Increme
 def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebased | None:
     """Publish a new base with all deltas; None if the newest base is at the newest position.
 
-    NoNewBase if that fails after `done` has published a delta; otherwise the error itself.
+    `done` is what was published before. Raises NoNewBase if that fails after a delta was published; otherwise
+    the error itself, an ExportError or OSError.
     """
     from exporter.pipeline.rebase import rebase
     from exporter.publish.retention import Keep
@@ -237,7 +255,10 @@ def _rebase(request: ExportRequest, done: Incremental, how: RunOptions) -> Rebas
 
 
 def _rebase_or_tell(request: ExportRequest, done: Incremental, sink: Output, how: RunOptions) -> None:
-    """Publish a new base while watching, and print it; a passing error is printed instead."""
+    """Publish a new base while watching, after `done`, and print it; print an error that may pass, instead.
+
+    Raises the ExportError that only a person can repair.
+    """
     try:
         based = _rebase(request, done, how)
     except ExportError as error:
@@ -268,7 +289,8 @@ def exported(
 ) -> None:
     """Print the result of an incremental export, after asking the named servers to apply it.
 
-    A server that does not apply it is a warning, and so is an error after the delta was published.
+    Waits for the servers; one that does not apply it is a warning, and so is an error after the delta was
+    published. `based` is the new base that was published with it, None without one.
     """
     plan = done.plan
     left_out, rounded = done.left_out, done.rounded
@@ -338,7 +360,7 @@ def _waited(published: PublishedDelta, since: datetime) -> str:
 
 
 def budget_used(found: Budgeted) -> str:
-    """Return a sentence on how a delta used its budget."""
+    """Return a text for people on a delta's use of its budget: its size, and the share of changes sent."""
     return (
         f"{human_bytes(found.sent)} of {human_bytes(found.allowed)}; all changes would take "
         f"{human_bytes(found.changes)}; {found.share:.1%} of the change is sent"
@@ -346,7 +368,7 @@ def budget_used(found: Budgeted) -> str:
 
 
 def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
-    """Return a warning with the delta's least size, its budget, and the budget that would be enough."""
+    """Return a warning for people: the delta's least size, its budget, and a budget that would be enough."""
     is_rate = (request.delta_budget or "").endswith("/s")
     enough = f"{math.ceil(found.due / max(found.seconds, 1.0))}B/s" if is_rate else f"{found.due}B"
     age = "" if request.max_row_age is None else ", rows that waited for --delta-budget age,"
@@ -357,7 +379,10 @@ def budget_exceeded(request: ExportRequest, found: Budgeted) -> str:
 
 
 def changed(rows: int, variables: int) -> str:
-    """Return a delta's contents in words: rows in variables, or variables that are sent whole."""
+    """Return a delta's contents in words, from the number of its rows and of the variables that it changes.
+
+    Without rows the variables are sent whole; with neither it is "no change".
+    """
     if rows:
         return f"{count(rows, 'row')} in {count(variables, 'variable')}"
     return f"{count(variables, 'variable')}, whole" if variables else "no change"
@@ -369,9 +394,9 @@ def _notified_text(one: Notified) -> str:
 
 
 def _next_lines(plan: IncrementalPlan, *, is_told: bool) -> Iterator[str]:
-    """Yield the command that makes servers apply the delta, or the one that lifts the hold.
+    """Yield lines with the command that makes servers apply the delta, or the one that lifts the hold.
 
-    Nothing is yielded if a server was notified and nothing is held.
+    Nothing is yielded if a server was notified (`is_told`) and nothing is held.
     """
     hold = plan.log.hold.position
     if plan.log.hold.is_canary:

@@ -42,7 +42,7 @@ HELP = Help(
 
 
 def echo(lines: Iterable[str]) -> None:
-    """Print lines on stdout."""
+    """Print lines on stdout, one after another."""
     for line in lines:
         typer.echo(line)
 

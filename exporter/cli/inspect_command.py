@@ -47,7 +47,7 @@ class ComparisonFlags(Struct, frozen=True):
     ] = None
 
     def request(self, ckpt_dir: Path) -> ExportRequest | None:
-        """Return the export whose names are compared; None without `--unmatched`."""
+        """Return the export whose names are to be compared, as a request; None without `--unmatched`."""
         if self.unmatched is None:
             return None
         return ExportRequest(

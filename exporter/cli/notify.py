@@ -59,7 +59,12 @@ class Servers(Struct, frozen=True):
         channel_credentials(self.access)
 
     def notify(self, model: str, position: int) -> list[Notified]:
-        """Ask all servers at once to update to a published position; wait, and return their results."""
+        """Ask all servers at once to update to a published position; wait, and return a result for each, in
+        order.
+
+        `model` is its name on the servers. At most 32 are asked at a time; one that did not answer is not
+        asked again for ten seconds. Failures are in the results, and no errors.
+        """
         if not self.addresses:
             return []
         from concurrent.futures import ThreadPoolExecutor

@@ -32,7 +32,10 @@ _BOX = re.compile(r"([0-9]+),([0-9]+)")
 
 
 def in_rows(name: str) -> str:
-    """Return the name of a variable's part as people write it: `items[0:4]` for `items[7 16 0,4:0,16]`."""
+    """Return the name of a variable's part as people write it: `items[0:4]` for `items[7 16 0,4:0,16]`.
+
+    A name of another form is returned as it is.
+    """
     found = _PART.fullmatch(name)
     if found is None:
         return name
@@ -44,7 +47,7 @@ def in_rows(name: str) -> str:
 
 
 def plan(planned: Plan, sink: Output) -> None:
-    """Print a plan, as `--dry-run` does."""
+    """Print a plan, as `--dry-run` does: a JSON document or lines for people, and its notes."""
     rewritten = sum(source.bytes_ for source in planned.mapping.sources if not source.is_verbatim)
     how = f"{human_bytes(rewritten)} of it rewritten" if rewritten else "all of it as stored"
     lines = [
@@ -62,7 +65,7 @@ def plan(planned: Plan, sink: Output) -> None:
 
 
 def exported(done: Exported, sink: Output) -> None:
-    """Print the version that an export published."""
+    """Print the version that an export published, its notes, and its warnings."""
     variables, published = done.variables, done.published
     document = Export(
         **asdict(_plan(done.plan, Status.PUBLISHED, variables.work, variables.shards)),
@@ -185,7 +188,7 @@ def _rewrite_text(source: TensorSource) -> str:
 
 
 def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Shard]:
-    """Yield the shards that contain bytes of the checkpoint's files unchanged."""
+    """Yield documents of the shards that contain bytes of the checkpoint's files unchanged, in order."""
     own = set(planned.catalog.shards)
     for shard in shards:
         if shard.source in own and shard.how is not ShardOrigin.REWRITTEN:
@@ -195,7 +198,9 @@ def _shards(planned: Plan, shards: Iterable[ShardPlan]) -> Iterator[documents.Sh
 
 
 def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
-    """Yield number and bytes of shards by origin; shards of which little is kept are a group of their own."""
+    """Yield texts with number and bytes of shards by origin; shards of which little is kept are a group
+    apart.
+    """
     groups: dict[tuple[ShardOrigin, bool], list[ShardPlan]] = defaultdict(list)
     for shard in shards:
         groups[shard.how, shard.why == LITTLE_KEPT].append(shard)
@@ -210,7 +215,7 @@ def _data(shards: Iterable[ShardPlan]) -> Iterator[str]:
 
 
 def _linked_lines(shards: Iterable[ShardPlan]) -> Iterator[str]:
-    """Yield a warning for the trainer, if the version links to its files."""
+    """Yield a warning about the trainer, as a line, if a shard is a link to its file."""
     if any(shard.how is ShardOrigin.LINKED for shard in shards):
         yield line("", "the trainer may remove these files, and must not write into them; or --data compact")
 

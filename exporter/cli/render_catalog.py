@@ -11,7 +11,7 @@ from exporter.terminal.progress import human_bytes
 
 
 def checkpoint_document(catalog: Catalog) -> Checkpoint:
-    """Return a checkpoint as a document."""
+    """Return a checkpoint as the document that commands print."""
     return Checkpoint(
         catalog.family,
         str(catalog.prefix),
@@ -23,7 +23,7 @@ def checkpoint_document(catalog: Catalog) -> Checkpoint:
 
 
 def catalog_text(catalog: Catalog) -> str:
-    """Return a line about a checkpoint."""
+    """Return a line for people about a checkpoint: name, family, step, and size of tensors and shards."""
     step = "" if catalog.step is None else f", step {catalog.step}"
     shards = f"{len(catalog.shards)} shard{'s' * (len(catalog.shards) != 1)}"
     tensors = f"{len(catalog.tensors)} tensors, {human_bytes(catalog.bytes_)}, {shards}"
@@ -31,7 +31,9 @@ def catalog_text(catalog: Catalog) -> str:
 
 
 def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
-    """Return the number of unserved tensors of each kind, and their bytes."""
+    """Return the number of unserved tensors and their bytes, by the name of their kind; kinds without any are
+    absent.
+    """
     return {
         kind.value: TensorGroup(len(refs), sum(ref.bytes_ for ref in refs))
         for kind, refs in by_kind(extras).items()
@@ -39,7 +41,7 @@ def tensor_groups(extras: Iterable[Extra]) -> dict[str, TensorGroup]:
 
 
 def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
-    """Yield a text about each kind of unserved tensors."""
+    """Yield a text for people about each kind of unserved tensors; the kind OTHER is called `other`."""
     for kind, refs in by_kind(extras).items():
         name = other if kind is ExtraKind.OTHER else kind.value + "s" * (len(refs) > 1)
         yield f"{len(refs)} {name} ({human_bytes(sum(ref.bytes_ for ref in refs))})"
@@ -54,5 +56,5 @@ def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
 
 
 def line(label: str, text: str) -> str:
-    """Return a line of a result: a label, and the text in a column of its own."""
+    """Return a line of a result: a label in bold, and the escaped text in a column of its own."""
     return f"[bold]{label:<12}[/]{escape(text)}"

@@ -16,7 +16,7 @@ DifferenceT = TypeVar("DifferenceT", VariableDifference, TableDifference)
 
 
 def differences(found: Differences, sink: Output) -> None:
-    """Print the differences between two states."""
+    """Print the differences between two states: a document, or lines and tables for people."""
     document = documents.Differences(
         a=_side(found.a),
         b=_side(found.b),
@@ -62,7 +62,7 @@ def _side(side: ComparedState) -> documents.Side:
 
 
 def _printable(found: DifferenceT) -> DifferenceT:
-    """Return a difference with numbers that JSON can represent: None replaces NaN and infinity."""
+    """Return a difference with None in place of NaN and infinity, which JSON cannot represent."""
     return replace(found, norm=_if_finite(found.norm), largest=_if_finite(found.largest))
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts for people about an embedding variable."""
+    """Yield (label, text) for people about an embedding variable: size, then the spread of keys, if any."""
     filtered = f", {table.filtered_keys} more filtered" if table.filtered_keys else ""
     parts = f", {table.parts} parts" if table.parts > 1 else ""
     slots = f", slots {', '.join(table.slots)}" if table.slots else ""
@@ -53,7 +53,7 @@ def embedding_lines(table: EmbeddingTable) -> Iterator[tuple[str, str]]:
 
 
 def served_text(view: ServedTableView) -> str:
-    """Return a line that tells people the size and the room of a served table by keys."""
+    """Return a line for people with the size of a served table by keys, and its room for new keys."""
     return (
         f"{view.name}: {view.keys} keys, room for {view.free_rows} more, {view.dtype}[{view.dimension}], "
         f"{human_bytes(view.bytes)}, index {human_bytes(view.index_bytes)} with load factor "
@@ -65,7 +65,7 @@ _LIKELY_SHOWN = 6
 
 
 def inspected(found: Inspection, sink: Output, *, tensors: bool) -> None:
-    """Print a checkpoint, graph, version or model; `tensors` adds one row for each tensor."""
+    """Print a checkpoint, graph, version or model; `tensors` adds a row per tensor, except of a model."""
     document, lines = _inspection(found, tensors=tensors)
     if isinstance(found, CheckpointView) and found.problem is not None:
         sink.note(f"note: its embedding variables cannot be read: {found.problem.message}")
@@ -184,7 +184,7 @@ def _bundle_lines(found: BundleView) -> Iterator[str]:
 
 
 def compared(found: Unmatchable, sink: Output) -> None:
-    """Print unmatched variables and tensors, and the beginning of a table of names."""
+    """Print unmatched variables and tensors, and the beginning of a table of names for `--rename`."""
     left = found.unmatched
     document = inspections.NameComparison(
         checkpoint=checkpoint_document(found.catalog),
@@ -215,8 +215,9 @@ def compared(found: Unmatchable, sink: Output) -> None:
 
 
 def _two_lists(left: Unmatched) -> Iterator[str]:
-    """Yield lines with variables at the left and tensors at the right, sorted by shape, so that partners are
-    near.
+    """Yield lines with variables at the left and tensors at the right, each sorted by shape.
+
+    So probable partners are near each other. Nothing if both are empty.
     """
     ours = [
         (v.full_shape, f"{v.key} {_typed(v.dtype, v.full_shape)}")

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def merged(done: Merged | None, sink: Output, *, dry_run: bool) -> None:
-    """Print a merger, or the plan of one, whose size is still unknown; None: there is nothing to merge."""
+    """Print a merger, or with `dry_run` the plan of one; None as `done`: there is nothing to merge.
+
+    A plan has no size yet. Warnings of the publication are printed, too.
+    """
     if done is None:
         document = Merge(dry_run=dry_run, status=Status.NOTHING_TO_DO)
         sink.result(document, [_NOTHING_TO_MERGE], is_done=not dry_run)
@@ -62,7 +65,7 @@ def _met(meets: Sequence[str]) -> list[str]:
 
 
 def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> None:
-    """Print a new base, or the plan of one; None: the newest base is at the newest position.
+    """Print a new base, or the plan of one; None as `done`: the newest base is at the newest position.
 
     A plan has no removed versions: these are decided when the base is published.
     """
@@ -98,7 +101,7 @@ def rebased(done: Rebased | None, sink: Output, *, dry_run: bool = False) -> Non
 
 
 def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
-    """Print a rollback or resumption, or the plan of one."""
+    """Print a rollback or resumption, or the plan of one, and warnings of its publication."""
     status, lines = Status.NOTHING_TO_DO, _nothing_held(done)
     if done.was_held:
         status = _status(dry_run) if dry_run or done.published is not None else Status.HOLD_LIFTED
@@ -133,7 +136,7 @@ def taken_back(done: RollbackResult, sink: Output, *, dry_run: bool) -> None:
 
 
 def _why_base(done: RollbackResult) -> list[str]:
-    """Return the line that says why a new base restores the values; empty if none does."""
+    """Return the line that says why a new base restores the values, in a list; empty if none does."""
     if done.made is None or done.made.value != "base":
         return []
     return [labelled("a new base", f"the log of position {done.values_of} has ended: servers load it")]
@@ -164,13 +167,16 @@ def _nothing_held(found: RollbackResult) -> list[str]:
 
 
 def _warn(published: PublishedDelta | PublishedVersion | None, sink: Output) -> None:
-    """Print errors that came after something was published, as warnings."""
+    """Print the publication's warnings, errors that came after it; nothing without a publication."""
     for warning in () if published is None else published.warnings:
         sink.warn(warning.message)
 
 
 def verified(found: VerifiedModel, sink: Output, *, says_model: bool = False) -> None:
-    """Print a model's publications and problems; with `says_model` also its identity."""
+    """Print a model's publications and problems; with `says_model` also its identity.
+
+    Of the problems, the first is left to the error that ends the command.
+    """
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(
         versions=found.versions,
@@ -209,7 +215,7 @@ def _positions(known: tuple[int, ...]) -> str:
 
 
 def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
-    """Print a change of a tag, done or planned."""
+    """Print a change of a tag, done or, with `dry_run`, planned."""
     status = Status.PLANNED if dry_run else Status.PUBLISHED
     now, before = (None if tag is None else tag.position for tag in (done.tag, done.before))
     document = documents.Tag(
@@ -248,7 +254,8 @@ def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
 def history(found: Model, sink: Output, last: int | None, *, changes: bool = False) -> None:
     """Print a model's publications, all or the `last` ones; with `changes` also the changes of each delta.
 
-    Who published each is a column of the table if it was not the same user of the same machine.
+    None or 0 as `last` means all. Who published each is a column of the table if it was not the same user of
+    the same machine.
     """
     events = found.publications[-last:] if last else found.publications
     if changes:
@@ -282,7 +289,10 @@ def history(found: Model, sink: Output, last: int | None, *, changes: bool = Fal
 
 
 def _with_changes(found: Model, event: Event) -> Event:
-    """Return the event with its delta's changes, if it is readable and in the current log; else as it is."""
+    """Return the event with its delta's changes, read from its files; as it is if they cannot be read.
+
+    Events that are not deltas of the current log are returned as they are.
+    """
     from exporter.publish.what_changed import what_changed
 
     log = found.current
@@ -316,7 +326,7 @@ def _history_lines(found: Model, shown: int) -> Iterator[str]:
 
 
 def _tag(found: ListedTag) -> str:
-    """Return a tag with its position, and whether that position is gone."""
+    """Return a tag with its position as text, and whether that position is gone."""
     keeps = "" if found.keeps is None else f", but keeps version {found.keeps}"
     return f"{found.name} {found.position}" + (f" (gone{keeps})" if found.gone else "")
 
@@ -357,7 +367,7 @@ def _notes(event: Event) -> Iterator[str]:
 
 
 def _standing(event: Event) -> Iterator[str]:
-    """Yield what a publication was trained on, and what became of it."""
+    """Yield texts on what a publication was trained on, and on its mergers, tags, hold and log."""
     if event.event_time is not None:
         yield f"trained on events up to {in_utc(event.event_time):%Y-%m-%d %H:%M:%S}"
     if event.merged_into is not None:

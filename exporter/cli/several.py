@@ -44,10 +44,14 @@ def run_all(
     watch: bool,
     out: Path | None = None,
 ) -> None:
-    """Export each model of a file, with the other arguments of the command line, and print their output.
+    """Export each model of a file, in a process of its own, and print their output.
+
+    `models` has the options of each model by name; `arguments` are the words of this command line, which the
+    processes get without `--config`. With `watch` the processes run in parallel until all end, otherwise one
+    after another.
 
     Raises:
-        UsageError: two models have the same place; `out` counts for all of them.
+        UsageError: two models would be published to the same place; `out`, if given, counts for all of them.
         SomeFailed: an export failed; all others were run.
     """
     _require_apart(config, {name: out or options.get("out") for name, options in models.items()}, out)
@@ -86,7 +90,7 @@ def _resolved(place: str) -> str:
 
 
 def _left(arguments: Sequence[str]) -> list[str]:
-    """Return the command-line arguments for the processes: without `--config`."""
+    """Return the command-line arguments for the processes: all but `--config` and its value."""
     left, words = [], iter(arguments)
     for word in words:
         if word == "--config":
@@ -123,9 +127,11 @@ def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
 
 
 def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, as_json: bool) -> None:
-    """Print the lines of a process with its model's name, in a document as its first field.
+    """Print the lines of a process with its model's name, in a JSON document as its first field, until it
+    ends.
 
-    Errors of printing are ignored: a process whose output is not read would block for ever.
+    `turn` is held while a line is written, so that lines of several processes do not mix. Errors of printing
+    are ignored: a process whose output is not read would block for ever.
     """
     for line in iter(partial(source.readline, _LONGEST_LINE), b""):
         document = _document(line) if as_json else None
@@ -138,7 +144,7 @@ def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, 
 
 
 def _document(content: bytes) -> Any:
-    """Return the document that a process printed; None if its output is no JSON, or incomplete."""
+    """Return the JSON document that a process printed; None if its output is not JSON, or incomplete."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -146,10 +152,11 @@ def _document(content: bytes) -> Any:
 
 
 def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams: Any) -> Any:
-    """Start a process, and append it to `started`; its stdin is empty, and SIGINT is blocked in it.
+    """Start a process, append it to `started`, and return it; its stdin is empty, and SIGINT is blocked in
+    it.
 
     A terminal sends Ctrl-C to all processes. Together with the SIGTERM of `_running`, it would interrupt the
-    work twice, the second time during the clean-up.
+    work twice, the second time during the clean-up. Raises OSError if it cannot be started.
     """
     environment = {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -162,7 +169,7 @@ def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams
 
 @contextmanager
 def _running() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield a list for processes; if the block is interrupted, send them SIGTERM, and wait for them."""
+    """Yield a list to append processes to; if the block raises, send them SIGTERM, and wait for them."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         yield processes

@@ -56,7 +56,7 @@ def push(
 
 
 def _require_order(command: str, model: Path, url: str) -> None:
-    """Refuse a model and a URL in the wrong order, and two URLs."""
+    """Raise UsageError for a model and a URL in the wrong order, or two URLs; `command` is push or pull."""
     stored = Url.parse(str(model))
     if stored is None:
         return

@@ -65,7 +65,7 @@ _METRICS = (
 
 
 def described() -> Iterator[Described]:
-    """Yield every metric of the exporter."""
+    """Yield every metric of the exporter, with its full name."""
     yield build_info(PREFIX)
     for one in _METRICS:
         yield Described(f"{PREFIX}_{one.name}", one.kind, one.labels, one.text)
@@ -89,12 +89,16 @@ class Watched:
         self._divided: dict[str, float] = {}
 
     def look_back(self) -> None:
-        """Record when the model was last published before this watch began, if that can be read."""
+        """Read when the model was last published before this watch began, and record that if it is known."""
         times = [event.created for event in Model.look(self._model).publications if event.created]
         self._latest = max(times, default=None)
 
     def looked(self, error: ExportError | None) -> None:
-        """Record the end of a look: it published all that the trainer has finished, or failed."""
+        """Record the end of a look, which published all that the trainer has finished or failed; write the
+        heartbeat.
+
+        `error` is the look's, None if it succeeded; one that may pass does not count as a failure.
+        """
         with self._lock:
             self._failing = "" if error is None or error.may_pass else type(error).__name__
             if self._failing:
@@ -107,7 +111,7 @@ class Watched:
         self.beat(force=True)
 
     def published(self, manifest: Manifest) -> None:
-        """Count a publication."""
+        """Count a publication, its rows and its bytes; of a delta also record the rows that it leaves out."""
         entry = manifest.incremental
         kind = "version" if entry is None else "delta" if isinstance(entry, DeltaEntry) else "base"
         with self._lock:
@@ -118,7 +122,9 @@ class Watched:
             self._divided = dict(_divided(entry)) if isinstance(entry, DeltaEntry) else {}
 
     def beat(self, *, force: bool = False) -> None:
-        """Write the heartbeat, at most once a second unless forced; on a full disk, the file stays old."""
+        """Write the heartbeat file, if there is one: at most once a second unless `force`; errors are
+        ignored.
+        """
         now = time.monotonic()
         if self._heartbeat is None or not (force or now - self._beaten >= _BEAT_S):
             return
@@ -127,7 +133,7 @@ class Watched:
             _write(self._heartbeat)
 
     def progress(self, show: ProgressFactory) -> ProgressFactory:
-        """Return the same progress bars, which also write the heartbeat."""
+        """Return a factory of the same progress bars, which also write the heartbeat as they advance."""
 
         @contextmanager
         def beating(label: str, total: int) -> Iterator[Progress]:
@@ -138,7 +144,7 @@ class Watched:
         return beating
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics; prometheus_client calls this for each page."""
+        """Yield the metrics as families of prometheus_client, which calls this for each page."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -162,7 +168,7 @@ class Watched:
 
 
 def _divided(entry: DeltaEntry) -> Iterator[tuple[str, float]]:
-    """Yield the figures of rows that a delta leaves out, by metric, and of its budget, if it had one."""
+    """Yield (metric, value) for the rows that a delta leaves out, and for its budget, if it had one."""
     left_out, budget = entry.trained.left_out, entry.budget
     yield "held_back_rows", 0 if left_out is None else left_out.rows
     if left_out is not None and left_out.since is not None:
@@ -187,6 +193,8 @@ class _Beating(Struct, frozen=True):
 def endpoint_of(text: str) -> tuple[str, int] | None:
     """Return the address and port of `[ADDRESS:]PORT`; None for an empty text.
 
+    The address is 127.0.0.1 if none is given.
+
     Raises:
         UsageError: the text is not of this form.
     """
@@ -199,7 +207,10 @@ def endpoint_of(text: str) -> tuple[str, int] | None:
 
 
 def _write(file: Path) -> None:
-    """Write the time into a file. A probe reads only the file's modification time."""
+    """Write the time into a file, as text; a probe reads only the file's modification time.
+
+    Raises OSError if it cannot be written.
+    """
     file.write_text(f"{datetime.now(timezone.utc).isoformat(timespec='seconds')}\n")
 
 
@@ -237,7 +248,11 @@ def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -
 
 @contextmanager
 def _serving(seen: Watched, host: str, port: int) -> Iterator[int]:
-    """Serve /metrics and /healthz inside the block; yield the number of the port."""
+    """Serve /metrics and /healthz inside the block; yield the number of the port, a free one for 0.
+
+    Raises UsageError if the libraries are not installed, ServerError if the port cannot listen on the
+    address.
+    """
     from serving.optional_libraries import require_libraries
 
     require_libraries("agent", "--metrics-port", "h11", "prometheus_client")
