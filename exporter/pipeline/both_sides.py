@@ -45,9 +45,13 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph, and complete the rules from both sides.
+    """Read the graph that a request names or that is beside the checkpoint, and complete the rules from both
+    sides.
 
-    UsageError or GraphError if the graph cannot be found or read, or does not go with the request.
+    `checkpoint` is passed on in the result; `load` reads the graph. The rules get the partition strategies of
+    the trainer's graph and the request's file of names; `origin` is recorded only for a base that takes
+    deltas. Raises UsageError or GraphError (and subclasses) if the graph cannot be found or does not fit the
+    request, CheckpointError if its file is damaged.
     """
     asked = GraphRequest.of(request, model_beside(catalog.prefix), catalog.naming)
     if asked.model is None:
@@ -70,7 +74,10 @@ def read_both(
 
 @contextmanager
 def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
-    """Add a hint to mapping errors of the block if a Keras 3 builder meets a checkpoint of Keras 2."""
+    """Run the block and, if a Keras 3 builder meets a checkpoint of Keras 2, prefix its mapping error's hint.
+
+    MissingTensors and ObjectMismatch get the hint to use Keras 2; every error is raised as before.
+    """
     try:
         yield
     except (MissingTensors, ObjectMismatch) as error:
@@ -80,7 +87,11 @@ def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
 
 
 def _builder_files(request: ExportRequest) -> list[str]:
-    """The path of the builder's source file; [] if the model is not a builder, or names a module."""
+    """Return the path of the builder's source file in a list; [] if the model is not a builder, or names a
+    module.
+
+    The path is "" for a function whose file is not known.
+    """
     model = request.model
     if callable(model):
         return [inspect.getsourcefile(inspect.unwrap(model)) or ""]
@@ -97,10 +108,11 @@ class Unmatchable(Struct, frozen=True):
 
 
 def compare_names(request: ExportRequest) -> Unmatchable:
-    """The variables and tensors that an export of this request would leave unmatched.
+    """Return the variables and tensors that an export of this request would leave unmatched; nothing is
+    written.
 
     Raises:
-        UsageError, CheckpointError, GraphError: see errors.py.
+        UsageError, CheckpointError, GraphError: and subclasses, see errors.py.
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
     found = read_both(request, rules, catalog, Identity.of(catalog))

@@ -56,7 +56,12 @@ _Parts = Mapping[int, TensorRef]
 
 
 def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
-    """Readers of `catalog`'s tensors by name, with rows in the order that they have in `other`."""
+    """Return readers of `catalog`'s tensors by name, with rows in the order that they have in `other`.
+
+    Incomplete tensors, variants and the object graph are left out; a table's parts are one tensor if the
+    other checkpoint partitions it in another way. Raises CorruptFile or UsageError if a graph beside the
+    checkpoints is needed and cannot be read.
+    """
     tensors = _joined(_compared(catalog), _compared(other))
     theirs = _joined(_compared(other), _compared(catalog))
     moved = {
@@ -74,7 +79,7 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
 
 
 def _compared(catalog: Catalog) -> dict[str, TensorRef]:
-    """The tensors that can be compared: complete ones with values."""
+    """Return the tensors of a checkpoint that can be compared, by name: complete ones with values."""
     return {
         name: ref
         for name, ref in catalog.tensors.items()
@@ -83,7 +88,11 @@ def _compared(catalog: Catalog) -> dict[str, TensorRef]:
 
 
 def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -> dict[str, TensorRef]:
-    """The tensors; parts `<table>/part_<n>` become one table if `others` has the table in other parts."""
+    """Return `tensors`, by name, with a table's parts as one tensor if `others` has it whole or in other
+    parts.
+
+    A part is called `<table>/part_<n>`; parts that do not fit together stay apart.
+    """
     groups, other_groups = _groups(tensors), _groups(others)
     result = dict(tensors)
     for name, parts in groups.items():
@@ -98,7 +107,7 @@ def _joined(tensors: Mapping[str, TensorRef], others: Mapping[str, TensorRef]) -
 
 
 def _groups(tensors: Mapping[str, TensorRef]) -> dict[str, dict[int, TensorRef]]:
-    """The tensors called `<table>/part_<n>`, by the table's name and by n."""
+    """Return the tensors called `<table>/part_<n>`, by the table's name and then by n."""
     found: dict[str, dict[int, TensorRef]] = {}
     for ref in tensors.values():
         if match := _PART.fullmatch(ref.name):
@@ -111,7 +120,11 @@ def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
 
 
 def _table(name: str, parts: _Parts) -> TensorRef | None:
-    """The parts as slices of one table; None if they do not fit together."""
+    """Return a table's parts, given by number, as slices of one tensor called `name`; None if they do not
+    fit.
+
+    Parts fit if all numbers from 0 are there, unsliced, with one numeric dtype and rows of one shape.
+    """
     ordered = [parts[number] for number in sorted(parts)]
     first = ordered[0]
     fits = all(
@@ -133,7 +146,11 @@ def _boxes(ref: TensorRef) -> frozenset[SliceSpec]:
 
 
 def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
-    """The partition strategies of the tables, from the graph beside the checkpoint; {} without one."""
+    """Return the partition strategies of tables, by name, from the `.meta` beside a checkpoint; {} without
+    one.
+
+    Raises CorruptFile if it is damaged, UsageError if it cannot be opened.
+    """
     path = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     return trained_strategies(read_metagraph(path)) if path.is_file() else {}
 
@@ -141,7 +158,7 @@ def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
 def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> PartitionStrategy | None:
     """Return the partition strategy of a table, or of the table to which a slot or an average belongs.
 
-    That is the one with the shortest name that begins the slot's. None if no strategy is known.
+    The owner is the table with the shortest name that `name` begins with. None if no strategy is known.
     """
     owners = [owner for owner in strategies if name == owner or name.startswith(f"{owner}/")]
     return strategies[min(owners, key=len)] if owners else None
@@ -195,7 +212,11 @@ class ServedKeys(Struct, frozen=True, eq=False):
 
     @classmethod
     def read(cls, table: ServedTable) -> ServedKeys:
-        """Read all keys; every checksum of the table is verified."""
+        """Read all keys of a published table, and the numbers of their rows; every checksum of it is
+        verified.
+
+        Raises CorruptFile if one differs, or the index does not fit.
+        """
         table.check()
         return cls(table, *table.live())
 
@@ -205,7 +226,7 @@ class ServedKeys(Struct, frozen=True, eq=False):
         return self.table.row_values.dtype
 
     def values(self, places: Array) -> Array:
-        """The rows of the keys with these indices in `keys`."""
+        """Read the rows of the keys with these indices in `keys`, in their order and in the served dtype."""
         return self.table.state.rows_at(self.table.row_values.name, self.rows[places])
 
 
@@ -213,14 +234,21 @@ Keyed: TypeAlias = "ServedKeys | TrainedTable"
 
 
 def tables_of_log(log: DeltaLog, position: int) -> dict[str, Keyed]:
-    """Read the dynamic tables of a log at a position, by name."""
+    """Read the keys of a log's dynamic tables at a position, by table name, every checksum verified.
+
+    Raises PositionUnknown if no base reaches the position, CheckpointError if files are damaged.
+    """
     spec, state = log.base.entry.mapping_spec, log.state(position)
     tables = (ServedTable.of(table, log.schema, state) for table in spec.dynamic)
     return {table.name: ServedKeys.read(table) for table in tables}
 
 
 def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
-    """Read a checkpoint's embedding variables as a log would serve them, by the tables' names."""
+    """Read a checkpoint's embedding variables as a log would serve them, by the log's table names.
+
+    Tables that the checkpoint lacks or has with another dimension are left out; keys that the log's admission
+    refuses, too. Raises CheckpointError and subclasses if the tables are damaged.
+    """
     spec: MappingSpec = log.base.entry.mapping_spec
     known = embedding_variables(catalog) if spec.dynamic else {}
     dtypes = {variable.name: variable.dtype for variable in log.schema.variables}
@@ -234,9 +262,10 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
 
 
 def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, Keyed], set[str]]:
-    """Read the embedding variables of both checkpoints that have rows of the same kind.
+    """Read the embedding variables of both checkpoints that have rows of the same dimension and dtype.
 
-    Returns each side's tables by name, and the names of all tensors of which they consist.
+    Returns the tables of `a` and of `b`, each by name, and the names of all tensors of which they consist.
+    Raises CheckpointError and subclasses if they are damaged.
     """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
@@ -258,9 +287,10 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """Yield the difference of each table that both sides have with rows of the same kind, also of equal ones.
+    """Yield the difference of each table that both sides have with rows of one dtype, also of equal tables.
 
-    They come in the first side's order. Rows of the variables `in_8_bits` are codes with a scale.
+    Both sides are by table name; the order is the first side's. Rows of the variables `in_8_bits` are codes
+    with a scale, and are measured as numbers.
     """
     for name, ours in a.items():
         theirs = b.get(name)
@@ -273,9 +303,9 @@ def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: li
 
 
 def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDifference:
-    """Compare two tables by their keys, and the rows of common keys bit for bit.
+    """Compare two tables by their keys, and the rows of common keys bit for bit; `name` is the table's.
 
-    With `is_coded`, rows are codes with a scale, and differences are those of the numbers.
+    With `is_coded`, rows are codes with a scale, and norm and largest difference are those of the numbers.
     """
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
@@ -350,7 +380,9 @@ class Differences(Struct, frozen=True):
 
 
 def parse_side(text: str) -> ComparedState:
-    """The state that an argument of `diff` names.
+    """Read the state that an argument of `diff` names: a checkpoint, a version, or a model and its position.
+
+    A URL is fetched into a local mirror.
 
     Raises:
         UsageError: the position is malformed.
@@ -376,10 +408,13 @@ def parse_side(text: str) -> ComparedState:
 
 
 def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) -> Differences:
-    """Compare two states bit for bit; with a `runner`, its tasks compare tables.
+    """Compare two states bit for bit and return their differences; with a `runner`, its tasks compare tables.
+
+    Uses a temporary directory, into which the tensors of an archive are copied.
 
     Raises:
-        ExportError: a side cannot be read, or they have nothing in common; see errors.py.
+        UsageError: they have no variable in common.
+        ExportError: a side cannot be read; see errors.py.
     """
     with tempfile.TemporaryDirectory() as scratch:
         sides = _as_bundle(a, Path(scratch) / "a"), _as_bundle(b, Path(scratch) / "b")
@@ -387,7 +422,10 @@ def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) ->
 
 
 def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
-    """A side whose rows can be read in place: an archive is first copied into a bundle."""
+    """Return a side whose rows can be read in place: an archive's tensors are first copied into `directory`.
+
+    Raises CheckpointError if the archive is damaged, PublishError if nothing can be written.
+    """
     if side.catalog is None or side.catalog.is_bundle:
         return side
     catalog = write_bundle(side.catalog, side.catalog.tensors.values(), directory / "model.ckpt")
@@ -395,9 +433,9 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
 
 
 def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:
-    """Compare two states whose rows can be read in place.
+    """Compare two states whose rows can be read in place; `how` has the scratch directory and the runner.
 
-    UsageError if they have no variable in common.
+    Raises UsageError if they have no variable in common, CheckpointError and subclasses if one is damaged.
     """
     tables, apart = _compared_tables(a, b)
     old, new = _variables(a, b, apart), _variables(b, a, apart)
@@ -436,9 +474,9 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """Compare the tables that both sides have with rows of the same kind; also return the variables in them.
+    """Compare the tables by keys that both sides have with rows of the same kind.
 
-    The differences include those of equal tables, which are empty.
+    Returns their differences, also empty ones of equal tables, and the names of all variables in the tables.
     """
     if a.log is None and b.log is None:
         assert a.catalog is not None
@@ -453,7 +491,9 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
 
 
 def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
-    """Read the tables of a side, one of which is a position of a log."""
+    """Read a side's tables by keys, by name; one of the two sides is a position of a log, whose form both
+    get.
+    """
     if side.log is not None and side.at is not None:
         return tables_of_log(side.log, side.at.position)
     assert side.catalog is not None
@@ -462,7 +502,11 @@ def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
 
 
 def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
-    """A position of a model, also in logs that have ended; the newest if `position` is None."""
+    """Return a model's state at a position, also of a log that has ended; the newest if `position` is None.
+
+    `label` names it for people. Raises PositionUnknown if the position is not published or its values are
+    gone, NotUpdatable if nothing is published.
+    """
     there = Standing.of(model)
     at = there.newest if position is None else position
     there.require(at)
@@ -477,7 +521,8 @@ def _of_catalog(catalog: Catalog, label: str) -> ComparedState:
 
 
 def _variables(side: ComparedState, other: ComparedState, apart: Collection[str]) -> dict[str, RowReader]:
-    """Readers of a side's variables: as served if either side is a log's, else one per tensor.
+    """Return readers of a side's variables, by name: as served if either side is a log's, else one per
+    tensor.
 
     Variables of tables that are compared by keys, `apart`, are left out.
     """
@@ -497,23 +542,25 @@ def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
-    """Both halves (keys, values) of each lookup table, by the name of either.
+    """Return both halves (keys, values) of each lookup table of a log by their names, by the name of either.
 
-    They are compared whole, as the number of entries differs between positions.
+    They are compared whole, as the number of entries differs between positions. {} for a checkpoint.
     """
     pairs = side.log.schema.lookups if side.log is not None else ()
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
 
 
 def _as_compared(variable: RowReader) -> ServedVariable:
-    """The variable as one that is compared by rows, or whole if its rows cannot be read one by one."""
+    """Return the variable as one to compare by rows, or whole if its rows cannot be read one by one."""
     by_rows = variable.is_row_addressable and math.prod(variable.shape) > 0
     kind = ChangeKind.TABLE if by_rows else ChangeKind.DENSE
     return ServedVariable(variable.name, variable.dtype, variable.shape, kind)
 
 
 def _in_8_bits(side: ComparedState) -> set[str]:
-    """The names of a side's served tables whose rows are 8-bit codes with a scale."""
+    """Return the names of a log's served tables whose rows are 8-bit codes with a scale; empty for a
+    checkpoint.
+    """
     sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()
     return {part.served_name for source in sources if source.is_in_8_bits for part in source.variables}
 
@@ -521,9 +568,10 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 def _difference(
     variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
-    """Measure a change: the number of its rows, and their distance from the old ones.
+    """Measure a variable's change from state `old`: its number of rows, and their distance from the old ones.
 
-    With `is_coded`, rows are codes with a scale, and the distance is that of the numbers.
+    With `is_coded`, rows are codes with a scale, and the distance is between the numbers. Both distances are
+    None for lookup tables and values that are not numbers.
     """
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
@@ -542,12 +590,15 @@ def _difference(
 
 
 def _numbers(pairs: Iterable[tuple[Array, Array]], *, is_coded: bool) -> Iterable[tuple[Array, Array]]:
-    """Return pairs of served rows as numbers; with `is_coded`, their codes are multiplied by the scale."""
+    """Return pairs of (old, new) rows as numbers: with `is_coded`, codes are multiplied by their scale."""
     return ((values_of(old), values_of(new)) for old, new in pairs) if is_coded else pairs
 
 
 def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:
-    """The Euclidean norm and the largest element of a difference; None if values are not numbers."""
+    """Return the Euclidean norm and the largest absolute element of the differences of all pairs.
+
+    Both are None for strings and booleans, and may be infinite or NaN.
+    """
     squares = largest = 0.0
     for before, after in pairs:
         if before.dtype == object or before.dtype.kind == "b":

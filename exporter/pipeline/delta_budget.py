@@ -39,7 +39,11 @@ class Allowance(Struct, frozen=True):
 
     @classmethod
     def of(cls, log: DeltaLog, text: str, now: float) -> Allowance:
-        """The allowance by the text of `--delta-budget`."""
+        """Return what the `text` of `--delta-budget` permits for the delta planned at `now`, in seconds since
+        1970.
+
+        Raises UsageError for a malformed text, ManifestError if a delta's manifest cannot be read.
+        """
         budget = DeltaBudget.parse("--delta-budget", text)
         entry, before, due = log.newest.entry, log.newest.manifest.created, 0
         if isinstance(entry, DeltaEntry) and entry.budget is not None:
@@ -57,13 +61,16 @@ class Allowance(Struct, frozen=True):
         return cls(room, seconds, now, room >= worth)
 
     def told(self, used: Used) -> Budgeted:
-        """The record of the budget for the delta's manifest."""
+        """Return the record for the delta's manifest: this budget, and what the delta makes of it, `used`."""
         planned = datetime.fromtimestamp(self.now, timezone.utc)
         return Budgeted(**asdict(used), allowed=self.room, planned=planned, seconds=self.seconds)
 
 
 def _sent_lately(log: DeltaLog, now: float) -> Iterator[int]:
-    """Yield the sizes in bytes of the deltas of the last ten seconds."""
+    """Yield the size in bytes of each delta of the ten seconds before `now`, newest first, mergers left out.
+
+    Raises ManifestError or OSError if a manifest cannot be read.
+    """
     for delta in sorted(log.deltas, key=lambda one: one.end, reverse=True):
         if delta.entry.made is DeltaOrigin.MERGE:
             continue

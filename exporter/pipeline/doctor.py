@@ -139,14 +139,15 @@ CHECKS = {
 
 
 def check_of(finding: Finding) -> Check:
-    """The check that made a finding; REPLICAS for findings that no check on disk makes."""
+    """Return the check that made a finding; REPLICAS for findings that no check on disk makes."""
     return Check(finding.check) if finding.check else CHECKS.get(finding.code, Check.REPLICAS)
 
 
 def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
-    """The error with which a command ends; None if nothing is wrong.
+    """Return the error with which a command ends; None if no finding's level is WRONG.
 
-    Problems on disk count first, then the checkpoint's, then servers'.
+    It quotes the first wrong finding. It is a VerificationError for problems on disk, else a CheckpointError
+    for the checkpoint's, else a ServerError.
     """
     wrong = [finding for finding in findings if finding.level is Level.WRONG]
     if not wrong:
@@ -164,7 +165,7 @@ _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "
 
 
 def left_overs(model: Path) -> Iterator[Finding]:
-    """Yield the finding about staging and trash directories of processes that died."""
+    """Yield a finding if there are staging and trash directories of processes that died."""
     found = dead_leftovers(model)
     if found:
         size = sum(map(size_of, found))
@@ -177,7 +178,7 @@ def left_overs(model: Path) -> Iterator[Finding]:
 
 
 def copied(model: Path) -> Iterator[Finding]:
-    """Yield the finding that this copy of a store fetched its newest base instead of merging it here."""
+    """Yield a finding if this copy of a store fetched its newest base instead of merging it here."""
     spared = noted(model)
     if spared is not None:
         yield Finding(
@@ -197,7 +198,10 @@ def permissions(model: Path) -> Iterator[Finding]:
 
 def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
     """Yield findings about a checkpoint that the next full export cannot read, or must copy instead of
-    linking; with None for a model in a store, to which nothing is linked.
+    linking.
+
+    `model` is None for a model in a store, to which nothing is linked. Makes and removes a directory with
+    links under the model.
     """
     try:
         catalog = open_checkpoint(ckpt_dir)
@@ -226,7 +230,10 @@ def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
 
 
 def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Finding]:
-    """Yield the finding that a trainer writes new checkpoints into files to which versions have links."""
+    """Yield a finding if a trainer writes new checkpoints into files to which versions have links.
+
+    `catalog` is the newest checkpoint's, in `ckpt_dir`.
+    """
     for version in published_versions(model):
         written: list[Path] = []
         with suppress(ExportError, OSError):  # `damage` reports it
@@ -245,13 +252,14 @@ def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Fin
 
 
 def _deltas(model: Path) -> list[str]:
-    """The options for a new version of this model: `--new-base always` if it has deltas."""
+    """Return the options for a new version of this model: `--new-base always` if it has deltas, else none."""
     return ["--new-base", "always"] if (model / DELTAS_DIRECTORY).is_dir() else []
 
 
 def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
-    """Yield the finding that a file system's clock differs from this machine's; makes and removes a
-    directory.
+    """Yield a finding if a file system's clock differs from `now`, this machine's in seconds since 1970.
+
+    Makes and removes a directory under the model; yields nothing if that cannot be made.
     """
     try:
         with Staging(model, sweeps=False) as staging, writing(staging.path):
@@ -268,7 +276,10 @@ def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
 
 
 def durability(model: Path) -> Iterator[Finding]:
-    """Yield the finding that publications may not survive a power cut here; makes and removes a directory."""
+    """Yield a finding if publications may not survive a power cut here, as the file system cannot sync.
+
+    Makes and removes a directory under the model; yields nothing if that cannot be made.
+    """
     try:
         with Staging(model, sweeps=False) as staging:
             is_durable = sync(staging.path)
@@ -280,7 +291,7 @@ def durability(model: Path) -> Iterator[Finding]:
 
 
 def _closed_files(model: Path) -> Iterator[Finding]:
-    """Yield the finding about published files that fewer users may read than may enter the directory."""
+    """Yield a finding if fewer users may read some published files than may enter the model's directory."""
     allowed = _Readers.of(model)
     closed: list[tuple[Path, str]] = []
     trees = [child.path for child in published_versions(model)]
@@ -307,7 +318,7 @@ def _closed_files(model: Path) -> Iterator[Finding]:
 
 
 def _closed_above(model: Path) -> Iterator[Finding]:
-    """Yield the finding about the nearest directory, the model's or one above, that keeps other users out."""
+    """Yield a finding on the nearest directory, the model's or one above, that keeps other users out."""
     top = model.resolve()
     for directory in (top, *top.parents):
         mode = directory.stat().st_mode
@@ -341,9 +352,10 @@ def _not_writable(model: Path) -> Iterator[Finding]:
 
 
 def _why_not_linked(model: Path, catalog: Catalog) -> str:
-    """The reason why the shards cannot be linked, found by linking each of them once; "" if they can.
+    """Return the reason why a checkpoint's shards cannot be linked into a model; "" if they can.
 
-    CheckpointError if a shard changed since its index was read, PublishError if nothing can be written.
+    Links each shard once into a staging directory, which is removed. Raises CheckpointError if a shard
+    changed since its index was read, PublishError if nothing can be written.
     """
     with Staging(model, sweeps=False) as staging, writing(staging.path):
         new_file = NewFile.in_directory(staging.path)
@@ -355,13 +367,13 @@ def _why_not_linked(model: Path, catalog: Catalog) -> str:
 
 
 def _top(model: Path, path: Path) -> Path:
-    """The version or log to which a published file belongs."""
+    """Return the directory of the version or log to which a published file of the model belongs."""
     inside = path.relative_to(model).parts
     return model.joinpath(*inside[: 2 if inside[0] == DELTAS_DIRECTORY else 1])
 
 
 def _as_command(hint: str) -> str:
-    """The command at the end of a hint; the hint itself if there is none."""
+    """Return the part of a hint from its first `export-model` on; the hint itself if it has none."""
     _, found, rest = hint.partition("export-model ")
     return f"export-model {rest}" if found else hint
 
@@ -382,7 +394,7 @@ class _Readers:
         return cls(path.lstat())
 
     def lost_by(self, other: _Readers) -> str:
-        """The users that may read this and not `other`: "others", "group", or "" for none."""
+        """Return the users that may read this and not `other`: "others", "group", or "" for none."""
         if self.others and not other.others:
             return "others"
         group = other.others or (other.group and other.gid == self.gid)
@@ -409,7 +421,10 @@ SCARCE = 0.05
 
 
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield the findings of `verify`, each with the command that repairs it."""
+    """Yield a finding for each damage that `verify_model` found, with the command that repairs it.
+
+    `ckpt_dir` is named in the command; None if it is not known.
+    """
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
             yield _broken_hold(model, problem)
@@ -427,8 +442,10 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 
 
 def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield the finding about deltas with NaN or infinity, which servers do not pass as the model refuses
-    them.
+    """Yield a finding if servers refuse deltas with NaN or infinity, and no finite delta leads past these.
+
+    Nothing if the model accepts such values, takes no deltas or is damaged. Raises ManifestError if the hold
+    or a manifest cannot be read, CheckpointError if a delta cannot.
     """
     log = found.log
     if log is None or found.damage or not log.base.entry.updates.finite:
@@ -454,7 +471,11 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]) -> int | None:
-    """The lowest position at which servers stay because they refuse the `bad` deltas; None if they pass."""
+    """Return the lowest position at which servers stay because they refuse the `bad` deltas; None if they
+    pass.
+
+    `deltas` are all that servers may apply.
+    """
     taken = [delta for delta in deltas if delta not in bad]
     places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
     ends = {reached(taken, place) for place in places if reached(taken, place) < reached(deltas, place)}
@@ -462,7 +483,10 @@ def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]
 
 
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """Yield findings about readable holds, and about deltas that are pending for a canary for too long."""
+    """Yield findings about holds in force, and about deltas that are pending for a canary for too long.
+
+    `now` is in seconds since 1970. Unreadable holds are left out: `damage` reports them.
+    """
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
         held = hold.for_servers()  # read once: it may be lifted meanwhile
@@ -483,7 +507,10 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
-    """Yield the finding about deltas pending for so long that no canary can be running."""
+    """Yield a finding if deltas are pending for so long (ten minutes) that no canary can be running.
+
+    `now` is in seconds since 1970.
+    """
     with suppress(ManifestError, OSError):
         approved, by = log.approved, log.hold.by
         waiting = [delta for delta in log.deltas if approved is not None and delta.end > approved]
@@ -499,7 +526,7 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 
 
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield findings about logs whose bases are all gone: no server can apply their deltas."""
+    """Yield a finding for each log whose bases are all gone, so that no server can apply its deltas."""
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         yield Finding(
@@ -511,7 +538,9 @@ def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def strangers(model: Path) -> Iterator[Finding]:
-    """Yield findings about names that servers take for versions, and that this program did not publish."""
+    """Yield findings about names above the newest version that servers load, and this program did not
+    publish.
+    """
     found = version_dirs(model)
     newest = next((child.version for child in found if child.has_manifest), -1)
     for child in found:
@@ -527,7 +556,10 @@ def strangers(model: Path) -> Iterator[Finding]:
 
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """Yield the finding about publications dated in the future: what they replaced stays until then."""
+    """Yield a finding if publications are dated in the future: what they replaced is kept until then.
+
+    `now` is in seconds since 1970.
+    """
     paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
     later: list[tuple[float, Path]] = []
@@ -549,7 +581,10 @@ def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 
 
 def publisher(model: Path, now: float) -> Iterator[Finding]:
-    """Yield findings about a publisher that is unusually silent, and about publishers on several machines."""
+    """Yield findings about a publisher that is unusually silent, and about publishers on several machines.
+
+    `now` is in seconds since 1970. Raises NotUpdatable or ManifestError if the model cannot be read.
+    """
     seen = Model.read(model)
     found = Habit.of(seen).silence(datetime.fromtimestamp(now, timezone.utc))
     if found.is_too_long:
@@ -559,7 +594,10 @@ def publisher(model: Path, now: float) -> Iterator[Finding]:
 
 
 def room(model: Path) -> Iterator[Finding]:
-    """Yield the finding that the disk has no space for another base, by the newest one's unshared bytes."""
+    """Yield a finding if the disk has less free space than the newest base has unshared bytes.
+
+    Bytes are shared if another file has a hard link to them. Raises OSError if the disk cannot be asked.
+    """
     newest = newest_version(model)
     if newest is None:
         return
@@ -574,7 +612,11 @@ def room(model: Path) -> Iterator[Finding]:
 
 
 def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield findings about dynamic tables with little room for new keys: a full one refuses deltas."""
+    """Yield findings about dynamic tables with few free rows (under 5 %): a full one refuses deltas.
+
+    Nothing if the model takes no deltas or is damaged. `ckpt_dir` is named in the command, None if it is not
+    known. Raises ManifestError or CheckpointError if the log or its tables cannot be read.
+    """
     if found.log is None or found.damage:  # reported by `damage`, and tables cannot be read past it
         return
     for table in tables_of_log(read_log(model)):  # read anew: retention may have removed deltas
@@ -588,7 +630,7 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 
 
 def _lately(found: VerifiedModel) -> list[DeltaEntry]:
-    """The manifest entries of the newest deltas, oldest first: at most `LATELY`, without mergers."""
+    """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`, without mergers."""
     deltas = () if found.log is None else found.log.deltas
     entries: list[DeltaEntry] = []
     for delta in sorted(deltas, key=lambda one: one.end, reverse=True):
@@ -601,7 +643,10 @@ def _lately(found: VerifiedModel) -> list[DeltaEntry]:
 
 
 def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield the finding that the newest delta holds, or holds back, rows beyond `--max-norm`."""
+    """Yield a finding on the worst row beyond `--max-norm` in the newest delta, or held back by it.
+
+    Nothing if there is none.
+    """
     entries = _lately(found)
     worst = max(entries[-1].wild if entries else (), key=lambda one: one.norm, default=None)
     if worst is not None:
@@ -614,7 +659,9 @@ def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def budget(found: VerifiedModel) -> Iterator[Finding]:
-    """Yield the finding that recent budgets of deltas were too small for the model's changes."""
+    """Yield a finding if recent delta budgets were exceeded, or let less than a quarter of the changes
+    through.
+    """
     used = [entry.budget for entry in _lately(found) if entry.budget is not None]
     excess = [each for each in used if each.excess]
     if excess:
@@ -641,7 +688,7 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
 
 
 def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
-    """Yield findings about tags whose positions cannot be restored."""
+    """Yield a finding for each tag in `found` whose position cannot be restored."""
     for tag in found:
         if tag.gone:
             yield Finding(
@@ -653,7 +700,11 @@ def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
 
 
 def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield the finding that servers here do not map tables made for it, or map them where they may crash."""
+    """Yield a finding if servers here do not map tables made for it, or map them where they may crash.
+
+    `ckpt_dir` is named in the command, None if it is not known. Raises ManifestError if the newest version's
+    manifest cannot be read or has a wrong path.
+    """
     newest = newest_version(model)
     if newest is None or not newest.has_manifest:
         return
@@ -685,12 +736,12 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
 
 
 def _is_version_of(model: Path, place: Path) -> bool:
-    """True for a version of the same model: a rollback republished it, and the new version maps its files."""
+    """True if `place` is a version of the same model, as after a rollback that republished its files."""
     return place.parent.resolve() == model.resolve()
 
 
 def size_of(directory: Path) -> int:
-    """The bytes of all files below a directory; unreadable ones count as 0."""
+    """Return the bytes of all files below a directory; unreadable ones count as 0."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -709,7 +760,10 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 
 
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
-    """The command that repairs damage: remove a file that no server needs, or publish a new base."""
+    """Return the command that repairs damage: remove a file that no server needs, or publish a new base.
+
+    `log` is the newest version's, None if it takes no deltas or cannot be read.
+    """
     path = problem.path
     if not isinstance(problem.error, DeltaGap):
         if log is not None and path.parent == log.path and _is_spare(log, path):
@@ -728,7 +782,7 @@ def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
-    """True if every base reaches the newest position without this delta."""
+    """True if every base reaches the newest position without the delta at this path."""
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])
     without = replace(log, deltas=left)
@@ -768,7 +822,10 @@ class Examination(Struct, frozen=True):
 
 
 def ask(address: str, name: str, deadline: float, access: ServerAccess) -> Server:
-    """Ask a server for its versions of a model; a server that does not answer has a `failure`."""
+    """Ask a server for its versions of the model `name`; a server that does not answer has a `failure`.
+
+    Each call waits at most `deadline` seconds. Raises UsageError if a file of `access` cannot be used.
+    """
     from serving.client import ModelClient
     from serving.updates import read_served
 
@@ -790,9 +847,14 @@ def examine(
 ) -> Examination:
     """Examine a model, its servers and, if `ckpt_dir` is given, the trainer's checkpoints.
 
-    Servers that lack a publication older than `patience` seconds are late. Nothing is changed, but for a
-    moment there is a staging directory, to see which links the file system permits. `is_remote`: the path
-    stands for a model in a store, and checks of this machine's files are skipped.
+    `now` is in seconds since 1970; servers that lack a publication older than `patience` seconds are late.
+    Nothing is changed, but for a moment there are staging directories, to see which links the file system
+    permits. `is_remote`: the path stands for a model in a store, and checks of this machine's files are
+    skipped.
+
+    Raises:
+        NotUpdatable: nothing is published.
+        CheckpointChanged, PositionMoved, DiskFull: the files could not be read to the end.
     """
     found = verify_model(model)
     looks: list[tuple[Check, Callable[[], Iterator[Finding]]]] = [
@@ -842,7 +904,7 @@ _OF_THIS_MACHINE = (
 
 
 def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """The findings of one check; an error in it is a finding, too, and other checks still run.
+    """Return the findings of one check; an ExportError or OSError in it becomes a finding, too.
 
     A check is repeated up to twice if files vanish meanwhile, as by retention.
     """

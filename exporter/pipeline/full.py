@@ -77,10 +77,15 @@ def export(
     *,
     beyond: int = 0,
 ) -> Exported:
-    """Plan and execute; if the trainer prunes the checkpoint meanwhile, export the newest one then.
+    """Plan, stage, verify and publish a full version of the request's checkpoint, and return the result.
+
+    If a trainer prunes a directory's checkpoint meanwhile, its newest one is exported, in up to three tries.
+    `load` reads the graph; by default builders run once. `beyond` is as in `execute`: a base from an earlier
+    step gets the trainer's increments.
 
     Raises:
-        ExportError: any of errors.py.
+        PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
+        ExportError: any of errors.py; nothing was published.
     """
     load = load or run_builders_once()
     for attempt in range(1, _ATTEMPTS + 1):
@@ -93,7 +98,8 @@ def export(
 
 
 def export_unless_published(request: ExportRequest, progress: ProgressFactory) -> Exported:
-    """Export as `export`; if the checkpoint is published already, return the version that has it.
+    """Export as `export`; if the checkpoint is published already, return the version that has it, `is_new`
+    False.
 
     Raises:
         ExportError: any of errors.py.
@@ -110,7 +116,10 @@ def export_unless_published(request: ExportRequest, progress: ProgressFactory) -
 
 
 def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
-    """Yield the steps that stage the planned version, in their order."""
+    """Yield the functions that stage the planned version, in the order in which they must run.
+
+    With `beyond`, a base from an earlier step gets the trainer's increments.
+    """
     request = planned.request
     yield write_values
     yield lay_chosen_rows
@@ -133,7 +142,7 @@ def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
 
 
 def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: int = 0) -> Exported:
-    """Stage, verify and publish the planned version.
+    """Stage, verify and publish the planned version; keep the command beside the model.
 
     A base that takes deltas also gets the trainer's increments, if its checkpoint is from an earlier step
     than `beyond`.
@@ -141,7 +150,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
         PublishedAlready: another process published the same meanwhile, and `again` is not asked for.
-        PublishError, VerificationError: see errors.py; nothing was published.
+        ExportError: PublishError, VerificationError and others, see errors.py; nothing was published.
     """
     started, request = time.monotonic(), planned.request
     digest = planned.digest  # before an archive becomes a bundle, which changes the mapping
@@ -168,7 +177,7 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
 
 
 def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
-    """The manifest of the staged version, without the fields that publishing adds."""
+    """Return the manifest of the staged version, without the fields that publishing adds."""
     planned, entry = staged.plan, staged.entry
     if entry is not None:
         from exporter.pipeline.newest_base import entry_with_origin

@@ -95,13 +95,17 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people on the choices made."""
+        """Notes for people on the checkpoint, the graph, the mapping, the target and overwritten files, in
+        this order.
+        """
         own = (*self.catalog.notes, *self.graph.notes, *self.mapping.notes)
         return (*own, *self.target_notes, *self.overwritten)
 
     @property
     def data(self) -> DataMode:
-        """The way of values into the version; never by links to files that the trainer overwrites."""
+        """The requested way to store values; COMPACT instead of AUTO if the trainer overwrites files it would
+        link.
+        """
         is_auto = self.request.data is DataMode.AUTO
         return DataMode.COMPACT if is_auto and self.overwritten else self.request.data
 
@@ -112,8 +116,11 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def work(self) -> tuple[int, int]:
-        """The number of tasks that write values, and the bytes that they read; estimates for indexes of
-        tables.
+        """The number of tasks that write values, and the bytes that they read; (0, 0) for archives.
+
+        Both are estimates for indexes of tables. Raises MappingError if values would have to move between
+        parts that are not ranges of rows, UsageError if tasks are so small that there would be too many
+        shards.
         """
         if not self.catalog.is_bundle:
             return 0, 0
@@ -140,7 +147,10 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def ignored(self) -> tuple[Extra, ...]:
-        """The checkpoint's tensors that are not served; the mapping's catalog may lack them."""
+        """The checkpoint's tensors that are not served, each with its probable purpose.
+
+        They are of the plan's own catalog: the mapping's may lack them.
+        """
         served = {source.tensor.name for source in self.mapping.sources}
         if self.layout is not None:
             served |= self.layout.served_names
@@ -148,11 +158,14 @@ class Plan(Struct, frozen=True, dict=True):
 
 
 def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
-    """Read the checkpoint and the graph, and decide the source of every variable.
+    """Read the checkpoint and the graph, and decide the source of every variable; nothing is written.
+
+    `load` reads the graph.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
-        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+        ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
+        UsageError, CheckpointError, GraphError, MappingError, ManifestError: see errors.py.
     """
     planned, is_known = made_plan(request, load)
     if is_known:
@@ -162,10 +175,13 @@ def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
 
 
 def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
-    """Plan, even if it is published already; also return whether any plan published the checkpoint.
+    """Plan as `plan`, even if it is published already; also return whether any plan published the checkpoint.
+
+    Permission to publish is checked only if none did.
 
     Raises:
-        UsageError, CheckpointError, GraphError, MappingError: see errors.py.
+        ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
+        UsageError, CheckpointError, GraphError, MappingError, ManifestError: see errors.py.
     """
     require_local(request)
     version = VersionRule.parse(request.version)
@@ -237,7 +253,10 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
 
 
 def _overwritten(model: Path) -> tuple[str, ...]:
-    """A warning if the trainer wrote into files of a model's newest version, in a tuple; () if it did not."""
+    """Return a warning, in a tuple, if the trainer wrote into files that a model's newest version links to.
+
+    () if it did not, or the version has no readable manifest.
+    """
     newest = newest_version(model)
     if newest is not None and newest.has_manifest:
         with suppress(ManifestError):
@@ -265,7 +284,7 @@ def _require_consistent(request: ExportRequest) -> None:
 
 
 def server_of(request: ExportRequest) -> Version | None:
-    """The TensorFlow version of the servers for which a version is made; None: the newest."""
+    """Return (major, minor) of the servers' TensorFlow for which a version is made; None: the newest."""
     return version_of(request.for_server) if request.for_server else None
 
 
@@ -317,7 +336,13 @@ def _require_mappable(request: ExportRequest) -> None:
 
 
 def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
-    """Refuse to run or import a graph here if TensorFlow lacks its operations, or they may do harm."""
+    """Refuse a graph that cannot take deltas as asked, or that must be run or imported here and may not be.
+
+    Raises:
+        NotServable: deltas are asked for, and the model has state or operations of another library.
+        AccessRefused: the graph does more than compute and read, and code is not allowed.
+        UsageError: the model is to be run here, where TensorFlow lacks its operations.
+    """
     has_state = bool(graph.state.importing)
     if request.updates and (graph.foreign or has_state):
         raise NotServable(
@@ -349,7 +374,9 @@ def _require_own_directory(model: Path, catalog: Catalog) -> None:
 
 
 def _target_notes(model: Path) -> tuple[str, ...]:
-    """A warning that a plain version ends updates, if the newest version takes deltas; else ()."""
+    """Return a warning, in a tuple, that a plain version ends updates, if the newest version takes deltas;
+    else ().
+    """
     newest = newest_version(model)
     if newest is None:
         return ()
@@ -366,7 +393,9 @@ _LARGEST_TABLE_BYTES = 64 << 20  # each delta may hold all of a lookup table, wh
 
 
 def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
-    """Notes on the deltas that a base will take; NotServable if a lookup table is too large."""
+    """Return notes for people on the deltas that a base will take; raises NotServable for too large lookup
+    tables.
+    """
     from exporter.subgraph.make_updatable import schema_of  # plain versions need none of it
 
     _refuse_large_tables(mapping)
@@ -377,7 +406,7 @@ def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: Variable
 
 
 def _refuse_large_tables(mapping: VariableMapping) -> None:
-    """Raise NotServable for lookup tables that are too large: a delta holds all of one that changed."""
+    """Raise NotServable for a lookup table of more than 64 MiB: a delta holds all of one that changed."""
     sizes = {source.key: source.tensor.bytes_ for source in mapping.sources if not source.variables}
     for table in mapping.tables:
         size = sizes[table.keys] + sizes[table.values]
@@ -391,7 +420,11 @@ def _refuse_large_tables(mapping: VariableMapping) -> None:
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
-    """Raise PublishedAlready if the checkpoint is published by a plan of this digest."""
+    """Raise PublishedAlready if the checkpoint is published as requested by a plan of this digest.
+
+    The published version must take deltas or not, and have the number, as the request asks. Raises
+    ManifestError if manifests cannot be read.
+    """
     made = newest_made_from(request.out, checkpoint.digest)
     choice = VersionRule.parse(request.version).choice
     number = choice if isinstance(choice, int) else None
@@ -401,7 +434,7 @@ def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> No
 
 
 def permission(request: ExportRequest) -> Permission:
-    """The protections of a hold and of a log that the request overrides."""
+    """Return the protections that the request overrides: a hold, and a log that a plain version would end."""
     return Permission(request.despite_hold, request.plain)
 
 
@@ -425,7 +458,7 @@ def _digest(planned: Plan) -> str:
 
 
 def _graph(graph: InferenceGraph) -> str:
-    """A digest of a graph; names that change from run to run do not count."""
+    """Return a digest of a graph that does not depend on names that change from run to run."""
     graph_def = graph.meta_graph.graph_def
     shared = (node.attr[_SHARED].s for node in graph_def.node if _SHARED in node.attr)
     if graph_def.library.function or any(map(_UUID.search, shared)):
@@ -442,7 +475,7 @@ def _proto(message: Any) -> str:
 
 
 def _file(path: Path) -> str:
-    """The SHA-256 of a graph's file; MissingAsset if it cannot be read."""
+    """Return the SHA-256 of a graph's file in hex; raises MissingAsset if it cannot be read."""
     try:
         with regular_file(path) as file:
             return sha256_of(file)
@@ -451,5 +484,5 @@ def _file(path: Path) -> str:
 
 
 def served_at(request: ExportRequest) -> Path:
-    """The model's directory as servers see it: `--served-at`, by default where it is published."""
+    """Return the model's directory as servers see it: `--served-at`, by default `--out` made absolute."""
     return Path(request.served_at) if request.served_at is not None else request.out.absolute()

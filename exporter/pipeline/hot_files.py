@@ -47,7 +47,11 @@ class NumberFile(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> NumberFile:
-        """Read a file's header; UsageError if the file cannot be read, is damaged, or has other contents."""
+        """Read the header of the `.npy` file at `path`; the numbers themselves are not read.
+
+        Raises UsageError if it cannot be read, is damaged, or has other contents than integers in one
+        dimension.
+        """
         from exporter.checkpoint.npz import BEGIN_BYTES, read_header  # late: other exports need none of it
 
         try:
@@ -70,7 +74,11 @@ class NumberFile(Struct, frozen=True):
         return cls(path, header.size, header.shape[0], header.stored.str)
 
     def blocks(self) -> Iterator[Array]:
-        """Yield the numbers as int64; CheckpointChanged if the file became shorter."""
+        """Yield the numbers in the file's order as int64, in blocks of at most `BLOCK_ROWS`.
+
+        Raises CheckpointChanged if the file became shorter, CheckpointError or OSError if it cannot be
+        opened.
+        """
         stored = np.dtype(self.stored)
         with regular_file(self.path) as file:
             for start in range(0, self.count, BLOCK_ROWS):
@@ -94,14 +102,14 @@ class HotChoice(Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """The source of the choice, as a phrase."""
+        """A phrase for people on how the rows are chosen: by counts, or by a file of so many rows or keys."""
         if self.file is None:
             return "by the checkpoint's counts"
         return f"{count(self.file.count, 'row' if self.table is None else 'key')} of {self.file.path}"
 
     @property
     def text(self) -> str:
-        """The choice in the form of the option's value."""
+        """The choice in the form of the option's value: `NAME=FILE`, or `NAME=auto`."""
         return f"{self.name}={AUTO if self.file is None else self.file.path}"
 
     def rows(self, rows: int) -> Iterator[Array]:
@@ -123,11 +131,11 @@ class HotChoice(Struct, frozen=True):
             yield block
 
     def check(self, rows: int) -> None:
-        """Check the file for a table of `rows` rows, before anything is staged; UsageError as `rows`, or for
-        a duplicate.
+        """Read the choice's file and check its numbers for a table of `rows` rows, before anything is staged.
 
-        A duplicate is found if both rows are in one block, as in all but large files; the export finds the
-        others.
+        Raises UsageError for a number outside the table, or a duplicate; CheckpointChanged if the file became
+        shorter. A duplicate is found only if both are in one block, as in all but large files; the export
+        finds the others.
         """
         for block in self.rows(rows):
             ordered = np.sort(block)
@@ -142,9 +150,11 @@ def choose_hot(
     unmapped: tuple[Unmapped, ...],
     layout: TableLayout | None,
 ) -> tuple[HotChoice, ...]:
-    """Read the files that a request names; UsageError if one is not for a mapped table, or has wrong rows.
+    """Read the files that `--hot-rows` names and return one choice for each table, in the option's order.
 
-    Only the headers of files of keys are read: keys that a table does not have are ignored.
+    Only the headers of files of keys are read: keys that a table does not have are ignored. `unmapped` says
+    why tables are not mapped; `layout` has the tables by keys, None without any. Raises UsageError if a name
+    is not a mapped table's, or a file cannot be used or has wrong rows.
     """
     plans = {} if layout is None else {plan.name: plan for plan in layout.tables}
     sources = {source.key: source for source in mapping.sources}
@@ -183,7 +193,7 @@ def choose_hot(
 
 
 def _no_table(name: str, plans: Mapping[str, TablePlan], sources: Mapping[str, TensorSource]) -> UsageError:
-    """The error for a name that no table has."""
+    """Return the error for a `name` in `--hot-rows` that no table has; its hint is the nearest table."""
     of_plans = {f"{plan}/{VALUES}" for plan in plans}
     mapped = [*plans, *(key for key, source in sources.items() if source.is_mapped and key not in of_plans)]
     near = nearest(name, mapped)
@@ -199,7 +209,7 @@ def _has_counts(plan: TablePlan) -> bool:
 
 
 def _require_placed(name: str, graph: InferenceGraph, source: TensorSource) -> None:
-    """Raise UsageError for a table that the graph does not only read by gathers of rows."""
+    """Raise UsageError unless the graph reads the table, which the message calls `name`, by gathers alone."""
     reads = {v.node: PlacedReads(v.shape, f"{v.node}/places", DType.INT32) for v in source.variables}
     try:
         change_uses(deepcopy(graph.meta_graph.graph_def), reads)

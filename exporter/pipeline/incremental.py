@@ -86,9 +86,10 @@ def export_base(
     beyond: int = 0,
     is_watching: bool = False,
 ) -> Exported:
-    """Begin a log by a full export, with the increments, too, if the checkpoint's step is before `beyond`.
+    """Begin a log by a full export, and return its result.
 
-    In a watch, CheckpointNotFound while the graph, which a trainer writes last, does not exist.
+    With `beyond`, a base from an earlier step gets the trainer's increments. In a watch, CheckpointNotFound
+    is raised while the graph, which a trainer writes last, does not exist; otherwise any ExportError.
     """
     # The stages of a full export take as long to import as a delta to make.
     from exporter.pipeline.full import export
@@ -100,10 +101,11 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """The request of a base: it takes deltas as the previous base did, unless the request has options for
+    """Return the request of a base that takes deltas as the previous base did, unless it has options for
     that.
 
-    The base may be of a checkpoint that is published already, as after a broken log.
+    Mapped tables and the servers' version are those of the previous base, too, if the request names none. The
+    base may be of a checkpoint that is published already, as after a broken log (`again` is set).
     """
     request = replace(request, again=True)
     before, mapped, server = Updates(), None, None
@@ -150,9 +152,7 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def _for_the_next_base(self) -> tuple[str, ...]:
-        """Notes on options that the present base was made without: a delta cannot change the layout of
-        tables.
-        """
+        """Notes on options that the present base was made without, as deltas cannot change tables' layout."""
         mapped = self.log.base.manifest.mapped
         has_hot = mapped is not None and any(table.hot_rows for table in mapped.tables)
         asked = {
@@ -167,7 +167,7 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def setbacks(self) -> tuple[str, ...]:
-        """Notes that the model goes back to an earlier step, or that an abandoned increment is skipped."""
+        """Notes that the model goes back to an earlier step, or that an abandoned increment is left out."""
         step, published = self.trainer.plan.step, self.log.at.step
         full, abandoned = self.trainer.catalog, self.trainer.abandoned
         is_back = not self.is_nothing and full.step is not None and step < (published or 0)
@@ -208,7 +208,7 @@ def plan_incremental(
         NotUpdatable: nothing is published that takes deltas.
         SchemaChanged: the checkpoint, or the rules of the request, do not fit the published base.
         ModelHeld: instead of both, if the newest publication is a rollback that holds the model.
-        CheckpointError, ManifestError: see errors.py.
+        UsageError, CheckpointError, GraphError, ManifestError: see errors.py.
     """
     require_local(request)
     try:
@@ -223,7 +223,10 @@ def plan_incremental(
 def _plan(
     log: DeltaLog, request: ExportRequest, is_watching: bool, marker_seconds: float, look_seconds: float
 ) -> IncrementalPlan:
-    """Plan the next delta of a log; see `plan_incremental`."""
+    """Plan the next delta of a log from the trainer's files; parameters and errors are `plan_incremental`'s.
+
+    Nothing is written. Raises NotUpdatable, SchemaChanged, UsageError, CheckpointError or ManifestError.
+    """
     require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
     rules = _rules(request)
@@ -268,12 +271,14 @@ def _plan(
 
 
 def _state_key(log: DeltaLog) -> dict[str, Any]:
-    """The arguments that identify caches of a log's newest state."""
+    """Return the lineage, position and state id of a log's newest state, as arguments that identify its
+    caches.
+    """
     return {"lineage": log.lineage, "position": log.at.position, "state": log.newest.manifest.state_id}
 
 
 def _check_server(request: ExportRequest, log: DeltaLog) -> None:
-    """Raise SchemaChanged if the request names another server than the base's."""
+    """Raise SchemaChanged if the request names another version of servers than the base was made for."""
     made_for = log.base.manifest.for_server
     if request.for_server not in (None, made_for):
         was = f"--for-server {made_for}" if made_for else "without --for-server"
@@ -284,7 +289,10 @@ def _check_server(request: ExportRequest, log: DeltaLog) -> None:
 
 
 def _rules(request: ExportRequest) -> MappingRules:
-    """All rules of a request, including those in its file of names."""
+    """Return all mapping rules of a request, including those in its file of names.
+
+    Raises UsageError if a rule or the file is malformed.
+    """
     rules = parse_rules(request)
     if request.rename_file is None:
         return rules
@@ -292,9 +300,10 @@ def _rules(request: ExportRequest) -> MappingRules:
 
 
 def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | None:
-    """The rows that were left out; None without any, or if they are lost: then everything is compared.
+    """Return the rows that earlier deltas left out; None without any, or if everything must be compared.
 
-    Everything is also compared if only a bound left them out, and it is lower now.
+    That is so if the record of the rows is lost, or if they were left out only by a bound that is lower now.
+    `now` is in seconds since 1970.
     """
     left_out = log.trained.left_out
     if left_out is None:
@@ -309,9 +318,9 @@ def _waiting(log: DeltaLog, request: ExportRequest, now: float) -> Waiting | Non
 
 
 def _since(left_out: LeftOut, now: float) -> float:
-    """The earliest time at which a row of unknown time can have begun to wait, in seconds since 1970.
+    """Return the earliest time, in seconds since 1970, at which a row of unknown time can have begun to wait.
 
-    `now` if that is not recorded, or a clock was set back.
+    It is `now` if that is not recorded, or a clock was set back.
     """
     return now if left_out.since is None else min(now, left_out.since.timestamp())
 
@@ -319,7 +328,8 @@ def _since(left_out: LeftOut, now: float) -> float:
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
     """True if rows that were left out may be sent although the trainer has nothing new.
 
-    In a watch with a budget per delta they wait for the next delta, or each look would use up a budget.
+    `left_out` describes them, None without any. In a watch with a budget per delta they wait for the next
+    delta, or each look would use up a budget.
     """
     if left_out is None:
         return False
@@ -385,7 +395,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def at(self) -> Position:
-        """The log's newest position after the export."""
+        """The log's newest position after the export, with its training step."""
         if self.published is None:
             return self.plan.log.at
         return Position(self.published.manifest.position, self.published.manifest.step)
@@ -395,7 +405,7 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 
 
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
-    """Publish the planned delta, and remember the rows that it leaves out or rounds, for a later one.
+    """Publish the planned delta, and keep caches for the next one, as of rows that it leaves out or rounds.
 
     `published` in the result is None if there is nothing to publish.
 
@@ -404,7 +414,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         SchemaChanged: the checkpoint has other tables than the base.
         PositionMoved: another process published meanwhile.
         CheckpointChanged: the trainer replaced files since the plan was made.
-        CheckpointError, NotFinite, PublishError: see errors.py; nothing was published.
+        WildValues, NotFinite: rows are beyond `--max-norm`, or not finite, and are to be refused.
+        CheckpointError, MappingError, VerificationError, PublishError: see errors.py; nothing was published.
     """
     started = time.monotonic()
     nothing = partial(ExportedDelta, planned)
@@ -453,7 +464,10 @@ def _verify_bytes(written: Catalog) -> None:
 def _keep_for_next_time(
     planned: IncrementalPlan, found: _Found, overlaid: OverlaidRows, what: Publication, state: str
 ) -> None:
-    """Write the caches of the new state. Errors are ignored: the delta is published."""
+    """Write the caches of the state that was just published, whose id is `state`; errors are ignored.
+
+    They are the graph's record, changed rows of mapped tables, hashes of rows, and rows held back.
+    """
     log, sent = planned.log, found.divided
     planned.graph.save(log.path)
     with suppress(OSError, PublishError):
@@ -535,14 +549,17 @@ def export_incremental(
 
 
 def _is_final(error: PositionMoved | CheckpointChanged, request: ExportRequest) -> bool:
-    """True if another look would find the same, or `carry` takes it, which refreshes its copy first."""
+    """True if another try would fail in the same way, or a copy of a store must be refreshed before it."""
     return (
         is_named(request.ckpt_dir) if isinstance(error, CheckpointChanged) else mirror.is_remote(request.out)
     )
 
 
 def _marked(planned: IncrementalPlan, look: Callable[[], IncrementalPlan]) -> IncrementalPlan:
-    """The plan once no marker is awaited any more; `look` makes another."""
+    """Sleep until the plan awaits no marker any more, and return the newest plan; `look` makes another.
+
+    Raises what `look` raises.
+    """
     if planned.trainer.awaits_marker:
         from exporter.storage.arrivals import Arrivals  # few deltas wait for anything
 
@@ -561,7 +578,11 @@ def _new_log(
     is_watching: bool,
     beyond: int = 0,
 ) -> Exported:
-    """Publish a base instead of a delta; unless its checkpoint is named, at no earlier step than served."""
+    """Publish a base that begins a new log, because a delta failed with `why`; the result's notes say so.
+
+    Unless its checkpoint is named, it is at no earlier step than the served one: with the trainer's
+    increments up to there, or up to `beyond`. Raises ExportError as `export_base`.
+    """
     if is_named(request.ckpt_dir):
         beyond = 0
     else:
@@ -573,10 +594,11 @@ def _new_log(
 
 
 def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]:
-    """Merge and remove deltas that are due; return the error of that, or of the hold, as a warning.
+    """Merge and remove deltas that are due after `published`; return an error of that, or of the hold, if
+    any.
 
-    The delta is published, and the next one tries again. Deltas are removed at most once in ten seconds,
-    however quickly they follow each other, as spare files stay for minutes anyway.
+    The delta is published in any case, and the next one tries again. Deltas are removed at most once in ten
+    seconds, however quickly they follow each other, as spare files stay for minutes anyway.
     """
     try:
         with writing(log.path):
@@ -598,7 +620,11 @@ class _Found(Struct, frozen=True):
 
 
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
-    """Find the delta's changes: all, or those that the request's tolerance does not hold back."""
+    """Return the changes to send: all, or those that the request's tolerance does not hold back.
+
+    Large intermediate files are written in `scratch`. Raises WildValues, CheckpointError, PositionError or
+    PublishError as `execute_incremental`.
+    """
     published, request, log = cache(planned.log.state), planned.request, planned.log
     found = _all_changes(planned, published, scratch, progress)
     if planned.allowed.is_nothing and not request.max_norm:
@@ -633,13 +659,19 @@ def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory)
 
 
 def _new_rows(changes: Mapping[str, Change], spec: MappingSpec) -> dict[str, Array]:
-    """The rows of new keys, by variable: the values served there are another key's, or of none."""
+    """Return the row numbers of new keys, by the variable of the values.
+
+    The published rows there are another key's, or of none, so that distances from them mean nothing.
+    """
     found = ((table.keys[3], changes.get(table.keys[2])) for table in spec.dynamic)
     return {values: change.ids for values, change in found if isinstance(change, Rows)}
 
 
 def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounded | None:
-    """The number of rows served rounded, after increments including earlier deltas'; None without any."""
+    """Return the record of rows served rounded, including earlier deltas' if increments list the changes.
+
+    `rounded` are this delta's. None without any.
+    """
     before = planned.log.trained.rounded
     if not planned.trainer.plan.is_known:
         return rounded
@@ -647,7 +679,10 @@ def _rounded_so_far(planned: IncrementalPlan, rounded: Rounded | None) -> Rounde
 
 
 def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) -> HashIndex:
-    """The hashes of the published rows: the trainer's, without the rows that stay `stale`."""
+    """Return the hashes of the published rows: the trainer's hashes without those of rows that stay `stale`.
+
+    `stale` has row numbers by variable.
+    """
     from exporter.delta.row_hashes import without_rows
 
     tables = dict(index.tables)
@@ -661,7 +696,11 @@ def _of_published(index: HashIndex, stale: Mapping[str, Array], schema: Schema) 
 def _all_changes(
     planned: IncrementalPlan, published: Callable[[], LayeredState], scratch: Path, progress: ProgressFactory
 ) -> _Found:
-    """Find all changes since the newest position: from increments, or else by comparing every row."""
+    """Return all changes since the newest position: from increments, or else by comparing every row.
+
+    `published` returns the published state, which is read only if needed. Large intermediate files are
+    written in `scratch`. Raises CheckpointError, TableFull, SchemaChanged or PublishError.
+    """
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:
         remembered = () if planned.waiting is None else (planned.waiting.changes,)
@@ -693,7 +732,7 @@ def _all_changes(
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """A runner whose tasks compare, if an engine is named; else None."""
+    """Return a runner whose tasks compare, if the request names an engine; else None."""
     if request.jobs.engine is None:
         return None
     from exporter.jobs.runner import Runner

@@ -24,7 +24,7 @@ from exporter.wire.protos import Proto
 
 
 def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
-    """The view of a checkpoint; damaged tables become its `problem`."""
+    """Return the view of a checkpoint; if its tables by keys are damaged, the error is its `problem`."""
     kinds = tuple(classify_extras(catalog))
     try:
         return CheckpointView(catalog, kinds, tuple(embedding_tables(catalog)))
@@ -33,9 +33,9 @@ def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
 
 
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
-    """Yield the embedding variables of a checkpoint; slots are listed with their variable.
+    """Yield the embedding variables of a checkpoint; slots are listed with their variable, not by themselves.
 
-    CheckpointError if their tensors are damaged or of an unknown layout.
+    Raises CheckpointError and subclasses if their tensors are damaged or of an unknown layout.
     """
     variables = embedding_variables(catalog)
     for variable in variables.values():
@@ -57,7 +57,11 @@ def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
 
 
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
-    """Yield the tables of a SavedModel's graphs, by its variables."""
+    """Yield the dynamic tables of a SavedModel's graphs, sorted by name, from the variables in `catalog`.
+
+    Tables without all four variables are left out. Raises CorruptFile if variables are inconsistent,
+    GraphError if a graph is damaged, CheckpointChanged if a shard vanished.
+    """
     firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
     for name, first in sorted(firsts.items()):
         found = [catalog.tensors.get(f"{name}/{part}") for part in PARTS]
@@ -71,10 +75,11 @@ def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[Serv
 
 
 def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
-    """Yield the dynamic tables of a log at its newest position.
+    """Yield the dynamic tables of a log at its newest position, in the order of the base's manifest.
 
     Raises:
         CheckpointError: they cannot be read.
+        ManifestError, PositionError: the log's manifests cannot be read, or its deltas have a gap.
     """
     tables = log.base.entry.mapping_spec.dynamic
     if tables:
@@ -95,10 +100,10 @@ def _geometry(
 
 
 def _view(name: str, dtype: DType, width: int, geometry: TableGeometry, state: TableState) -> ServedTableView:
-    """The view of a table whose rows are stored as `width` numbers of `dtype`.
+    """Return the view of a table whose rows are stored as `width` numbers of `dtype`; all its index is read.
 
-    CorruptFile if the index points to rows that do not exist. Rows of int8 are codes followed by a scale:
-    trainers' tables of integers are not served by keys.
+    Rows of int8 are codes followed by a scale: trainers' tables of integers are not served by keys. Raises
+    CorruptFile if the index points to rows that do not exist.
     """
     try:
         keys = int(np.count_nonzero(live_rows(geometry, state)))

@@ -76,7 +76,7 @@ class TensorSpec(Struct, frozen=True):
 
     @property
     def shape_text(self) -> str:
-        """`[?,3]`; `[...]` if not even the number of dimensions is known."""
+        """The shape as text, such as `[?,3]`; `[...]` if not even the number of dimensions is known."""
         sizes = (
             "..." if self.shape is None else ",".join("?" if size < 0 else str(size) for size in self.shape)
         )
@@ -183,7 +183,7 @@ Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
 
 
 def signatures_of(meta_graph: Proto) -> dict[str, Signature]:
-    """The signatures of a MetaGraphDef by name, without a SavedModel's pseudo-signatures."""
+    """Return the signatures of a MetaGraphDef, sorted by name, without a SavedModel's pseudo-signatures."""
     return {
         name: Signature(
             signature.method_name.rpartition("/")[2],
@@ -202,12 +202,12 @@ def _spec(alias: str, info: Proto) -> TensorSpec:
 
 
 def shape_of(shape: Proto) -> tuple[int, ...] | None:
-    """The sizes in a TensorShapeProto, -1 for any size; None if the rank is unknown."""
+    """Return the sizes in a TensorShapeProto, -1 for any size; None if the rank is unknown."""
     return None if shape.unknown_rank else tuple(int(dim.size) for dim in shape.dim)
 
 
 def label_of(number: int) -> str:
-    """The label of a DataType's number, or a text with the number itself."""
+    """Return TensorFlow's name of a DataType's number; `type N` for an unknown number."""
     try:
         return DType(number).label
     except ValueError:

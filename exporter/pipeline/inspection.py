@@ -29,11 +29,15 @@ from exporter.wire.protos import Proto
 
 
 def inspect(path: Path) -> Inspection:
-    """Read whatever `path` is, without importing TensorFlow.
+    """Read the checkpoint, graph, published version or model at `path`, without importing TensorFlow.
+
+    A URL of a store is read through a local mirror.
 
     Raises:
         CheckpointError: nothing is there, or it is damaged.
-        GraphError: a graph file is damaged.
+        GraphError: a graph has constants or operations that cannot be understood.
+        UsageError: a file cannot be opened.
+        ManifestError: a manifest is damaged.
     """
     path = mirror.local(path)
     if path.name in SAVED_MODEL_FILES:
@@ -54,7 +58,11 @@ def inspect(path: Path) -> Inspection:
 
 
 def _bundles(model: Path) -> tuple[BundleView, ...]:
-    """Read the versions of a model, newest first; versions that retention removes meanwhile are skipped."""
+    """Read the SavedModels among a model's versions, newest first; () if `model` is not a directory.
+
+    Versions that retention removes meanwhile are skipped. Raises ExportError or OSError if another cannot be
+    read.
+    """
     versions = [child.path for child in version_dirs(model)] if model.is_dir() else []
     found = []
     for version in versions:
@@ -67,7 +75,10 @@ def _bundles(model: Path) -> tuple[BundleView, ...]:
 
 
 def _newest_position(model: Path, newest: BundleView) -> Position | None:
-    """The newest position of a log, or of plain versions; None if it cannot be read."""
+    """Return a model's newest position, `newest` being its newest version; None if it cannot be read.
+
+    A version that takes no deltas has the position in its manifest; None without a manifest.
+    """
     try:
         return read_log(model).at
     except ManifestError:

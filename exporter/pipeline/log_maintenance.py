@@ -79,7 +79,7 @@ RACE_SECONDS = 60.0
 
 
 def delta_path(log: DeltaLog, span: Span) -> Path:
-    """The directory of a delta with this span."""
+    """Return the directory of a log's delta with this span; it need not exist."""
     return log.path / span_name(span.start, span.end)
 
 
@@ -106,14 +106,15 @@ def merge(
     *,
     dry_run: bool = False,
 ) -> Merged | None:
-    """Merge the deltas between `start` (by default the newest base) and `end` (by default the newest
-    position).
+    """Merge the deltas between two positions of the newest log into one, and publish it.
 
-    Returns None if there is nothing to merge: at most one delta is between them. Positions are numbers or
-    names (`exporter.publish.tags`). A `dry_run` reads and checks the deltas, writes nothing, and returns the
-    plan; None also if they are merged already.
+    `start` is by default the newest base, `end` the newest position. Returns None if there is nothing to
+    merge: at most one delta is between them. Positions are numbers or names (`exporter.publish.tags`). A
+    `dry_run` reads and checks the deltas, writes nothing, and returns the plan; None also if they are merged
+    already.
 
     Raises:
+        NotUpdatable: nothing is published, or the newest version takes no deltas.
         UsageError: `start` is not before `end`.
         PositionUnknown: one of them is not a position of the newest log.
         DeltaGap, StaleDelta: deltas do not reach from `start` to `end`.
@@ -139,7 +140,11 @@ def merge(
 
 
 def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: bool) -> Merged | None:
-    """The plan of merging these deltas, now; None if they are merged already."""
+    """Return the plan of merging the deltas `run`, now; None if they are merged already.
+
+    All of them are read and checked. `is_whole`: they reach the newest position, so that the merger may end
+    later, to avoid an abandoned path. Raises ModelHeld, NotFinite or CheckpointError as `merge`.
+    """
     for delta in run:
         log.open(delta)
     span = merged(run)
@@ -155,14 +160,19 @@ def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: 
 
 
 def _positions(model: Path, *named: int | str | None) -> list[int | None]:
-    """The positions with these names; None stays None."""
+    """Return the positions meant by numbers or names, in order; None stays None.
+
+    Raises UsageError for a malformed name, PositionUnknown for an unknown one, NotUpdatable if nothing is
+    published.
+    """
     return [None if each is None else resolve_position(each, model) for each in named]
 
 
 def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, ...]:
-    """The deltas from `start` to `end`; both must be published positions of the log.
+    """Return the deltas from `start` to `end`, in order; None is the newest base, or the newest position.
 
-    UsageError if `start` is not before `end`.
+    Raises UsageError if `start` is not before `end`, PositionUnknown if one is not a position of the log,
+    DeltaGap if deltas are missing, StaleDelta if `end` is before the newest base.
     """
     for position in (start, end):
         if position is not None and not log.has(position):
@@ -178,7 +188,7 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
 
 
 def _require_not_ended(log: DeltaLog, position: int) -> None:
-    """Raise PositionUnknown for a position of another log, whose deltas are no longer merged."""
+    """Raise PositionUnknown if the position is of another log, whose deltas are no longer merged."""
     other = Standing(log.model, log, log.versions).log_at(position)
     if other is not None:
         raise PositionUnknown(
@@ -191,10 +201,10 @@ def _require_not_ended(log: DeltaLog, position: int) -> None:
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Publish neighbouring deltas as one.
+    """Publish the neighbouring deltas `run` of a log as one; None if that one is published already.
 
-    None if that one is published already. NotFinite if the model would refuse it, ModelHeld if it would bring
-    servers to a position that was rolled back.
+    Raises NotFinite if the model would refuse it, ModelHeld if it would bring servers to a position that was
+    rolled back, CheckpointError if a delta is damaged, PublishError if it cannot be written.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
@@ -212,7 +222,11 @@ def merge_run(
 def _merger(
     log: DeltaLog, run: Sequence[LogDelta], directory: Path, jobs: Jobs
 ) -> tuple[DeltaMerger, Publication]:
-    """The writer of the merged delta into `directory`, and the publication to be made."""
+    """Return the writer of the merged delta into `directory`, and the publication to be made; nothing is
+    written.
+
+    Only the deltas' headers and descriptions are read: CheckpointError if they are damaged.
+    """
     from exporter.delta.merge_deltas import DeltaMerger  # late: of the deltas that are tidied few are merged
     from exporter.pipeline.restoration import packing_of
 
@@ -226,7 +240,10 @@ def _merger(
 
 
 def _require_finite(log: DeltaLog, run: Sequence[LogDelta]) -> None:
-    """Raise NotFinite for a merger with NaN or infinity, if the model wants finite values."""
+    """Raise NotFinite if a merger of `run` would have NaN or infinity, and the model wants finite values.
+
+    Deltas that were not checked when they were published are read: CheckpointError if one is damaged.
+    """
     hint = (
         "train on until these values are finite, and merge again; or take them back: "
         f"export-model rollback {quoted(log.model)} --to {quoted(str(run[0].start))}"
@@ -243,12 +260,12 @@ def tidy(
 ) -> tuple[tuple[Merged, ...], RetiredDeltas]:
     """Merge the deltas that are due and, if `removes`, remove spare ones; do neither while the log is held.
 
-    Returns the mergers and the removed deltas. `log` is the model's, as last read under the lock. Under a
-    canary's hold, deltas beyond the hold stay as they are: they may be reverted. If the model wants finite
-    values, deltas that an earlier release published unchecked are merged with later ones, as soon as these
-    are finite, so that servers get past them.
+    Returns the mergers and the removed deltas. `log` is the model's, as last read under the lock; `clock`
+    returns seconds since 1970. Under a canary's hold, deltas beyond the hold stay as they are: they may be
+    reverted. If the model wants finite values, deltas that an earlier release published unchecked are merged
+    with later ones, as soon as these are finite, so that servers get past them.
 
-    ExportError if the log cannot be read or a merger cannot be published; earlier mergers stay.
+    Raises ExportError if the log cannot be read or a merger cannot be published; earlier mergers stay.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
@@ -282,7 +299,10 @@ def tidy(
 
 
 def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas from the first that was not checked for NaN to the newest; () without one."""
+    """Return the deltas from the first that was not checked for NaN to the newest; () if all were checked.
+
+    Only deltas up to a canary's approval count; () also if the model accepts NaN.
+    """
     if not log.base.entry.updates.finite:
         return ()
     deltas = judged(log)
@@ -367,12 +387,12 @@ def rollback(
 
 
 def _replaced(hold: Hold) -> HeldBy | None:
-    """The hold that a rollback replaces; None if there is none, or its author is not recorded."""
+    """Return the hold that a rollback replaces; None if there is none, or its author is not recorded."""
     return hold.by if hold.binds else None
 
 
 def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
-    """With `if_canary`, raise PositionMoved unless a canary's hold is at `to`."""
+    """Raise PositionMoved if `if_canary` and the hold is not a canary's at position `to`."""
     if if_canary and hold.approved() != to:
         raise PositionMoved(f"{hold.directory} is not held at {to} by a canary: others decided meanwhile")
 
@@ -381,6 +401,7 @@ def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> 
     """Raise ModelHeld if the hold in force was set in the store of which `model` is a copy.
 
     The store decides for all copies: a decision in one of them alone would send its servers another way.
+    `command` and `option` are what the user typed, for the hint.
     """
     holds = {hold.directory: hold for hold in (restorer.hold, *binding(model, restorer.log))}
     for hold in holds.values():
@@ -451,9 +472,10 @@ def resume(
 
 
 def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) -> None:
-    """Lift the hold by which a rollback over a change of structure stopped servers of a log that had ended.
+    """Lift the hold of an ended log, by which a rollback over a change of structure stopped its servers.
 
-    A canary that is at work here decides about that log again.
+    If a canary is at work here, its hold is put there instead, unless `lift_canary`; a hold of a store stays.
+    Raises PublishError if it cannot be written.
     """
     by = hold.by
     if by is None or by.url:
@@ -467,7 +489,11 @@ def _release(hold: Hold, staging: Staging, model: Path, *, lift_canary: bool) ->
 def _rollback_plan(
     restorer: Restorer, asked: Restoration | None, approved: int | None = None, was_held: bool = True
 ) -> RollbackResult:
-    """The plan of a restoration; `approved` is the position of the remaining canary's hold, or None."""
+    """Return the plan of a restoration; None as `asked` means that the values stay.
+
+    `approved` is the position of the remaining canary's hold, or None; `was_held` is passed on. Raises
+    PositionUnknown, VerificationError or CheckpointError if the values cannot be restored.
+    """
     at, is_canary = restorer.at, approved is not None
     if asked is None:
         return RollbackResult(at, at, None, at.position, approved, is_canary, was_held)
@@ -480,11 +506,16 @@ def _rollback_plan(
 def _resumption(
     model: Path, restorer: Restorer, lift_only: bool, lift_canary: bool
 ) -> tuple[Restoration | None, int | None, bool]:
-    """The restoration that a resumption publishes, the position of the remaining canary's hold, and whether
-    it lifts.
+    """Return what a resumption publishes, the position of the remaining canary's hold, and if it lifts a
+    hold.
 
-    The restoration is None if the values stay: nothing is held, or they have come back already. UsageError if
-    the hold of a rollback was lifted before.
+    The restoration is None if the values stay: nothing is held, they have come back already, or `lift_only`.
+    The position is None without a canary's hold.
+
+    Raises:
+        UsageError: the hold of the rollback was lifted before.
+        ModelHeld: the model is a copy, and its store holds it.
+        TargetBusy: with `lift_canary`, an agent's canary is running.
     """
     _require_own(model, restorer, "resume", "--lift-only" if lift_only else "")
     if lift_canary and restorer.log is not None:
@@ -509,7 +540,10 @@ def _resumption(
 
 
 def restorer_of(model: Path) -> Restorer:
-    """Read a published model, with a log or plain versions; NotUpdatable if nothing is published."""
+    """Read a published model, with a log or plain versions, as the object that restores earlier values.
+
+    Raises NotUpdatable if nothing is published, ManifestError if the newest manifest cannot be read.
+    """
     from exporter.pipeline.restoration import Restorer  # late: deltas bring nothing back
 
     versions = version_dirs(model)
@@ -522,7 +556,10 @@ def restorer_of(model: Path) -> Restorer:
 
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
-    """Return a plan for the published model, made again if other processes removed files meanwhile."""
+    """Return `plan` of the published model, made again if other processes removed files meanwhile.
+
+    `first` is the model as read before the first try. Raises PositionMoved if that goes on for a minute.
+    """
     from exporter.pipeline.restoration import Restorer
 
     if first.published is None:
@@ -532,9 +569,10 @@ def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) ->
 
 @contextmanager
 def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
-    """Read a model and lock it for a block: no other process publishes, merges or tidies.
+    """Lock a model for a block and yield it with a staging directory: no other process publishes or tidies.
 
-    NotUpdatable if nothing is published; then no file is made.
+    Left-overs of killed rollbacks are removed first. Raises NotUpdatable if nothing is published, before any
+    file is made; TargetBusy if another exporter had the lock for too long.
     """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)
@@ -546,10 +584,10 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
 
 
 def _lift_unborn(model: Path, versions: Sequence[VersionDir]) -> None:
-    """Lift the hold of a log without base and deltas, which a killed rollback left before its base was
-    published.
+    """Lift the hold of a log without base and deltas, left by a rollback that was killed before its base.
 
-    A copy's puller and canary also hold a log before its base: those holds stay.
+    A copy's puller and canary also hold a log before its base: those holds stay. `versions` are the model's,
+    at least one.
     """
     newest = max(version.version for version in versions)
     for path in log_directories(model):
@@ -576,12 +614,19 @@ def _require_no_canary_at_work(model: Path) -> None:
 
 
 def position_of_merger(log: DeltaLog, path: Path) -> int:
-    """The end of a merger of the whole log: the newest position, or the next if `path` may not be used."""
+    """Return the end of a merger of the whole log: the newest position, or the next if `path` is abandoned.
+
+    Raises VersionExists or PositionError if no next position is left.
+    """
     return next_delta_position(log, None) if is_taken(log.model, path) else log.at.position
 
 
 def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
-    """Publish a delta without changes if `path` may not be used; return the log afterwards."""
+    """Publish a delta without changes if `path` is abandoned and may not be used; return the newest log.
+
+    `path` is where a merger of the whole log would be. Otherwise the log is returned as it is. Raises
+    PositionMoved or PublishError if it cannot be published.
+    """
     last = log.at
     end = position_of_merger(log, path)
     if end == last.position:
@@ -594,7 +639,11 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
 
 
 def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
-    """The runner of a merger; the job of a single task is not kept, unless an engine is named."""
+    """Return the runner of a merger; the job of a single task is not kept, unless an engine is named.
+
+    `tasks` is the merger's number of tasks. Raises UsageError for an unknown engine or options that it does
+    not accept.
+    """
     from exporter.jobs.runner import Runner
 
     is_kept = jobs.engine is not None or tasks > 1
@@ -602,10 +651,9 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """Return the result of `action` on the model's log; repeat it if others removed files that it was
-    reading.
+    """Return `action` of the model's log; repeat it if others removed files that it was reading.
 
-    The log is read for each try; for the first only if it is not given.
+    The log is read for each try; for the first only if it is not given. A copy of a store is not tried again.
 
     Raises:
         PositionMoved: this went on for `RACE_SECONDS`.

@@ -98,12 +98,14 @@ def write_base(
 ) -> tuple[ManifestDraft, int]:
     """Stage a base with a log's values at `of`; return its draft and the number of tasks that wrote it.
 
-    `runner` returns the runner for a number of tasks, each of `task_bytes`.
+    `place` is its position, and the log whose deltas it takes. `runner` returns the runner for a number of
+    tasks, each of about `task_bytes`.
 
     Raises:
         VerificationError: the log's base is damaged.
         CheckpointError: a delta is damaged.
         PositionError: no base is left from which deltas reach it.
+        PublishError: the files cannot be written.
     """
     base, chain = way_to(log, of.at.position)
     at, trained = of.at, of.entry.trained
@@ -142,12 +144,15 @@ def write_files(
     runner: Callable[[int], Runner] = lambda _: LOCAL,
     progress: ProgressFactory = no_progress,
 ) -> WrittenBase:
-    """Write the files of a base with the deltas of `chain` on top, the same bytes on any machine.
+    """Write the files of a base with the deltas of `chain` on top into `bundle`, the same on any machine.
 
-    `step` is the training step of the values, and `mapped_id` the id of the tables that servers map.
+    Without deltas the base's variables are linked. `place` is the new base's position and log, `step` the
+    training step of the values, and `mapped_id` the id of the tables that servers map. `runner` returns the
+    runner for a number of tasks, each of about `task_bytes`.
 
     Raises:
         VerificationError, CheckpointError: as `write_base`.
+        ManifestError: the graph has no incremental subgraph of a known form.
     """
     if chain:
         merger = merger_of(log, base, chain, bundle, task_bytes)
@@ -168,12 +173,14 @@ def write_again(
     runner: Callable[[int], Runner],
     progress: ProgressFactory = no_progress,
 ) -> None:
-    """Write the files of a base that was merged elsewhere from what lies in this model, too.
+    """Write the files of a base that was merged elsewhere into `bundle`, from this model's base and deltas.
 
-    Who takes them compares each with the manifest: nothing here says that they are the same.
+    `manifest` is the merged base's. The caller compares each file with it: nothing here says that they are
+    the same.
 
     Raises:
-        ExportError: the record names what makes no base, or something of it is damaged.
+        ManifestError: the base was not merged, or not from a base and deltas that are here.
+        ExportError: something that it is merged from is damaged.
     """
     record, entry = manifest.merged_from, manifest.incremental
     if record is None or not isinstance(entry, BaseEntry):
@@ -203,7 +210,10 @@ _MOST_TASKS = 1 << 20
 
 
 def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom | None:
-    """Return the record of what a base is merged from; None of a base alone."""
+    """Return the record of what a base is merged from: relative paths, and digests of manifests, of `parts`.
+
+    None for a single part, a base alone. Raises OSError or CheckpointError if a manifest cannot be read.
+    """
 
     def part(path: Path) -> MergedPart:
         content = read_regular(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
@@ -213,9 +223,9 @@ def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom |
 
 
 def way_to(log: DeltaLog, position: int) -> tuple[LogBase, tuple[LogDelta, ...]]:
-    """The base of a log from which the fewest deltas reach a position, and these deltas.
+    """Return the base of a log from which the fewest deltas reach a position, and these deltas in order.
 
-    PositionUnknown if there is none.
+    Raises PositionUnknown if there is none.
     """
     bases = {base.at.position: base for base in log.bases}
     base = bases[nearest_base(log.deltas, bases, position)]
@@ -231,7 +241,12 @@ def _write_merged(
     runner: Callable[[int], Runner],
     progress: ProgressFactory,
 ) -> tuple[Catalog, int, Mapping[str, HotTable]]:
-    """Write a base's variables with deltas on top; return their catalog, the tasks, and tables' hot rows."""
+    """Write a base's variables with deltas on top into `bundle`, and append its hot rows again.
+
+    Returns the new catalog, the number of tasks, and tables with hot rows by name. `position` is the values'.
+    Raises VerificationError if the base is damaged, CheckpointError if a delta is, PublishError if it cannot
+    be written.
+    """
     with ExitStack() as stack, progress("merging", merger.bytes_) as bar:
         try:
             merger.write(stack, runner(merger.tasks), lambda: log.state(position), bar)
@@ -245,7 +260,10 @@ def _write_merged(
 
 
 def _link_variables(base: LogBase, bundle: Path) -> Catalog:
-    """Link a base's variables into a bundle, once all their bytes are verified; return their catalog."""
+    """Verify all bytes of a base's variables, link (or copy) them into a bundle, and return their catalog.
+
+    Raises VerificationError if they are damaged.
+    """
     verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
     for file in base.manifest.files:
         if file.path.startswith(f"{VARIABLES_DIRECTORY}/") and file.path != str(MAPPED_ID_FILE):
@@ -257,7 +275,10 @@ def _link_variables(base: LogBase, bundle: Path) -> Catalog:
 def merger_of(
     log: DeltaLog, base: LogBase, chain: Sequence[LogDelta], bundle: Path, task_bytes: int
 ) -> BaseMerger:
-    """The writer of the base's variables with the deltas of `chain` applied on top."""
+    """Return the writer of the base's variables with the deltas of `chain` applied on top, into `bundle`.
+
+    Nothing is written yet. Raises CheckpointError if the base or a delta cannot be read.
+    """
     return BaseMerger(
         bundle,
         base.entry.mapping_spec,
@@ -271,7 +292,7 @@ def merger_of(
 
 
 def require_local(base: LogBase) -> None:
-    """Raise UsageError for a base with hot rows in an object store, before anything is written there."""
+    """Raise UsageError if a base has hot rows and is in an object store, before anything is written there."""
     if mirror.is_remote(base.path) and any(table.hot_rows for table in _mapped_tables(base)):
         raise UsageError(
             "a base with hot rows is laid out in files, and the model is in an object store",
@@ -285,9 +306,11 @@ def _mapped_tables(base: LogBase) -> tuple[MappedTable, ...]:
 
 
 def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog, Mapping[str, HotTable]]:
-    """Append the base's hot rows to its merged tables, too; return the catalog, and tables by name.
+    """Append the base's hot rows to its merged tables in `bundle`; return the new catalog, and tables by
+    name.
 
-    CorruptFile if the base's places are damaged.
+    `written` is the bundle's catalog before; without hot rows it is returned with {}. Raises CorruptFile if
+    the base's record of hot rows is damaged.
     """
     hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
     if not hot:
@@ -310,9 +333,10 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
 
 
 def _mapped_again(base: LogBase, written: Catalog, hot: Mapping[str, HotTable]) -> MappedRecord | None:
-    """The record of the base's mapped tables, in the files that they are in now.
+    """Return the record of the base's mapped tables, with the files that they are in now.
 
-    None, or a record without tables, is returned as it is.
+    `written` is the new catalog, `hot` its tables with hot rows by name. None, or a record without tables, is
+    returned as it is.
     """
     record = base.manifest.mapped
     if record is None or not record.tables:
@@ -342,9 +366,10 @@ def _mapped_elsewhere(record: MappedRecord | None, position: int, id_: str) -> M
 def _copy_graph(
     log_base: LogBase, bundle: Path, place: BasePlace, step: int, mapped: MappedRecord | None
 ) -> None:
-    """Write to `bundle` a base's files but its variables, changed for its new position, log and tables.
+    """Write to `bundle` a base's files except its variables, changed for its new position, log and tables.
 
-    The base's files are verified first. `mapped` is the new record of mapped tables.
+    `step` is the training step of the new values, `mapped` the new record of mapped tables. The base's files
+    are verified first.
 
     Raises:
         VerificationError: a file of the base is damaged.
@@ -382,7 +407,7 @@ def _copy_graph(
 
 
 def _first_position(saved_model: Proto) -> Proto | None:
-    """The constant with the base's position, in the scope of the update signature; None without one.
+    """Return the constant with the base's position, in the scope of the update signature; None without one.
 
     The scope has another name if the user's own model has a scope `incremental`.
     """
@@ -395,15 +420,15 @@ def _first_position(saved_model: Proto) -> Proto | None:
 
 
 def _scopes(meta_graph: Proto) -> set[str]:
-    """The scope of the nodes of a graph's incremental subgraph, in a set; empty without one."""
+    """Return the scope of the nodes of a graph's incremental subgraph, in a set; empty without one."""
     signature = meta_graph.signature_def.get(UPDATE_SIGNATURE)
     return {info.name.partition("/")[0] for info in signature.outputs.values()} if signature else set()
 
 
 def _move_log(saved_model: Proto, base: LogBase, place: BasePlace) -> None:
-    """Change the log and the lineage in a base's graph, where they are constants and in names of resources.
+    """Replace a base's log and lineage in its graph, where they are constants and in names of resources.
 
-    ManifestError if it has no such constants.
+    `saved_model` is changed. Raises ManifestError if it has no such constants.
     """
     lineage = (base.manifest.lineage or "").encode(), place.lineage.encode()
     log = log_name(base.entry.log).encode(), log_name(place.log).encode()

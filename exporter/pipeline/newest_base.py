@@ -57,14 +57,16 @@ from exporter.subgraph.make_updatable import (
 
 
 def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
-    """Give the planned graph the incremental subgraph, at the position where the base will be published.
+    """Add the incremental subgraph to the staged graph, for the position where the base will be published.
 
-    The base gets the trainer's increments, too, if its checkpoint is from an earlier step than `beyond`. Its
-    warm-up requests catch up with the log first and last, before a server lets the version answer: the
-    requests between may take seconds in which more is published. These are for the base's own signatures, and
-    the given ones, or generated ones.
+    The position is reserved; `staged` gets the graph, the mapping, the manifest's entry and the warm-up
+    requests. With `beyond`, a base from an earlier step gets the trainer's increments. Warm-up requests catch
+    up with the log first and last, before a server lets the version answer: the requests between may take
+    seconds in which more is published. These are for the base's own signatures, and the given ones, or
+    generated ones.
 
-    UsageError if there are too many warm-up requests.
+    Raises UsageError if there are too many warm-up requests; GraphError or ManifestError if the graph or the
+    model do not permit it.
     """
     planned, request = staged.plan, staged.plan.request
     trained = _find_state(staged, beyond)
@@ -102,7 +104,11 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
 
 
 def _find_state(staged: Staged, beyond: int) -> TrainerVersion:
-    """The trainer's state that the base will have; sets its step, and the increments to apply."""
+    """Return the trainer's state that the base will have: the checkpoint, or the increments on top of it.
+
+    In the second case `staged.step` and `staged.increments` are set: the checkpoint's step is before
+    `beyond`. Raises CheckpointError if the checkpoint changed or an increment is damaged.
+    """
     planned = staged.plan
     full, step = _trained(planned), planned.catalog.step
     if step is None or beyond <= step or planned.training is not None:
@@ -121,7 +127,10 @@ def _spec(planned: Plan) -> MappingSpec:
 
 
 def _trained(planned: Plan) -> TrainerVersion:
-    """The checkpoint's state; increments beside it may record the time of its newest event."""
+    """Return the checkpoint's state; increments beside it may record the time of its newest event.
+
+    Raises CheckpointChanged if its files were replaced since the plan was made.
+    """
     prefix = planned.catalog.prefix
     digest = planned.checkpoint.content_digest()  # of the files whose values are staged, or it raises
     checkpoint = CheckpointId(prefix.name, planned.catalog.step or 0, digest)
@@ -132,12 +141,13 @@ def _trained(planned: Plan) -> TrainerVersion:
 
 
 def lay_increments_over(staged: Staged) -> None:
-    """Rewrite the staged variables with the trainer's increments on top; does nothing without any.
+    """Rewrite the staged variables with the trainer's increments on top; do nothing without any.
 
     Mapped tables get new files, whose names are in the graph, so that the graph is rewritten, too.
 
     Raises:
         CorruptFile: a staged value, or an increment, is damaged.
+        CheckpointError, TableFull, SchemaChanged, PublishError: see errors.py.
     """
     trainer, entry = staged.increments, staged.entry
     if trainer is None or entry is None:
@@ -159,7 +169,11 @@ def merge_increments(
 ) -> Catalog:
     """Replace a bundle's variables by the same with increments on top; return the new variables' catalog.
 
-    The increments become one delta in `scratch`, to which the old variables are moved. Memory is bounded.
+    The increments become one delta in `scratch`, to which the old variables are moved; variables in `mapped`
+    get files of their own. Memory is bounded.
+
+    Raises CheckpointError if something is damaged, TableFull or SchemaChanged if increments do not fit the
+    base, PublishError if it cannot be written.
     """
     before, prefix = scratch / "full", scratch / DELTA_NAME
     with writing(bundle):  # a rename: nothing that is staged is copied
@@ -187,9 +201,10 @@ def merge_increments(
 
 
 def entry_with_origin(staged: Staged) -> BaseEntry | None:
-    """The base's entry with digests of its sources, and of the copies of tables' files in it.
+    """Return the base's entry with digests of its graph's sources, and of its copies of tables' files.
 
-    The entry unchanged without an origin; None if the version takes no deltas.
+    The entry unchanged without an origin; None if the version takes no deltas. Raises PublishError if a copy
+    cannot be read.
     """
     entry, origin, bundle = staged.entry, staged.plan.origin, staged.bundle
     if entry is None or origin is None:
@@ -200,7 +215,10 @@ def entry_with_origin(staged: Staged) -> BaseEntry | None:
 
 
 def note_sources(planned: Plan, published: PublishedVersion, entry: BaseEntry) -> None:
-    """Remember, beside the log, the paths of the graph's files, and that tables' indexes are verified."""
+    """Record, beside the log, the paths of the graph's files, and that tables' indexes are verified.
+
+    Errors are ignored: both are caches.
+    """
     log = log_path(planned.request.out, entry.log)
     places = {asset.file_name: asset.source for asset in planned.graph.assets}
     SourceFiles(places, code=CodePlaces.of(planned.source.code)).save(log)

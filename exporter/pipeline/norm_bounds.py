@@ -32,10 +32,12 @@ _MAX_BYTES = 64 << 20
 
 
 def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> dict[str, float]:
-    """The bound for rows of each variable that a rule names (or for all of one that is not a table); the
-    first counts.
+    """Return the largest permitted Euclidean norm of a row, by variable, for those that a rule names.
 
-    The tables `coded` have rows in 8 bits.
+    `rules` are the texts of `--max-norm`; the first that names a variable counts. Of a variable that is not a
+    table the bound is for the norm of all of it. The tables `coded` have rows in 8 bits. Learned bounds are
+    read from the base, and kept in a file beside the log. Raises UsageError for a malformed rule,
+    CheckpointError if the base cannot be read.
     """
     parsed = [NormRule.parse("--max-norm", text) for text in rules]
     found: dict[str, float] = {}
@@ -53,7 +55,11 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
 
 
 def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collection[str]) -> dict[str, float]:
-    """The bounds learned from the newest base; known ones are read from the cache."""
+    """Return the bounds learned from the newest base, by variable; known ones are read from the cache.
+
+    New ones are written to it; errors of writing are ignored. Raises CheckpointError if the base cannot be
+    read.
+    """
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"
     known: dict[str, float] = {}
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):

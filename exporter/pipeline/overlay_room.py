@@ -42,14 +42,19 @@ and both places of all rows are one tensor.
 
 
 def room_for(table: GraphVariable | ServedVariable, asked: int | None) -> int:
-    """The number of changed rows of a table that fit in its overlay; `asked` is `--overlay-rows`."""
+    """Return the number of changed rows of a table that fit in its overlay.
+
+    `asked` is `--overlay-rows`; for None it is a quarter of the rows, or an eighth of a table above 8 GiB.
+    """
     rows, size = table.shape[0], math.prod(table.shape) * (table.dtype.itemsize or 1)
     usual = math.ceil(rows * (_USUAL_SHARE if size <= _LARGE_BYTES else _LARGE_SHARE))
     return min(rows, usual if asked is None else asked, _MOST_ROWS)
 
 
 def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str, int]:
-    """The room for changed rows of each mapped table, by its node; {} for a plain version."""
+    """Return the number of changed rows that fit, by the node of each mapped variable; {} for a plain
+    version.
+    """
     if not request.updates:
         return {}
     mapped = (source for source in mapping.sources if source.is_mapped)
@@ -61,7 +66,7 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
 
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
-    """The `--overlay-rows` with which a base was made; None if it was not given."""
+    """Return the `--overlay-rows` with which a base was made, by its schema and record; None if not given."""
     mapped = {variable.name: variable for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
     if all(room == room_for(mapped[name], None) for name, room in rooms.items()):
@@ -92,7 +97,11 @@ class OverlaidRows(Struct, frozen=True):
 
     @classmethod
     def of(cls, log: DeltaLog) -> OverlaidRows:
-        """Read the rows that the log's deltas have changed; none if the base maps no tables."""
+        """Read the rows of mapped tables that the log's deltas have changed; none if the base maps no tables.
+
+        They are read from a cache, else from the deltas. Raises CheckpointError if a delta is damaged,
+        DeltaGap if deltas are missing.
+        """
         record = log.base.manifest.mapped
         room = {t.name: t.overlay_rows for t in record.tables if t.overlay_rows is not None} if record else {}
         rows = {each.name: each.shape[0] for each in log.schema.variables if each.name in room}
@@ -108,17 +117,22 @@ class OverlaidRows(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OverlaidTable, ...]:
-        """The mapped tables, with the largest possible fill of a server's overlays."""
+        """The mapped tables, each with the most rows that a server's overlay of it can hold now, and its
+        room.
+        """
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 
     def add(self, changed: Mapping[str, Array]) -> None:
-        """Add the rows that a delta changes, given by table as increasing numbers."""
+        """Add the rows that a delta changes to these; `changed` has increasing row numbers by table.
+
+        Tables that are not mapped are ignored.
+        """
         for name, found in self.found.items():
             if len(ids := changed.get(name, _NONE)):
                 self.found[name] = _with(found, ids, self.rows[name])
 
     def require_room(self) -> None:
-        """Raise OverlayFull if servers would refuse the delta for lack of room."""
+        """Raise OverlayFull if more rows of a table have changed than its overlay in servers has room for."""
         for table in self.tables:
             if table.rows > table.capacity:
                 raise OverlayFull(
@@ -127,7 +141,11 @@ class OverlaidRows(Struct, frozen=True):
                 )
 
     def save(self, log: DeltaLog, position: int, state: str) -> None:
-        """Keep the rows beside the log, for the delta after this position; remove older records."""
+        """Write the rows to the cache beside the log, for this position and state id, and remove older
+        records.
+
+        Nothing is written if no table is mapped. Raises OSError or PublishError if it cannot be written.
+        """
         if not self.found:
             return
         prefix = _prefix(log, position, state)
@@ -141,13 +159,13 @@ class OverlaidRows(Struct, frozen=True):
 
 
 def _prefix(log: DeltaLog, position: int, state: str) -> Path:
-    """Return the prefix of the cache's bundle for a state."""
+    """Return the prefix of the cache's bundle for a position of the log and the id of its state."""
     base = log.base.at.position
     return log.path / CACHES_DIRECTORY / f"{OVERLAID_PREFIX}{base}-{position}-{state}"
 
 
 def _load(prefix: Path, rows: Mapping[str, int]) -> dict[str, Array] | None:
-    """Read the rows that `save` kept; `rows` are the tables' sizes.
+    """Read the rows that `save` kept, by table; `rows` are the tables' sizes.
 
     None if the record is absent, incomplete or damaged, or of tables of another size.
     """
@@ -172,7 +190,10 @@ def _bytes(rows: int) -> int:
 
 
 def _with(found: Array, ids: Array, rows: int) -> Array:
-    """The found rows with `ids`, which increase, added; bits are set in place."""
+    """Return the changed rows `found` with `ids`, which increase, added; `rows` is the table's size.
+
+    Numbers are copied; bits are set in `found` itself. Numbers become bits once these are smaller.
+    """
     if found.dtype != np.uint8:
         new = ids[~among(ids, found)]
         if (len(found) + len(new)) * ids.itemsize <= _bytes(rows):
@@ -197,7 +218,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def _count(found: Array) -> int:
-    """Count the rows."""
+    """Return the number of changed rows, given as row numbers or as one bit per row (uint8)."""
     if found.dtype != np.uint8:
         return len(found)
     blocks = (found[start : start + _BLOCK_BYTES] for start in range(0, len(found), _BLOCK_BYTES))

@@ -57,7 +57,10 @@ class Proposal(Struct, frozen=True):
     refused: ExportError | None = None
 
     def command(self, ckpt_dir: Path, out: Path, builder: Path | None = None) -> str:
-        """The command line of the export; `builder` is the file to which the builder was written."""
+        """Return the command line of the export, quoted for a shell.
+
+        `builder` is the file to which the builder was written; None: `model.py`.
+        """
         words = ["export-model", "--ckpt-dir", quoted(ckpt_dir), "--out", quoted(out)]
         if self.model is None:  # otherwise exports find the graph beside this checkpoint, and beside the next
             words += ["--model", quoted(f"{builder or 'model.py'}:serving")]
@@ -91,11 +94,12 @@ _MOST_TRIES = 8
 def propose(ckpt_dir: Path) -> Proposal:
     """Read the newest checkpoint and the graph beside it, and propose an export of them.
 
-    The proposal was planned, unless it is a builder to be completed.
+    The proposal was planned, unless it is a builder to be completed; `refused` is why the graph is not
+    served.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        GraphError: the graph beside it is damaged.
+        CheckpointError: there is none, or it or the graph beside it is damaged.
+        UsageError: the graph cannot be opened.
     """
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)
@@ -105,7 +109,10 @@ def propose(ckpt_dir: Path) -> Proposal:
 
 
 def _from_graph(catalog: Catalog, model: str) -> Proposal:
-    """A proposal to serve the graph beside a checkpoint; its inputs and outputs are guesses."""
+    """Return a proposal to serve the graph `model` beside a checkpoint; its inputs and outputs are guesses.
+
+    Raises CorruptFile if the graph is damaged, UsageError if it cannot be opened.
+    """
     if not model.endswith(".meta"):
         return Proposal(catalog, model)
     meta_graph = read_metagraph(Path(model))
@@ -120,13 +127,13 @@ def _from_graph(catalog: Catalog, model: str) -> Proposal:
 
 
 def _has_default(index: GraphIndex, one: ProposedInput) -> bool:
-    """True for a single number with a default, such as a dropout rate: requests need not give it."""
+    """True for a scalar input with a default, such as a dropout rate: requests need not give it."""
     node = index.nodes[endpoint(one.tensor).node]
     return node.op == "PlaceholderWithDefault" and attr_shape(node) == ()
 
 
 def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
-    """Yield the placeholders before answers that are a single boolean each: they switch training on."""
+    """Yield the names of placeholders before `answers` that are a single boolean: they switch training on."""
     needed = all_before(index.nodes, answers)
     for node in (index.nodes[name] for name in needed):
         is_switch = node.op.startswith("Placeholder") and attr_dtype(node, "dtype") is DType.BOOL
@@ -135,16 +142,16 @@ def _switches(index: GraphIndex, answers: list[Endpoint]) -> Iterator[str]:
 
 
 def _with_options(found: Proposal, options: list[tuple[str, str]]) -> Proposal:
-    """The proposal with more options, without inputs that these fix."""
+    """Return the proposal with more options, given as (option, value), without inputs that these fix."""
     fixed = {value.rpartition("=")[0] for option, value in options if option == "--feed"}
     inputs = tuple(one for one in found.inputs if endpoint(one.tensor).node not in fixed)
     return replace(found, inputs=inputs, options=(*found.options, *options))
 
 
 def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
-    """The proposal with the options that its plan needs, or with a builder in place of its graph.
+    """Plan the proposal, and return it with the options that errors ask for, or with a builder in its place.
 
-    CheckpointError if the checkpoint is damaged.
+    Raises CheckpointError if the checkpoint is damaged.
     """
     from exporter.pipeline.full_plan import plan  # late: a checkpoint alone needs none of it
 
@@ -167,7 +174,7 @@ def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
 
 
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
-    """Yield the placeholders, and the tensors of input pipelines, from which answers are computed."""
+    """Yield the placeholders, and the tensors of input pipelines, from which answers are computed, sorted."""
     needed = all_before(index.nodes, answers)
     given = {node.name for node in input_placeholders(index)}
     given |= {name for name in needed if hands_over_batches(index.nodes[name].op)}
@@ -190,7 +197,7 @@ def _last(name: str) -> str:
 
 
 def _builder(catalog: Catalog) -> str:
-    """The text of a builder that declares the checkpoint's own variables."""
+    """Return the text of a Python file with a builder that declares the checkpoint's own variables."""
     return "\n".join(_builder_lines(catalog)) + "\n"
 
 
@@ -214,6 +221,6 @@ def _builder_lines(catalog: Catalog) -> Iterator[str]:
 
 
 def _identifier(name: str) -> str:
-    """A Python name that resembles a variable's name."""
+    """Return a Python name that resembles a variable's name; two variables may get the same."""
     found = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"{found}_" if iskeyword(found) or found == "tf" else re.sub(r"^(?=[0-9])", "_", found)

@@ -75,7 +75,10 @@ def rebase(
 
 
 def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
-    """The plan of a new base, now."""
+    """Return the plan of a new base, now; the deltas are checked, the base's values are not read.
+
+    Raises NotFinite, CheckpointError or PositionError as `rebase`.
+    """
     model, at = log.model, _newest_approved(log).at
     log.state(at.position)
     chain = log.chain(log.base.at.position, at.position)
@@ -115,6 +118,6 @@ def _rebase(
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
-    """The base or delta at the newest position; under a canary, at the newest approved one."""
+    """Return the base or delta at the newest position; under a canary, at the newest approved one."""
     approved = approved_by_canary(log)
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)

@@ -65,7 +65,7 @@ class SourceFiles(Struct):
         return cls()
 
     def save(self, log: Path) -> None:
-        """Write the record beside a log. Errors are ignored: publications do not depend on it."""
+        """Write the record beside a log, in place of the previous one; errors are ignored."""
         document: dict[str, Any] = {
             "places": {name: str(path.absolute()) for name, path in self.places.items()},
             "graph": self.graph,
@@ -94,7 +94,7 @@ class SameGraph(Struct, frozen=True):
     files: SourceFiles | None = None
 
     def save(self, log: Path) -> None:
-        """Save the record beside a log, if there is a new one."""
+        """Write the record beside a log, if there is a new one; errors are ignored."""
         if self.files is not None:
             self.files.save(log)
 
@@ -102,7 +102,11 @@ class SameGraph(Struct, frozen=True):
 def check_same_graph(
     log: DeltaLog, request: ExportRequest, catalog: Catalog, before: SourceFiles
 ) -> SameGraph:
-    """Compare the graph and its tables' files with the base's, given the record `before`.
+    """Compare the request's graph and its tables' files with the base's; return the result for people.
+
+    `before` is the record of the base's files, as read beside the log; the new one is in the result, to be
+    saved once a delta is published. Nothing is compared, without an error, if the base does not record its
+    sources.
 
     Raises:
         SchemaChanged: they differ.
@@ -136,7 +140,9 @@ def _check_files(
 ) -> SameGraph:
     """Compare the files of a graph and of its tables; build it if files differ that its code only read.
 
-    SchemaChanged for any difference, and for the given `differences` of options.
+    `differences` are those of options, as texts. Raises SchemaChanged for any difference, UsageError if a
+    Python file is named without its function; GraphError, CheckpointError or OSError if the graph cannot be
+    built.
     """
     base = f"of base {log.base.at.position}"
     files, more = _source_files(log, origin, asked, before)
@@ -165,8 +171,8 @@ def _check_files(
 def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
     """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
 
-    SchemaChanged if it differs, UsageError if no model is named, GraphError, CheckpointError or OSError if it
-    cannot be built.
+    Raises SchemaChanged if it differs, UsageError if no model is named, GraphError, CheckpointError or
+    OSError if it cannot be built.
     """
     if asked.model is None:
         raise UsageError("--verify graph: nothing says what to build", hint="name the model again: --model")
@@ -178,7 +184,7 @@ def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> Sam
 
 
 def _require_meant(asked: GraphRequest) -> None:
-    """Raise UsageError for a Python file without its function, which a new base would not help."""
+    """Raise UsageError if the model is a Python file without its function: a new base would not help."""
     from exporter.graph.load import require_function_named  # late: most deltas compare and find no difference
 
     if isinstance(asked.model, str):
@@ -186,7 +192,9 @@ def _require_meant(asked: GraphRequest) -> None:
 
 
 def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
-    """The error for a graph or files that differ from the base's."""
+    """Return the error for a graph or files with these `differences` from the base, a phrase like "of base
+    7".
+    """
     return SchemaChanged(
         f"the graph or its files are not those {base}",
         cause="; ".join(dict.fromkeys(differences)),
@@ -197,7 +205,11 @@ def _mismatch(base: str, differences: list[str]) -> SchemaChanged:
 def _source_files(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, before: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """The record for the requested graph, and the differences of a finished graph from the base's."""
+    """Return the record of the requested graph's files, and the differences of a finished graph, as texts.
+
+    A finished graph is a file or directory, not a builder; of a builder, and of the base's own graph, there
+    are no differences. A file that cannot be read is a difference, too.
+    """
     try:
         digest = origin.finished_graph(asked, before.digests)
     except OSError as error:
@@ -218,9 +230,10 @@ def _source_files(
 def _compare_finished(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Compare a finished graph whose bytes differ, which may be the same inference graph.
+    """Compare a finished graph whose bytes differ from the base's, but which may be the same inference graph.
 
-    Only a model that an archive describes needs TensorFlow.
+    Returns the record of its files and the differences as texts; a graph that cannot be loaded is one. Only a
+    model that an archive describes needs TensorFlow.
     """
     try:
         return _compare_built(log, origin, asked, files)
@@ -233,10 +246,10 @@ def _compare_finished(
 def _compare_built(
     log: DeltaLog, origin: GraphOrigin, asked: GraphRequest, files: SourceFiles
 ) -> tuple[SourceFiles, list[str]]:
-    """Load the requested inference graph, and compare it with the base's.
+    """Load the requested inference graph, and compare it with the base's; `files` is the record so far.
 
-    Returns the record of its files, and all differences of the graph or its files in words. UsageError,
-    GraphError, CheckpointError or OSError if it cannot be loaded.
+    Returns the record with its files, and all differences of the graph or its files as texts. Raises
+    UsageError, GraphError, CheckpointError or OSError if it cannot be loaded.
     """
     from exporter.graph.load import clean, load_source
 
@@ -258,7 +271,7 @@ def _compare_built(
 
 
 def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
-    """The lookups whose vocabulary differs from the base's; [] if the base's graph cannot be read."""
+    """Return the names of lookups whose vocabulary differs from the base's; [] if its graph is unreadable."""
     from exporter.graph.filled_lookups import differing_lookups
     from exporter.graph.graph_files import read_saved_model
 
@@ -269,7 +282,10 @@ def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
 
 
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:
-    """The request, with the base's options where it gives none."""
+    """Return the request with the base's `options` where it gives none.
+
+    The base's signatures are written to a file in `scratch`, which the result names.
+    """
     signatures = asked.signatures
     if signatures is None and "--signatures" in options:
         signatures = scratch / "signatures.json"

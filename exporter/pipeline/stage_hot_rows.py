@@ -22,7 +22,12 @@ _WHY = "hot rows lie behind a table"
 
 
 def lay_chosen_rows(staged: Staged) -> None:
-    """Append hot rows to the staged tables, and record them in `staged.hot`; does nothing without any."""
+    """Append the chosen hot rows to the staged tables; do nothing without any.
+
+    Shards are renamed. `staged.hot` gets the tables, by served name, and `staged.variables` the new catalog.
+    Raises UsageError if a row is outside its table or chosen twice, NotServable for a name in use,
+    CheckpointError or PublishError if files cannot be read or written.
+    """
     chosen = {choice.key: choice for choice in staged.plan.hot}
     if not chosen:
         return
@@ -49,7 +54,11 @@ def lay_chosen_rows(staged: Staged) -> None:
 
 
 def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
-    """The numbers of hot rows, in blocks; UsageError for a row that the table does not have."""
+    """Return a function that yields the numbers of a table's hot rows, hottest first, in blocks.
+
+    When called it raises UsageError for a row that the table does not have; of a table by keys, counts or
+    keys are read now, and CheckpointError is raised now.
+    """
     rows, file = source.tensor.shape[0], choice.file
     if choice.table is not None:
         layout = staged.plan.layout
@@ -60,8 +69,10 @@ def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
 
 
 def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
-    """The rows of a file's keys, in their order, by the staged table; keys that it does not have are left
-    out.
+    """Return the row numbers of a file's keys in the staged table, in the file's order (int64).
+
+    Keys that the table does not have are left out. The file's keys are in memory; the table's are read in
+    blocks. Raises CheckpointError if a file changed.
     """
     from exporter.delta.row_reader import served_in  # late: other exports need none of it
 
@@ -80,7 +91,10 @@ def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
 
 
 def _most_counted(layout: TableLayout, choice: HotChoice) -> Array:
-    """At most a tenth of the table's rows, those with counts, most often seen first (int64)."""
+    """Return at most a tenth of the table's rows, those with counts above 0, most often seen first (int64).
+
+    Raises CheckpointError if the checkpoint's counts cannot be read.
+    """
     plan = next(each for each in layout.tables if each.name == choice.name)
     most = -(-plan.variable.rows // _COUNTED_SHARE)
     counts, rows = np.empty(0, np.int64), np.empty(0, np.int64)

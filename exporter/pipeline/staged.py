@@ -80,7 +80,10 @@ class Staged(Struct):
 
     @classmethod
     def of(cls, planned: Plan, staging: Staging, jobs: ExitStack, progress: ProgressFactory) -> Staged:
-        """The state before the first step."""
+        """Return the state before the first step: nothing is written, and the version has no increments.
+
+        Jobs of later steps are pushed on `jobs`, to be closed by the caller after publication.
+        """
         graph, mapping, step = planned.graph, planned.mapping, planned.catalog.step
         nothing = VariablesReport(mapping.catalog, ())
         return cls(planned, staging, jobs, progress, graph, mapping, nothing, planned.version, step, ())
@@ -91,7 +94,7 @@ class Staged(Struct):
         return self.staging.path
 
     def scratch(self, name: str) -> Path:
-        """A path beside the bundle for files that are removed with the staging."""
+        """Return a path beside the bundle, which is not made; it is removed with the staging."""
         return self.staging.path.with_name(name)
 
 
@@ -100,11 +103,14 @@ Step: TypeAlias = Callable[[Staged], object]
 
 
 def write_values(staged: Staged) -> None:
-    """Write `variables/`; a checkpoint that is not a tensor bundle is first converted into one.
+    """Write `variables/` and set `staged.variables` and `staged.mapping`.
+
+    A checkpoint that is not a tensor bundle is first converted into one; indexes of tables by keys are built.
 
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
-        LinkRefused: links are asked for, and the checkpoint is not a tensor bundle.
+        LinkRefused: links are asked for, and are impossible, or the checkpoint is not a tensor bundle.
+        CheckpointError, MappingError, PublishError: see errors.py.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
     data, runner = (
@@ -137,7 +143,12 @@ def write_values(staged: Staged) -> None:
 
 
 def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
-    """Write the indexes of dynamic tables; return the number of tasks, and the bytes that they read."""
+    """Write the indexes of dynamic tables, and map from these; return the number of tasks, and the bytes
+    read.
+
+    (0, 0) if there are none to write. The number of bytes is an estimate. Raises CheckpointError if tables
+    are damaged, PublishError if the indexes cannot be written.
+    """
     layout, admission = staged.plan.layout, staged.plan.admission
     if layout is None:
         return 0, 0
@@ -151,8 +162,9 @@ def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
 
 
 def _convert(staged: Staged) -> None:
-    """Write the tensors that the mapping needs from an archive into a bundle beside the staged one; map from
-    there.
+    """Write the tensors that the mapping needs from an archive into a bundle beside the staged one.
+
+    The plan's mapping then refers to that bundle. Raises CheckpointError or PublishError.
     """
     mapping, layout = staged.plan.mapping, staged.plan.layout
     laid_out = layout.shapes if layout is not None else {}
@@ -170,8 +182,10 @@ def _convert(staged: Staged) -> None:
 
 
 def name_plain_version(staged: Staged) -> None:
-    """Decide a plain version's tables by keys and warm-up; reserve its number if paths of mapped tables need
-    it.
+    """Prepare the graph and warm-up requests of a plain version, which takes no deltas.
+
+    Its number is reserved now if paths of mapped tables need it. Raises ManifestError, PositionError or
+    VersionExists if none can be.
     """
     planned = staged.plan
     mapped = [source for source in staged.mapping.sources if source.is_mapped]
@@ -183,8 +197,9 @@ def name_plain_version(staged: Staged) -> None:
 
 
 def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
-    """The given warm-up requests; without any, generated ones if tables are mapped: first reads of these are
-    slow.
+    """Return the given warm-up requests; without any, generated ones if tables are mapped.
+
+    First reads of mapped tables are slow. () if requests are refused by option, or cannot be generated here.
     """
     request = planned.request
     if request.warmup or request.no_warmup or not request.map_tables:
@@ -198,7 +213,10 @@ def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
 
 
 def write_graph(staged: Staged) -> None:
-    """Write `saved_model.pb` and assets; if tables are mapped, with the paths of the staged shards."""
+    """Write `saved_model.pb` and assets, and set `staged.tables` and `staged.oldest_server`.
+
+    If tables are mapped, the graph has the paths of the staged shards. Raises GraphError or PublishError.
+    """
     files = mapped_files(staged.plan.mapping, staged.variables.catalog)
     staged.tables = NOTHING_MAPPED
     if files:
@@ -245,9 +263,14 @@ def mapped_record(staged: Staged) -> MappedRecord | None:
 
 
 def check_staged(staged: Staged) -> None:
-    """Check files, bytes, indexes of tables and outputs against the checkpoint, to the extent of `--verify`.
+    """Compare files, bytes, indexes of tables and outputs with the checkpoint, to the extent of `--verify`.
 
-    VerificationError for a difference; differences of outputs within the tolerance are recorded in `staged`.
+    Differences of outputs within the tolerance are recorded in `staged.differences`.
+
+    Raises:
+        VerificationError: something differs, or the graph cannot be run.
+        AccessRefused, TensorFlowNeeded: outputs are to be compared, and the graph may not or cannot be run.
+        CheckpointChanged: the trainer removed a file meanwhile.
     """
     planned, catalog = staged.plan, staged.variables.catalog
     request, layout = planned.request, planned.layout
@@ -274,7 +297,8 @@ def check_staged(staged: Staged) -> None:
 def check_published(staged: Staged) -> None:
     """Check the values that servers get, including increments: finite, and as golden requests expect.
 
-    NotFinite or VerificationError if they are not.
+    Raises NotFinite or VerificationError if they are not, CheckpointError if they cannot be read,
+    TensorFlowNeeded if golden requests cannot be run.
     """
     request = staged.plan.request
     if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):
@@ -283,7 +307,11 @@ def check_published(staged: Staged) -> None:
 
 
 def _running(staged: Staged) -> Running:
-    """The settings for running graphs: in this process only if the user allowed code or loads operations."""
+    """Return the limits for running graphs: none if code is allowed or another library's operations are
+    loaded.
+
+    Without limits they run in this process.
+    """
     planned = staged.plan
     trusted = planned.source.trust.code or bool(planned.graph.foreign)
     return Running(staged.variables.catalog.bytes_, trusted)

@@ -29,7 +29,7 @@ class TableChanges(Struct, frozen=True):
 
 
 def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
-    """The schema without the variables of dynamic tables."""
+    """Return the schema without the variables of dynamic tables."""
     if not mapping_spec.dynamic:
         return schema
     others = {key for table in mapping_spec.dynamic for key in table.keys}
@@ -37,18 +37,25 @@ def ordinary(schema: Schema, mapping_spec: MappingSpec) -> Schema:
 
 
 def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> dict[str, Change]:
-    """The changes without those of dynamic tables' indexes, which people do not count as rows."""
+    """Return the changes, by variable, without those of dynamic tables' indexes, which are not rows to
+    people.
+    """
     index = {key for table in mapping_spec.dynamic for key in table.keys[:-1]}
     return {name: change for name, change in changes.items() if name not in index}
 
 
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """The changes that bring the log's dynamic tables to the trainer's state.
+    """Return the changes that bring the log's dynamic tables to the trainer's state, by served variable.
 
-    They are the changes that increments report, or else the differences of keys and rows. DeepRec's
-    increments report no deletions: these come with the comparison, after the next full checkpoint. The
-    published index is verified before it is used: CorruptFile if it is damaged. TableFull if a table has no
-    room, SchemaChanged if the checkpoint lacks one.
+    They are the changes that increments report, or else the differences of keys and rows; large ones are
+    files in `scratch`. DeepRec's increments report no deletions: these come with the comparison, after the
+    next full checkpoint. The published index is verified before it is used.
+
+    Raises:
+        CorruptFile: something published is damaged; other CheckpointErrors if files cannot be read.
+        TableFull: a table has no room for its new keys.
+        SchemaChanged: the checkpoint lacks a table, or has other rows.
+        MappingError, NotFinite: a value does not fit the served dtype.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -61,6 +68,7 @@ def has_room(log: DeltaLog, trainer: TrainerState) -> bool:
     """True if the log began with the trainer's full checkpoint, and with room for all increments since.
 
     If a table of such a log is full, because keys collide in its index, it would be full in a new base, too.
+    Raises CheckpointError if the checkpoint or an increment is damaged.
     """
     if log.base.entry.trained.checkpoint != trainer.plan.target.checkpoint:
         return False
@@ -87,7 +95,10 @@ class _Table(Struct, frozen=True):
 
 
 def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: LayeredState) -> Iterator[_Table]:
-    """Yield the dynamic tables; SchemaChanged if the checkpoint lacks one or has rows of another kind."""
+    """Yield the dynamic tables in the order of the mapping, as trained and as in the `published` state.
+
+    Raises SchemaChanged if the checkpoint lacks one or has rows of another kind.
+    """
     known = embedding_variables(catalog)
     for table in spec.dynamic:
         name = spec.trained_name(table)
@@ -102,9 +113,9 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
 
 
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
-    """The table changes that increments report; the published index is verified first.
+    """Return the table changes that increments report, by variable; the published index is verified first.
 
-    CorruptFile, TableFull, SchemaChanged: as `table_changes`.
+    Raises CorruptFile, TableFull, SchemaChanged, MappingError or NotFinite as `table_changes`.
     """
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
@@ -115,10 +126,11 @@ def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
 def told_changes(
     spec: MappingSpec, schema: Schema, published: LayeredState, trainer: TrainerState, since: str | None
 ) -> dict[str, Change]:
-    """The table changes reported by increments after the increment `since` (None: by all).
+    """Return the table changes, by variable, reported by increments after the increment with the id `since`.
 
-    Rows that `since` had with the same values are left out. Any part of `published` may be read, so it must
-    be verified before. TableFull, SchemaChanged: as `table_changes`.
+    With None, by all increments; {} without any. Rows that `since` had with the same values are left out. Any
+    part of `published` may be read, so it must be verified before. Raises TableFull, SchemaChanged,
+    CheckpointError, MappingError or NotFinite as `table_changes`.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}
@@ -141,9 +153,10 @@ def told_changes(
 
 
 def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, KeyedChange]:
-    """The merged reports of the trainer's increments about tables, by the checkpoint's names.
+    """Return the merged reports of the trainer's increments about these tables, by the checkpoint's names.
 
-    SchemaChanged if rows have another dtype or dimension than the checkpoint's.
+    Raises SchemaChanged if rows have another dtype or dimension than the checkpoint's, CheckpointError if an
+    increment cannot be read.
     """
     known = {each.variable.name: each.variable for each in tables}
     from exporter.increments.keyed_changes import keyed_changes_of
@@ -160,9 +173,10 @@ def _told_of(trainer: TrainerState, tables: Iterable[_Table]) -> dict[str, Keyed
 
 
 def note_index_written(base: LogBase, log: Path) -> None:
-    """Record that a base's table indexes are verified: their checksums were computed while they were written.
+    """Record beside the log that a base's table indexes are verified, since checksums were made while
+    writing.
 
-    So the first delta need not read all of them, however small it is.
+    So the first delta need not read all of them, however small it is. Errors are ignored.
     """
     tables = base.entry.mapping_spec.dynamic
     with suppress(CheckpointError, OSError):
@@ -176,7 +190,7 @@ def note_index_written(base: LogBase, log: Path) -> None:
 def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
     """Verify the checksums of the tables' indexes, unless the same files were verified before.
 
-    The result is recorded; CorruptFile if one differs.
+    The result is recorded beside the log, and in `published`. Raises CorruptFile if one differs.
     """
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
@@ -186,9 +200,9 @@ def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> N
 
 
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
-    """The differences of the trainer's keys and rows from the published ones.
+    """Return the differences of the trainer's keys and rows from the published ones; all of these are read.
 
-    CorruptFile, TableFull, SchemaChanged: as `table_changes`.
+    Raises CorruptFile, TableFull, SchemaChanged, MappingError or NotFinite as `table_changes`.
     """
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]

@@ -49,8 +49,13 @@ def lay_out_tables(
 ) -> tuple[InferenceGraph, TableLayout | None]:
     """Size the graph's dynamic tables by the checkpoint; return the graph, and a layout if tables need one.
 
-    Tables of a published version, given as checkpoint, do not. UsageError for options about tables without
-    any, or a negative head room.
+    Tables of a published version, given as checkpoint, do not. `head_room` is the share of more keys to have
+    room for; None: a quarter.
+
+    Raises:
+        UsageError: there are options about tables without any, or the head room is negative.
+        MissingTensors, ShapeMismatch, MappingError: the checkpoint has no such table, or other rows.
+        CheckpointError: the tables are damaged.
     """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
@@ -90,7 +95,10 @@ def lay_out_tables(
 def map_laid_out(
     graph: InferenceGraph, catalog: Catalog, layout: TableLayout | None, rules: MappingRules
 ) -> VariableMapping:
-    """Map a graph's variables, including those of laid out tables."""
+    """Map a graph's variables, including those of laid out tables, to tensors; `layout` is None without any.
+
+    Raises MappingError and subclasses if a variable has no certain tensor.
+    """
     if layout is None:
         return build_mapping(graph, catalog, rules)
     # A table's slices are in the order of its rows.
@@ -110,7 +118,8 @@ def write_tables(
 ) -> WrittenTables:
     """Write the tables' indexes, and rows that cannot be linked; return the mapping with these tensors.
 
-    They are written under `directory`, which is made, or where the runner keeps jobs.
+    They are written under `directory`, which must not exist, or where the runner keeps jobs. Waits for all
+    tasks. Raises CheckpointError if tables are damaged, PublishError if they cannot be written.
     """
     with writing(directory):
         directory.mkdir()
@@ -119,7 +128,10 @@ def write_tables(
 
 
 def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """The unmatched variables and tensors; a table counts as all tensors of which it consists."""
+    """Return the unmatched variables and tensors; a table counts as all tensors of which it consists.
+
+    Raises CheckpointError if the checkpoint's tables are damaged.
+    """
     known = embedding_variables(catalog) if graph.dynamic_tables else {}
     served = _published(graph, known, catalog, rules)
     lost, taken = [], {ref.name for refs in served.values() for ref in refs}
@@ -139,7 +151,7 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
-    """A table that the checkpoint lacks, with the checkpoint's embedding variables of its kind."""
+    """Return a table that the checkpoint lacks, with the checkpoint's embedding variables of its kind."""
     like = [
         variable
         for variable in known.values()
@@ -159,7 +171,10 @@ def _published(
     catalog: Catalog,
     rules: MappingRules,
 ) -> dict[str, list[TensorRef]]:
-    """The four tensors of each table, by its name, if the checkpoint is a published version with it."""
+    """Return the four tensors of each table, by its name, if the checkpoint is a published version.
+
+    Tables that it also has as embedding variables, or not completely, are left out.
+    """
     served = dict[str, list[TensorRef]]()
     for table in graph.dynamic_tables:
         names = [rules.renamed(variable.key) or variable.key for variable in table.variables]
@@ -171,8 +186,10 @@ def _published(
 
 
 def _check_rows(table: GraphDynamicTable, catalog: Catalog, values: TensorRef) -> None:
-    """Raise ShapeMismatch or MappingError if published rows, or rows for absent keys, differ from the
-    graph's.
+    """Raise an error if a published table, with the tensor `values`, differs from the graph's.
+
+    ShapeMismatch for other rows, MappingError for other values of the rows for absent keys, CheckpointError
+    if these cannot be read.
     """
     dtype, shape, count = values.dtype, values.shape, len(table.defaults)
     if dtype is not table.value_dtype or len(shape) != 2 or shape[1] != table.dim or shape[0] < count:
@@ -188,7 +205,9 @@ def _check_rows(table: GraphDynamicTable, catalog: Catalog, values: TensorRef) -
 
 
 def _other_rows(table: GraphDynamicTable, dtype: DType, dim: int, catalog: Catalog) -> ShapeMismatch:
-    """The error for a table whose rows have another size or dtype in the checkpoint."""
+    """Return the error for a table that has rows of `dtype` and size `dim` in the checkpoint, but not in the
+    graph.
+    """
     return ShapeMismatch(
         f"table {table.name!r} has rows of {table.value_dtype.label}[{table.dim}] in the graph, "
         f"{dtype.label}[{dim}] in {catalog.prefix.name}",
@@ -205,8 +224,11 @@ def _plan(
     head_room: float,
     awaited: Mapping[str, int],
 ) -> TablePlan:
-    """Plan a table with room for more keys; MissingTensors or ShapeMismatch if the checkpoint has no such
-    table.
+    """Plan a table by the checkpoint's embedding variable, with room for more keys: a share, and awaited
+    ones.
+
+    `known` are the checkpoint's embedding variables, `awaited` the numbers of keys in increments, both by
+    name. Raises MissingTensors or ShapeMismatch if the checkpoint has no such table.
     """
     name = rules.renamed(table.name) or table.name
     found = find_variable(known, name)
@@ -222,7 +244,8 @@ def _plan(
 
 
 def _awaited_keys(catalog: Catalog) -> Counter[str]:
-    """The number of each table's keys in the increments on top of a checkpoint; empty if these are damaged.
+    """Return the number of keys in the increments on top of a checkpoint, by table; empty if these are
+    damaged.
 
     Some may be new: without room for them a base could not apply its first delta.
     """

@@ -55,9 +55,12 @@ def set_tag(
 ) -> Tagging:
     """Set a tag to a position, which retention keeps from now on; an existing tag of this name moves.
 
+    `position` is a number or a name; `reason` is kept with the tag. Returns the tag before and after.
+
     Raises:
         UsageError: a tag cannot have the name, or `position` is not one; or there are too many tags.
         PositionUnknown: the values of the position cannot be restored.
+        NotUpdatable: nothing is published.
         TargetBusy: another exporter had the model's lock for too long.
         ExportError: the model or its tags cannot be read or written; the tags are as they were.
     """
@@ -74,7 +77,11 @@ def set_tag(
 
 
 def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
-    """Make a change under the model's lock, unless nothing differs; a dry run does not lock."""
+    """Apply `change` to a model's tags under its lock, and write them if they differ; return the change.
+
+    A dry run neither locks nor writes. Raises NotUpdatable if nothing is published, TargetBusy, ManifestError
+    or PublishError if tags cannot be locked, read or written, and what `change` raises.
+    """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)
     if dry_run:

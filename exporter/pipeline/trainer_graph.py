@@ -26,10 +26,10 @@ from exporter.wire.protos import Proto
 
 
 def require_graph(request: ExportRequest, catalog: Catalog) -> None:
-    """Raise CheckpointNotFound while a Saver's graph, which it writes last, does not exist but is to be
-    served.
+    """Raise CheckpointNotFound if the graph beside a checkpoint is to be served, and does not exist yet.
 
-    A watch continues then. Beside archives and objects there is never a graph: planning reports that.
+    A Saver writes it last, so that a watch waits for it. Nothing is raised for archives and object-based
+    checkpoints, beside which there is never a graph: planning reports that.
     """
     if request.model is not None or is_archive(catalog.prefix) or OBJECT_GRAPH in catalog.tensors:
         return
@@ -38,11 +38,13 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
 
 
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
-    """The rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
+    """Return the rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
 
     AutoDist partitions variables that are whole in its user's program, by ranges of rows. A SavedModel's own
     `variables/` also has variables that are whole in its graph partitioned by ranges of rows; so are tables
     by keys, which its graph may have joined.
+
+    Raises CorruptFile if that graph is damaged, UsageError if it cannot be opened.
     """
     sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
     meta, saved_model = meta_beside(catalog.prefix), saved_model_around(catalog.prefix)
@@ -61,21 +63,22 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
 
 
 def _whole(meta_graph: Proto) -> set[str]:
-    """The keys of variables that a graph has unpartitioned."""
+    """Return the checkpoint keys of the variables that a graph has unpartitioned."""
     keys = variable_keys(meta_graph, GraphIndex.of(meta_graph)).values()
     return {key.key for key in keys if key.part is None}
 
 
 def _of_tables(catalog: Catalog) -> set[str]:
-    """The names of tables' variables in a published version."""
+    """Return the names of the variables of dynamic tables in a published version."""
     firsts = [name for name in catalog.tensors if name.endswith(f"/{INDEX_SEEDS}")]
     return {f"{name.removesuffix(INDEX_SEEDS)}{part}" for name in firsts for part in PARTS}
 
 
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
-    """The graph of `--train-tag` in the source SavedModel; None without the option.
+    """Return the graph of `--train-tag` in the source SavedModel; None without the option.
 
-    UsageError if there is no SavedModel, or the option is used with deltas or `--format metagraph`.
+    Raises UsageError if there is no SavedModel or tag, or the option is used with deltas or `--format
+    metagraph`; AccessRefused, CheckpointError or GraphError if the graph may not or cannot be loaded.
     """
     if request.train_tag is None:
         return None

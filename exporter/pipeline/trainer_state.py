@@ -59,10 +59,11 @@ class TrainerState(Struct, frozen=True):
         return None if self.catalog.step is None else self.plan.step
 
     def in_bundle(self, spec: MappingSpec, prefix: Path, progress: ProgressFactory) -> TrainerState:
-        """The same state with rows that can be read one by one: an archive is copied into a bundle at
+        """Return the same state with rows that can be read one by one: an archive is copied into a bundle at
         `prefix`.
 
-        CheckpointChanged if the archive was replaced since the plan was made.
+        Raises CheckpointChanged if the archive was replaced since the plan was made, PublishError if it
+        cannot be copied.
         """
         if self.archive is None:
             return self
@@ -79,10 +80,13 @@ class TrainerState(Struct, frozen=True):
         return replace(self, catalog=written, mapping=self.mapping.over(written), archive=None)
 
     def layers(self) -> tuple[Changes, ...]:
-        """The plan's increments as changes of served variables, oldest first, every checksum verified.
+        """Return the plan's increments as changes of served variables, oldest first, every checksum verified.
 
         A row of a table in 8 bits is only in the newest increment that has it: NaN has no codes, and an old
         NaN must not fail the export once the row is finite again.
+
+        Raises CheckpointError if an increment is damaged or gone, SchemaChanged if it does not fit the
+        checkpoint, MappingError or NotFinite if a value does not fit the served dtype.
         """
         by_tensor = {source.tensor.name: source for source in self.mapping.sources}
         newer: dict[str, Array] = {}
@@ -90,17 +94,21 @@ class TrainerState(Struct, frozen=True):
         return tuple(reversed(newest_first))
 
     def state(self) -> LayeredState:
-        """The values of all served variables."""
+        """Return the values of all served variables, to be read on demand.
+
+        They are the full checkpoint's; if the plan compares states, with its increments on top. Raises what
+        `layers` raises.
+        """
         stored = (found for source in self.mapping.sources for found in row_readers(self.catalog, source))
         layers = () if self.plan.is_known else self.layers()
         return LayeredState({variable.name: variable for variable in stored}, layers)
 
     def changed_lookups(self, log: DeltaLog) -> Changes:
-        """The lookup tables that changed, if increments report everything else; else {}.
+        """Return the lookup tables that changed, by variable, if increments report everything else; else {}.
 
         Increments do not include lookup tables: at each position they are as in the previous full checkpoint.
         They are compared, and nothing else is read, only if the published state is from another full
-        checkpoint.
+        checkpoint. Raises CheckpointError if they cannot be read.
         """
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
@@ -113,10 +121,11 @@ class TrainerState(Struct, frozen=True):
     def _translated(
         self, stored: AnyIncrement, by_tensor: dict[str, TensorSource], newer: dict[str, Array]
     ) -> Changes:
-        """An increment as changes of served variables, without the rows in 8 bits that are in `newer`.
+        """Return an increment as changes of served variables, without the rows in 8 bits that are in `newer`.
 
-        Its own rows in 8 bits are added to `newer`: increments are translated from the newest to the oldest.
-        SchemaChanged if a variable has another dtype or shape than in the checkpoint.
+        `by_tensor` has the sources by the trainer's names; other variables are left out. `newer` has row
+        numbers by variable, and gets this increment's: increments are translated from the newest to the
+        oldest. Raises SchemaChanged if a variable has another dtype or shape than in the checkpoint.
         """
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
@@ -158,9 +167,13 @@ def read_trainer(
 
     Rows may stay behind by less than `within`. After a new full checkpoint a watch gets a plan without
     changes while the next increment is due, and for at most `marker_seconds` while a marker may still say
-    which one that is. `digests` are those of archives that were read before. With `is_alone` the full
-    checkpoint itself is published, without the increments on top of it. Variables that match `ignored` may
-    stay behind.
+    which one that is. `digests` are those of archives that were read before; new ones are added. With
+    `is_alone` the full checkpoint itself is published, without the increments on top of it. Variables that
+    match `ignored` may stay behind.
+
+    Raises:
+        CheckpointError: the checkpoint, an increment or its manifest is missing, damaged or changing.
+        SchemaChanged: the checkpoint does not fit the mapping of the published base.
     """
     found = _open(ckpt_dir, FileDigests() if digests is None else digests)
     catalog = found.catalog
@@ -195,7 +208,10 @@ class _Opened(Struct, frozen=True):
     archive: Identity | None = None
 
     def is_newest(self, ckpt_dir: Path) -> bool:
-        """True if it is an archive with unchanged files, and still a directory's newest checkpoint."""
+        """True if it is an archive with unchanged files, and still the newest checkpoint of `ckpt_dir`.
+
+        Raises CheckpointNotFound if the directory has none.
+        """
         is_same = self.archive is not None and self.archive.is_untouched
         return is_same and candidates(ckpt_dir)[0] == self.catalog.prefix
 
@@ -204,7 +220,11 @@ _ARCHIVES: dict[Path, _Opened] = {}
 
 
 def _open(ckpt_dir: Path, digests: FileDigests) -> _Opened:
-    """The newest checkpoint of a directory; an unchanged archive is not read again."""
+    """Read the newest checkpoint of a directory, or the one named; an unchanged archive is not read again.
+
+    `digests` of an archive's files are used and updated. Raises CheckpointError and subclasses if none can be
+    read.
+    """
     # A watch looks each second, and an archive must be read completely to know its contents.
     if (known := _ARCHIVES.get(ckpt_dir)) is not None and known.is_newest(ckpt_dir):
         return known
@@ -234,7 +254,7 @@ class _Known(Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The seconds since this process knows it."""
+        """The seconds for which this process has known the checkpoint."""
         return time.monotonic() - self.since
 
 
@@ -245,7 +265,10 @@ below a second where neither the graph nor the training step is large."""
 
 
 def _known(prefix: Path, full: CheckpointId) -> _Known:
-    """The record of `full`, its directory's newest checkpoint; made now if this process did not know it."""
+    """Return the record of `full`, the newest checkpoint of its directory, and remember it for this process.
+
+    A record is made now if this process knew another checkpoint there, or none.
+    """
     known = _KNOWN.get(prefix.parent)
     if known is None or known.full != full:
         age = 0.0
@@ -257,12 +280,18 @@ def _known(prefix: Path, full: CheckpointId) -> _Known:
 
 
 def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, history: History) -> bool:
-    """True if a hook may be about to mark a full checkpoint; hooks mark the newest one alone."""
+    """True if a hook may be about to mark a full checkpoint: it has no marker yet, and is the newest.
+
+    `published` is the state published last: if a hook marked that, it probably runs still.
+    """
     return history.awaits_marker(full, published.state) and candidates(prefix.parent)[0] == prefix
 
 
 def _is_increment_due(known: _Known, history: History) -> bool:
-    """True while the trainer may still write the next increment, by the usual pause between its last ones."""
+    """True while the trainer may still write the next increment, by the usual pause between its last ones.
+
+    That is twice the median pause, and 20 seconds more, after the checkpoint was known.
+    """
     try:
         times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))
     except FileNotFoundError:

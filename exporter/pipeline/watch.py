@@ -41,7 +41,7 @@ class Carry(Protocol):
     """
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`."""
+        """Return the result of `work`; the transfers around it may run it again."""
 
 
 def watch(
@@ -56,9 +56,10 @@ def watch(
     """Export the newest complete checkpoint whenever there is another one; yield each export.
 
     The directory and its checkpoints need not exist yet. Of several checkpoints since the last look only the
-    newest is exported. A builder is run once. `tell` gets errors that the watch survives (see `watch_loop`),
-    `ended` the reason why it ends, `looked` the error of each look, or None. `carry` runs the work that
-    publishes. A missing `--model` is refused before the first wait.
+    newest is exported. A builder is run once. Between looks it sleeps as `watching` says, or until files
+    arrive. `tell` gets errors that the watch survives (see `watch_loop`), `ended` the reason why it ends,
+    `looked` the error of each look, or None. `carry` runs the work that publishes. A missing `--model` is
+    refused before the first wait.
 
     Raises:
         UsageError: the request names one version's number, or has options for the exactness of deltas.
@@ -92,7 +93,11 @@ class _Newest(Struct):
     _step: int | None = None
 
     def export(self) -> Poll[Exported]:
-        """Export the newest checkpoint, unless it is published."""
+        """Export the newest checkpoint, unless it is published or another watch is exporting it.
+
+        The result has no publication then, and the step known last. Raises CheckpointNotFound while there is
+        no checkpoint, or its graph is not written yet; otherwise any ExportError of an export.
+        """
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:
             return Poll(None, self._step)
@@ -111,7 +116,8 @@ class _Newest(Struct):
     def _export(self, checkpoint: Identity) -> tuple[Exported | None, str | None]:
         """Export a checkpoint; return the export and the digest of the checkpoint that is published now.
 
-        The export is None if it is published already; both are None if another watch is exporting.
+        The export is None if it is published already; both are None if another watch is exporting. Raises any
+        ExportError of an export.
         """
         model = self.request.out
         with writing(model):
@@ -125,10 +131,10 @@ class _Newest(Struct):
         return None, checkpoint.digest
 
     def _export_unless_changed(self, checkpoint: Identity) -> Exported:
-        """Export a checkpoint.
+        """Export a checkpoint and return the result.
 
-        CheckpointChanged, which a watch survives, if that failed and the checkpoint was changed meanwhile;
-        otherwise the error of the export. PublishedAlready is raised in any case.
+        Raises CheckpointChanged, which a watch survives, if the export failed and the checkpoint was changed
+        meanwhile; otherwise the error of the export. PublishedAlready is raised in any case.
         """
         try:
             return export(replace(self.request, ckpt_dir=checkpoint.prefix), self.progress, self.graphs)
@@ -141,7 +147,7 @@ class _Newest(Struct):
 
 @contextmanager
 def _turn(model: Path) -> Iterator[bool]:
-    """Hold the watches' lock for a block; yield False, without waiting, if another watch has it."""
+    """Hold the watches' lock of a model for a block; yield False at once if another watch has it."""
     with ExitStack() as held:
         try:
             held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK_FILE))

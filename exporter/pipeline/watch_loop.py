@@ -86,7 +86,10 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
 
     @classmethod
     def parse(cls, option: str, texts: Sequence[str]) -> StopWhen:
-        """The limits that texts as `2h`, `step=1000`, `count=5` and `idle=1h` name; UsageError for others."""
+        """Return the limits that texts such as `2h`, `step=1000`, `count=5` and `idle=1h` name.
+
+        Of two texts of one kind the last counts. Raises UsageError, which names `option`, for other texts.
+        """
         limits: dict[str, float] = {}
         for text in texts:
             name, equals, value = text.rpartition("=")
@@ -106,7 +109,7 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
     def why(self, progress: WatchProgress) -> str:
-        """The sentence that says which limit ended a watch."""
+        """Return a phrase for people that says which limit ended a watch."""
         if progress.count >= self.count:
             return f"{count(progress.count, 'publication')}, as --until says"
         if progress.step is not None and progress.step >= self.step:
@@ -152,7 +155,11 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
     ] = StopWhen()
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
-        """The seconds until the next look: more after each failure in a row, never beyond the end."""
+        """Return the seconds until the next look: doubled for each failure in a row, up to 30, never beyond
+        the end.
+
+        `failures` is the number of failed looks since the last successful one.
+        """
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
 
@@ -172,7 +179,7 @@ class Poll(Struct, Generic[T], frozen=True):
 
 
 def is_for_a_person(error: ExportError) -> bool:
-    """True for an error that neither time nor the next checkpoint repairs."""
+    """True if neither time nor the next checkpoint repairs the error, so that it ends a watch."""
     return isinstance(error, _FOR_A_PERSON) and not isinstance(error, PositionMoved | ModelHeld)
 
 
@@ -189,8 +196,8 @@ def follow(
     """Look repeatedly until the watch ends, and yield each look's publication.
 
     `tell` gets each error that the watch survives, once; `looked` the error of each look, or None, after its
-    publication; `ended` the reason why it ends, unless an error ends it. When the time is over, there is one
-    last look.
+    publication; `ended` the reason why it ends, unless an error ends it. `clock` and `sleep` are in seconds.
+    When the time is over, there is one last look.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.

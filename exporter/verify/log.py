@@ -97,8 +97,7 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def at(self) -> Position | None:
-        """The newest position of the log; None without a log, or if a manifest needed for it cannot be read.
-        """
+        """The newest position of the log; None without a log, or if a manifest that has it cannot be read."""
         try:
             return self.log.at if self.log else None
         except ManifestError:
