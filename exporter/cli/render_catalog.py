@@ -48,7 +48,7 @@ def kind_texts(extras: Iterable[Extra], other: str = "other") -> Iterator[str]:
 
 
 def by_kind(extras: Iterable[Extra]) -> dict[ExtraKind, list[TensorRef]]:
-    """Return the unserved tensors by kind, in the order of the kinds."""
+    """Return the unserved tensors by kind, in the order of ExtraKind; kinds without any are absent."""
     found: dict[ExtraKind, list[TensorRef]] = {}
     for extra in extras:
         found.setdefault(extra.kind, []).append(extra.tensor)

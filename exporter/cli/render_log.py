@@ -238,7 +238,7 @@ def tagged(done: Tagging, sink: Output, *, dry_run: bool) -> None:
 
 
 def tags(found: Sequence[ListedTag], model: Path | Url, sink: Output) -> None:
-    """Print the tags of a model, by its path or URL."""
+    """Print the tags of a model, which the document names by its path or URL, or that there are none."""
     sink.result(documents.Tags(str(model), found), [] if found else [labelled("tags", "none")])
     if not found:
         return

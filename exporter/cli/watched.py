@@ -218,7 +218,8 @@ def _write(file: Path) -> None:
 def watched(model: Path, sink: Output, metrics_port: str, heartbeat_file: str) -> Iterator[Watched]:
     """Serve metrics and write the heartbeat inside the block; yield the recorder of the watch.
 
-    Both texts are as typed; an empty one means no port, or no file.
+    `metrics_port` and `heartbeat_file` are as typed; an empty one means no port, or no file. The file is
+    written once at the beginning. The address of the metrics is printed.
 
     Raises:
         UsageError: the port or the file cannot be used, or the libraries of a port are not installed.

@@ -82,7 +82,10 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
         return f"{self.checkpoint.name}.json"
 
     def leads_to(self, increment: Increment) -> bool:
-        """True if the increment is certainly the next one of the session that wrote the checkpoint."""
+        """True if the increment is certainly the next one that the checkpoint's own session wrote after it.
+
+        False if the marker does not name its session.
+        """
         return self.session is not None and self.session == increment.session and self._is_before(increment)
 
     def may_lead_to(self, increment: Increment) -> bool:
@@ -200,7 +203,9 @@ class History(Struct, frozen=True, dict=True):
         return names
 
     def newest_event(self, state: StateId) -> datetime | None:
-        """Return the time of the newest event that a state was trained on; None if no file has it."""
+        """Return the time of the newest event that a state, or an equal one, was trained on; None if not
+        known.
+        """
         names = self.same(state)
         stored = (stored.increment for stored in self.increments)
         return newest(
@@ -249,7 +254,7 @@ class History(Struct, frozen=True, dict=True):
 
 
 def newest(times: Iterable[datetime | UnsetType | None]) -> datetime | None:
-    """Return the latest of the known times; None if none is known."""
+    """Return the latest of the times that are known (neither None nor UNSET); None if none is."""
     return max((time for time in times if isinstance(time, datetime)), default=None)
 
 

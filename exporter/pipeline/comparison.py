@@ -165,7 +165,10 @@ def _strategy(strategies: Mapping[str, PartitionStrategy], name: str) -> Partiti
 
 
 def _is_mod(ref: TensorRef, strategy: PartitionStrategy | None) -> bool:
-    """True if the rows of a table are distributed in turn over its slices."""
+    """True if a table's rows are distributed in turn over its slices (row i in slice i modulo their number).
+
+    That is so if its strategy is `mod`, it has several slices, and these have the lengths that `mod` gives.
+    """
     if strategy is not PartitionStrategy.MOD or len(ref.slices) < 2:
         return False
     boxes = sorted(_boxes(ref), key=lambda box: box.starts)

@@ -190,7 +190,10 @@ def copied(model: Path) -> Iterator[Finding]:
 
 
 def permissions(model: Path) -> Iterator[Finding]:
-    """Yield findings if a server of another user cannot read the model, or this user cannot publish."""
+    """Yield findings if a server of another user cannot read the model, or this user cannot publish.
+
+    Of each cause at most one: closed files, a closed directory above them, a path that cannot be written.
+    """
     yield from _closed_files(model)
     yield from _closed_above(model)
     yield from _not_writable(model)

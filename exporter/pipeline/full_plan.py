@@ -103,8 +103,10 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def data(self) -> DataMode:
-        """The requested way to store values; COMPACT instead of AUTO if the trainer overwrites files it would
-        link.
+        """The requested way to store values; COMPACT in place of AUTO if the trainer overwrote files of a
+        version.
+
+        Links to such files would change with them.
         """
         is_auto = self.request.data is DataMode.AUTO
         return DataMode.COMPACT if is_auto and self.overwritten else self.request.data
@@ -265,7 +267,7 @@ def _overwritten(model: Path) -> tuple[str, ...]:
 
 
 def _require_consistent(request: ExportRequest) -> None:
-    """Raise UsageError for options that contradict each other."""
+    """Raise UsageError for options of a request that contradict each other."""
     if request.plain and request.updates:
         raise UsageError(
             "--despite deltas: this version takes deltas",

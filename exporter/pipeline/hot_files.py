@@ -113,13 +113,15 @@ class HotChoice(Struct, frozen=True):
         return f"{self.name}={AUTO if self.file is None else self.file.path}"
 
     def rows(self, rows: int) -> Iterator[Array]:
-        """Yield the row numbers of the choice's file, which it must have, in blocks and in the file's order.
+        """Yield the row numbers in the choice's file, in blocks (int64), in the file's order.
 
-        `rows` is the size of the table.
+        The choice must have a file, and it must be one of row numbers, not of keys. `rows` is the number of
+        rows of the table.
 
         Raises:
             UsageError: a number is outside the table.
             CheckpointChanged: the file became shorter.
+            CheckpointError, OSError: it cannot be opened.
         """
         assert self.file is not None
         for block in self.file.blocks():

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 
 def is_begun(request: ExportRequest) -> bool:
-    """True if something is published under the target already."""
+    """True if a version with a manifest is published under the request's target already."""
     return newest_version(request.out) is not None
 
 
@@ -145,7 +145,9 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people: on this log's deltas in general, and on values that this one takes back."""
+        """Notes for people on the log's deltas, options for the next base, values taken back, and overwritten
+        files.
+        """
         base = self.log.base
         written = overwritten_notes(base.manifest, base.path)
         return (*self.log.schema.notes, *self._for_the_next_base, *self.setbacks, *written)
@@ -369,7 +371,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def _entry(self) -> DeltaEntry | None:
-        """The entry in the published delta's manifest; None if none was published."""
+        """The incremental entry in the published delta's manifest; None if no delta was published."""
         entry = None if self.published is None else self.published.manifest.incremental
         return entry if isinstance(entry, DeltaEntry) else None
 
@@ -494,13 +496,16 @@ def export_incremental(
 ) -> Incremental:
     """Publish the next delta, or a base if nothing is published yet or a new log may begin.
 
-    A trainer's hook marks each full checkpoint a moment after it was saved; without the marker all rows are
-    compared. If a hook has written here before, the marker is awaited for up to `marker_seconds`: in this
-    call, or by a watch, which gets nothing published and looks again. A process that also trains must not
-    wait in the thread that trains.
+    With `full_on_mismatch`, a base is published where no delta fits the log (PositionError). A trainer's hook
+    marks each full checkpoint a moment after it was saved; without the marker all rows are compared. If a
+    hook has written here before, the marker is awaited for up to `marker_seconds`: in this call, or by a
+    watch, which gets nothing published and looks again. A process that also trains must not wait in the
+    thread that trains. A watch looks again after `look_seconds`: rows that would then have waited too long
+    are sent now.
 
-    A watch begins a new log by itself if a dynamic table has no room for new keys. A log that replaces
-    another begins with the trainer's increments, so that no server goes back.
+    A watch begins a new log by itself if a dynamic table or an overlay has no room for changes. A log that
+    replaces another begins with the trainer's increments, so that no server goes back. Due deltas are merged
+    and removed after a publication; errors of that are in `warnings`.
 
     Raises:
         ExportError: any of errors.py.

@@ -144,7 +144,7 @@ def write_files(
     runner: Callable[[int], Runner] = lambda _: LOCAL,
     progress: ProgressFactory = no_progress,
 ) -> WrittenBase:
-    """Write the files of a base with the deltas of `chain` on top into `bundle`, the same on any machine.
+    """Write the files of a base with the deltas of `chain` on top into `bundle`: the same bytes everywhere.
 
     Without deltas the base's variables are linked. `place` is the new base's position and log, `step` the
     training step of the values, and `mapped_id` the id of the tables that servers map. `runner` returns the

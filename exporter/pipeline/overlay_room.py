@@ -185,7 +185,7 @@ _NONE = np.empty(0, np.int64)
 
 
 def _bytes(rows: int) -> int:
-    """The number of bytes for one bit per row."""
+    """Return the number of bytes that hold one bit for each of `rows` rows."""
     return -(-rows // 8)
 
 
@@ -206,7 +206,7 @@ def _with(found: Array, ids: Array, rows: int) -> Array:
 
 
 def _set(bits: Array, ids: Array) -> None:
-    """Set the bits of rows whose numbers increase."""
+    """Set, in `bits`, the bits of rows `ids`, which increase: bit `id & 7` of byte `id >> 3`."""
     at, masks = ids >> 3, np.left_shift(1, ids & 7).astype(np.uint8)
     first = np.flatnonzero(np.diff(at, prepend=-1))  # numbers of one byte are neighbours
     if len(first):

@@ -73,7 +73,7 @@ class Proposal(Struct, frozen=True):
         return " ".join(words)
 
     def request(self, ckpt_dir: Path, out: Path) -> ExportRequest:
-        """The export of the command."""
+        """Return the export of the command as a request; one that needs a builder has no model."""
         given = {name: [value for option, value in self.options if option == name] for name in _OFFERED}
         return ExportRequest(
             ckpt_dir,

@@ -51,7 +51,7 @@ class SourceFiles(Struct):
 
     @classmethod
     def read(cls, log: Path) -> SourceFiles:
-        """Read the record beside a log; empty if there is none, or it is damaged."""
+        """Read the record beside a log, by its directory; empty if there is none, or it is damaged."""
         with suppress(OSError, ValueError, KeyError, AttributeError, RecursionError):
             found = json.loads(read_regular(log / SOURCES_FILE, _MAX_BYTES))
             places = {str(name): Path(str(path)) for name, path in found["places"].items()}

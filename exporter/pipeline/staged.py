@@ -235,9 +235,9 @@ def write_graph(staged: Staged) -> None:
 
 
 def mapped_record(staged: Staged) -> MappedRecord | None:
-    """Return the manifest's record of the mapped tables, and of those that could not be mapped.
+    """Return the manifest's record of the mapped tables, and of tables that could not be mapped.
 
-    None if mapping is not asked for.
+    None if mapping is not asked for. To be called after `write_graph`.
     """
     if not staged.plan.request.map_tables:
         return None

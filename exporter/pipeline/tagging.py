@@ -35,7 +35,9 @@ class Tagging(Struct, frozen=True):
 
     @property
     def changes(self) -> bool:
-        """False if the tag is already as requested."""
+        """False if the tag is already as requested: at the same position, and with the reason if one is
+        given.
+        """
         then, now = self.before, self.tag
         if then is None or now is None:
             return then is not now
@@ -96,12 +98,16 @@ def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
 
 
 def delete_tag(model: Path, name: str, *, dry_run: bool = False) -> Tagging:
-    """Delete a tag; retention may then remove its position.
+    """Delete a tag of a model; retention may then remove its position. Returns the tag as it was.
+
+    A `dry_run` writes nothing.
 
     Raises:
         UsageError: a tag cannot have the name.
         PositionUnknown: there is no such tag.
-        TargetBusy, ExportError: as `set_tag`.
+        NotUpdatable: nothing is published.
+        TargetBusy: another exporter had the model's lock for too long.
+        ExportError: the tags cannot be read or written; they are as they were.
     """
     require_tag_name(name, model)
 

@@ -104,7 +104,7 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return cls(**limits)
 
     def is_met(self, progress: WatchProgress) -> bool:
-        """True if the watch should end now."""
+        """True if the watch should end now: one of the limits is reached."""
         is_at_step = progress.step is not None and progress.step >= self.step
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 

@@ -63,7 +63,7 @@ class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The request in the form of REST."""
+        """The request as TF Serving's REST interface takes it: `instances`, `inputs`, or what is given."""
         given = {"instances": self.instances, "inputs": self.inputs}
         return {name: value for name, value in given.items() if not isinstance(value, UnsetType)}
 
@@ -174,10 +174,11 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
 
 
 def check_signatures(requests: Sequence[GoldenRequest], version: Path) -> None:
-    """Compare requests and expected outputs with the signatures of a published version.
+    """Compare requests and expected outputs with the signatures of a published version, by its directory.
 
     Raises:
-        UsageError: one does not fit, so that no server can ever answer it as expected.
+        UsageError: one does not fit, so that no server can ever answer it as expected; or the version has no
+            readable SavedModel.
     """
     signatures = _signatures(version)
     for request in requests:

@@ -89,7 +89,9 @@ class VerifiedModel(Struct, frozen=True):
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Every position in the names of the log's bases and deltas, ascending."""
+        """The positions of the log's bases and of the ends of its deltas, by their names, ascending; ()
+        without a log.
+        """
         if self.log is None:
             return ()
         bases = {base.at.position for base in self.log.bases}

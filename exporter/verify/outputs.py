@@ -46,8 +46,7 @@ from exporter.wire.rest_json import predict_inputs
 
 
 def require_golden(bundle: Path, requests: Sequence[GoldenRequest], running: Running) -> None:
-    """Raise VerificationError if a staged version does not pass the golden requests by itself; nothing
-    without any.
+    """Raise VerificationError unless a staged version passes all golden requests; do nothing without any.
 
     `bundle` is the version's directory, fetched if it is of a store. TensorFlow loads and runs it with the
     limits of `running`.

@@ -178,7 +178,10 @@ class Passed:
         return note
 
     def of(self, path: Path, start: int, size: int) -> int | None:
-        """Return the plain crc32c of a run of a file; None if not all of it has passed."""
+        """Return the plain crc32c of `size` bytes of a file from offset `start`; None if not all have passed.
+
+        It is also None unless parts of the file were cut at both ends (see `noting`).
+        """
         with self._lock:
             return self._checksums.of(path, start, size)
 
