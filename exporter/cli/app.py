@@ -224,9 +224,9 @@ def refuse_root_options(context: typer.Context) -> None:
 
 
 def _without_root_options(context: typer.Context, given: Sequence[str]) -> str:
-    """Return the typed command line with the options before the subcommand moved after it, as a hint.
+    """Return a hint: the typed command line with the options before the subcommand moved after it.
 
-    `given` are the names of these options; a subcommand's missing ones are to be left out.
+    Options in `given`, their names, that the subcommand does not have are to be left out.
     """
     name = str(context.invoked_subcommand)
     typed = [*ARGUMENTS.get()]

@@ -48,10 +48,9 @@ if TYPE_CHECKING:
 
 
 def stand_by(role: Role, sink: Output) -> None:
-    """Print that this node of a cluster, which has this role, does not export, and how to export in spite of
-    it.
+    """Print that this node of a cluster does not export, because it has `role`, and how to export anyway.
 
-    `role` also says which environment variable names it.
+    The environment variable that says the role is named.
     """
     from exporter.cli.documents.exported import StandBy
 

@@ -295,10 +295,10 @@ class DeepRecIncrement(Struct, frozen=True):
         return {name: known[name] for name in names if name in known}
 
     def _owner(self, name: str) -> tuple[str, int | None]:
-        """Return the name of the variable in the full checkpoint that `name` belongs to, and the number of
-        its part.
+        """Return the full checkpoint's variable to which `name` belongs, and the number of its part.
 
-        The number is None if `name` is the whole variable. The variable need not exist.
+        `name` is a variable's, or `<variable>/part_<n>`; the number is None for the whole variable. The
+        variable need not exist.
         """
         part = _PART.fullmatch(name)
         return (name, None) if name in self.full.tensors or part is None else (part[1], int(part[2]))

@@ -196,7 +196,9 @@ class History(Struct, frozen=True, dict=True):
         return None
 
     def same(self, state: StateId) -> set[StateId]:
-        """Return the full checkpoints and increment ids that are known to equal a state, itself included."""
+        """Return the full checkpoints and increments (by id) that are known to equal a state, itself
+        included.
+        """
         names: set[StateId] = {state}
         while more := [pair for pair in self._equal if pair & names and pair - names]:
             names = names.union(*more)

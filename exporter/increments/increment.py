@@ -105,9 +105,7 @@ class Increment(Struct, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> int:
-        """The number of changed rows of all tables together, with those of tables by keys; removed keys do
-        not count.
-        """
+        """The number of changed rows of all tables together, also of tables by keys, without removed keys."""
         by_number = sum(changed.rows for changed in self.variables if changed.is_table)
         return by_number + sum(table.rows for table in self.tables)
 

@@ -385,11 +385,11 @@ class Differences(Struct, frozen=True):
 def parse_side(text: str) -> ComparedState:
     """Read the state that an argument of `diff` names: a checkpoint, a version, or a model and its position.
 
-    A URL is fetched into a local mirror.
+    A URL is read through a local mirror. Values are not read yet.
 
     Raises:
-        UsageError: the position is malformed.
-        PositionUnknown: no position has this name.
+        UsageError: the position is malformed, or the model is not one.
+        PositionUnknown: no position has this name, or its values are gone.
         ExportError: the state cannot be read, see errors.py.
     """
     if Url.parse(text) is not None:

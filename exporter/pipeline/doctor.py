@@ -541,8 +541,10 @@ def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def strangers(model: Path) -> Iterator[Finding]:
-    """Yield findings about names above the newest version that servers load, and this program did not
-    publish.
+    """Yield a finding for each path that servers take for the newest version, and that was not published
+    here.
+
+    It says whether servers can load it; the command hides it.
     """
     found = version_dirs(model)
     newest = next((child.version for child in found if child.has_manifest), -1)

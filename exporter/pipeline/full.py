@@ -80,8 +80,8 @@ def export(
     """Plan, stage, verify and publish a full version of the request's checkpoint, and return the result.
 
     If a trainer prunes a directory's checkpoint meanwhile, its newest one is exported, in up to three tries.
-    `load` reads the graph; by default builders run once. `beyond` is as in `execute`: a base from an earlier
-    step gets the trainer's increments.
+    `load` reads the graph; by default builders run once. A base whose checkpoint's step is below `beyond`
+    also gets the trainer's increments.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
@@ -118,7 +118,7 @@ def export_unless_published(request: ExportRequest, progress: ProgressFactory) -
 def steps_of(planned: Plan, beyond: int) -> Iterator[Step]:
     """Yield the functions that stage the planned version, in the order in which they must run.
 
-    With `beyond`, a base from an earlier step gets the trainer's increments.
+    A base whose checkpoint's step is below `beyond` also gets the trainer's increments.
     """
     request = planned.request
     yield write_values

@@ -88,8 +88,9 @@ def export_base(
 ) -> Exported:
     """Begin a log by a full export, and return its result.
 
-    With `beyond`, a base from an earlier step gets the trainer's increments. In a watch, CheckpointNotFound
-    is raised while the graph, which a trainer writes last, does not exist; otherwise any ExportError.
+    A base whose checkpoint's step is below `beyond` also gets the trainer's increments. In a watch,
+    CheckpointNotFound is raised while the graph, which a trainer writes last, does not exist; otherwise any
+    ExportError.
     """
     # The stages of a full export take as long to import as a delta to make.
     from exporter.pipeline.full import export
@@ -225,9 +226,11 @@ def plan_incremental(
 def _plan(
     log: DeltaLog, request: ExportRequest, is_watching: bool, marker_seconds: float, look_seconds: float
 ) -> IncrementalPlan:
-    """Plan the next delta of a log from the trainer's files; parameters and errors are `plan_incremental`'s.
+    """Plan the next delta of a log from the trainer's files; nothing is written.
 
-    Nothing is written. Raises NotUpdatable, SchemaChanged, UsageError, CheckpointError or ManifestError.
+    `is_watching`: while the next increment is due, the plan does nothing. For `marker_seconds` a marker of a
+    new checkpoint may still come. `look_seconds` pass until the next look: rows that would then be overdue
+    are sent. Raises NotUpdatable, SchemaChanged, UsageError, CheckpointError, GraphError or ManifestError.
     """
     require_signer(log.model, log.newest.manifest)
     entry = log.base.entry

@@ -339,13 +339,14 @@ def rollback(
     """Publish the values of position `to`, a number or a name, as the next position; hold the model there.
 
     Values of a log that has ended are published as a new base; those of a version that takes no deltas, as
-    the newest version. The `reason` is kept in the manifest, with characters that are not Unicode escaped.
+    the newest version. The `reason` is kept in the manifest; what is not valid Unicode in it is escaped.
     `if_canary`: only if a canary's hold is at `to`, as others may have decided meanwhile. A `dry_run` reads
     and checks its input, writes nothing, and returns the plan.
 
     Raises:
+        NotUpdatable: nothing is published.
         PositionUnknown: `to` is not a published position, or its values are gone.
-        UsageError: `to` is the newest position.
+        UsageError: `to` is the newest position, or not a position's name.
         ModelHeld: a canary decides about the log, and rejected the values of `to`; or the store of this copy
             holds it.
         PositionMoved: with `if_canary`, there is no canary's hold at `to`.
@@ -556,7 +557,7 @@ def restorer_of(model: Path) -> Restorer:
 
 
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
-    """Return `plan` of the published model, made again if other processes removed files meanwhile.
+    """Return the result of `plan`, called with the published model; call it again if others removed files.
 
     `first` is the model as read before the first try. Raises PositionMoved if that goes on for a minute.
     """
@@ -651,9 +652,10 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """Return `action` of the model's log; repeat it if others removed files that it was reading.
+    """Return the result of `action`, called with the model's log; call it again if others removed files.
 
-    The log is read for each try; for the first only if it is not given. A copy of a store is not tried again.
+    The log is read for each try; for the first only if it is not given. For a copy of a store there is one
+    try.
 
     Raises:
         PositionMoved: this went on for `RACE_SECONDS`.

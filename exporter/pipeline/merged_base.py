@@ -243,9 +243,9 @@ def _write_merged(
 ) -> tuple[Catalog, int, Mapping[str, HotTable]]:
     """Write a base's variables with deltas on top into `bundle`, and append its hot rows again.
 
-    Returns the new catalog, the number of tasks, and tables with hot rows by name. `position` is the values'.
-    Raises VerificationError if the base is damaged, CheckpointError if a delta is, PublishError if it cannot
-    be written.
+    Returns the new catalog, the number of tasks, and tables with hot rows by name. `position` is the end of
+    the deltas; `runner` returns the runner for a number of tasks. Raises VerificationError if the base is
+    damaged, CheckpointError if a delta is, PublishError if it cannot be written.
     """
     with ExitStack() as stack, progress("merging", merger.bytes_) as bar:
         try:

@@ -60,13 +60,15 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
     """Add the incremental subgraph to the staged graph, for the position where the base will be published.
 
     The position is reserved; `staged` gets the graph, the mapping, the manifest's entry and the warm-up
-    requests. With `beyond`, a base from an earlier step gets the trainer's increments. Warm-up requests catch
-    up with the log first and last, before a server lets the version answer: the requests between may take
-    seconds in which more is published. These are for the base's own signatures, and the given ones, or
-    generated ones.
+    requests. A base whose checkpoint's step is below `beyond` also gets the trainer's increments. Warm-up
+    requests catch up with the log first and last, before a server lets the version answer: the requests
+    between may take seconds in which more is published. These are for the base's own signatures, and the
+    given ones, or generated ones.
 
-    Raises UsageError if there are too many warm-up requests; GraphError or ManifestError if the graph or the
-    model do not permit it.
+    Raises:
+        UsageError: there are too many warm-up requests.
+        NotServable: the graph cannot take deltas.
+        CheckpointError, ManifestError, VersionExists: the checkpoint changed, or no position can be reserved.
     """
     planned, request = staged.plan, staged.plan.request
     trained = _find_state(staged, beyond)

@@ -174,7 +174,11 @@ def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
 
 
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
-    """Yield the placeholders, and the tensors of input pipelines, from which answers are computed, sorted."""
+    """Yield the placeholders and tensors of input pipelines from which answers are computed, sorted.
+
+    Each has a name for requests: the placeholder's, or that of the only variable it is used with, or a
+    number.
+    """
     needed = all_before(index.nodes, answers)
     given = {node.name for node in input_placeholders(index)}
     given |= {name for name in needed if hands_over_batches(index.nodes[name].op)}

@@ -50,12 +50,13 @@ def rebase(
     """Publish a base at the newest position of the log; None if there is one already.
 
     Deltas that are published meanwhile apply to it, too. Servers load a base by themselves, so under a
-    canary's hold it has the newest position that is approved. A `dry_run` reads and checks the deltas, not
-    the base's values; it writes nothing, and returns the plan.
+    canary's hold it has the newest position that is approved. `keep` says which older versions stay (None:
+    all), `jobs` which engine runs the tasks. A `dry_run` reads and checks the deltas, not the base's values;
+    it writes nothing, and returns the plan.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
-        UsageError: the base has hot rows, and is in an object store.
+        UsageError: the base has hot rows, and is in an object store; or an option is wrong.
         ModelHeld: the model is held, unless `despite_hold`.
         NotFinite: it would have values that the model refuses.
         ManifestError, VerificationError: the old base is damaged.

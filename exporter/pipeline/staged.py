@@ -111,6 +111,7 @@ def write_values(staged: Staged) -> None:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
         LinkRefused: links are asked for, and are impossible, or the checkpoint is not a tensor bundle.
         CheckpointError, MappingError, PublishError: see errors.py.
+        UsageError: tasks are so small that there would be too many shards.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
     data, runner = (
@@ -215,7 +216,8 @@ def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
 def write_graph(staged: Staged) -> None:
     """Write `saved_model.pb` and assets, and set `staged.tables` and `staged.oldest_server`.
 
-    If tables are mapped, the graph has the paths of the staged shards. Raises GraphError or PublishError.
+    If tables are mapped, the graph has the paths of the staged shards, and their id is written, too. Raises
+    MappingError, NotServable or PublishError.
     """
     files = mapped_files(staged.plan.mapping, staged.variables.catalog)
     staged.tables = NOTHING_MAPPED

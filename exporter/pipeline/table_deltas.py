@@ -47,9 +47,9 @@ def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> d
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """Return the changes that bring the log's dynamic tables to the trainer's state, by served variable.
 
-    They are the changes that increments report, or else the differences of keys and rows; large ones are
-    files in `scratch`. DeepRec's increments report no deletions: these come with the comparison, after the
-    next full checkpoint. The published index is verified before it is used.
+    They are the changes that increments report, or else the differences of keys and rows, of which large ones
+    are files in `scratch`. DeepRec's increments report no deletions: these come with the comparison, after
+    the next full checkpoint. The published index is verified before it is used.
 
     Raises:
         CorruptFile: something published is damaged; other CheckpointErrors if files cannot be read.

@@ -290,7 +290,8 @@ def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, 
 def _is_increment_due(known: _Known, history: History) -> bool:
     """True while the trainer may still write the next increment, by the usual pause between its last ones.
 
-    That is twice the median pause, and 20 seconds more, after the checkpoint was known.
+    That is twice their median pause and 20 seconds more since the checkpoint came. False if files vanish
+    meanwhile.
     """
     try:
         times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))

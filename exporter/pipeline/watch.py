@@ -95,8 +95,9 @@ class _Newest(Struct):
     def export(self) -> Poll[Exported]:
         """Export the newest checkpoint, unless it is published or another watch is exporting it.
 
-        The result has no publication then, and the step known last. Raises CheckpointNotFound while there is
-        no checkpoint, or its graph is not written yet; otherwise any ExportError of an export.
+        The result has no publication then. Its step is that of the checkpoint published last, as far as
+        known. Raises CheckpointNotFound while there is no checkpoint, or its graph is not written yet;
+        otherwise any ExportError of an export.
         """
         first = look(candidates(self.request.ckpt_dir)[0])
         if first and first == self._seen:

@@ -109,7 +109,7 @@ class StopWhen(Given, frozen=True, repr_omit_defaults=True):
         return progress.count >= self.count or is_at_step or self.seconds_left(progress) <= 0
 
     def why(self, progress: WatchProgress) -> str:
-        """Return a phrase for people that says which limit ended a watch."""
+        """Return a phrase for people that says which limit ended a watch; one must have been reached."""
         if progress.count >= self.count:
             return f"{count(progress.count, 'publication')}, as --until says"
         if progress.step is not None and progress.step >= self.step:
@@ -155,10 +155,9 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
     ] = StopWhen()
 
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
-        """Return the seconds until the next look: doubled for each failure in a row, up to 30, never beyond
-        the end.
+        """Return the seconds until the next look: doubled for each failure, but never beyond the watch's end.
 
-        `failures` is the number of failed looks since the last successful one.
+        `failures` is the number of failed looks in a row; for them the pause grows to at most 30 s.
         """
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))

@@ -63,7 +63,10 @@ class GoldenRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The request as TF Serving's REST interface takes it: `instances`, `inputs`, or what is given."""
+        """The request as TF Serving's REST interface takes it: `instances` or `inputs`, under that key.
+
+        Both, or none, if the file has so, which `read_golden` refuses.
+        """
         given = {"instances": self.instances, "inputs": self.inputs}
         return {name: value for name, value in given.items() if not isinstance(value, UnsetType)}
 
@@ -127,10 +130,10 @@ class Gates(Struct, frozen=True):
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
 
     def drifted(self, answers: Sequence[Answer], before: Sequence[Answer]) -> tuple[GateFailure, ...]:
-        """Return the outputs that moved further from the earlier answers than permitted, or changed their
-        shape.
+        """Return the outputs of floats that moved further from the earlier answers than permitted.
 
-        Both have one answer for each request, in order; outputs that either lacks are not compared.
+        A changed shape counts, too. Both have one answer for each request, in order; outputs that either
+        lacks, or that were all zeros, are not compared. How movement is measured is said at the class.
         """
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(

@@ -198,8 +198,8 @@ def _verify_files(
     SavedModel.
 
     If `every_byte` or if keys are trusted there, the SHA-256 digests of a signed manifest are compared as
-    well; if keys are trusted, unlisted files are refused. Raises VerificationError for a difference, OSError
-    if a file cannot be read.
+    well; if keys are trusted, unlisted files are refused. Raises VerificationError for a difference,
+    CheckpointError or OSError if a file cannot be read.
     """
     unlisted = verify_files(directory, manifest.tensors, manifest.files, prefix=prefix)
     is_trusted = trust_of(directory) is not None

@@ -380,8 +380,8 @@ class _Restoring(Struct, frozen=True):
         """Add restoring operations to the graph; yield the name of each operation to run, in order, with its
         feeds.
 
-        All must be added before the graph is opened. Feeds are values by tensor name. Tensors of the mapping
-        are assigned first, then lookup tables are filled.
+        Exhaust it before the graph is opened. Feeds are values by tensor name. Variables of the mapping are
+        assigned first, then lookup tables are filled.
         """
         prefix = str(self.mapping.catalog.prefix)
         for item in self.mapping.sources:
@@ -522,8 +522,7 @@ def _difference(expected: Any, found: Any, where: str) -> float:
 
 @contextmanager
 def _reported(what: str) -> Iterator[None]:
-    """Convert errors of TensorFlow in the block to VerificationErrors that name the graph, `what`, which
-    failed.
+    """Convert the block's errors of TensorFlow to a VerificationError that names the failing graph, `what`.
 
     RunFailed, ValueError, TypeError and KeyError are converted; others pass.
     """
