@@ -118,8 +118,7 @@ def doctor(
 
 
 def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
-    """Ask an agent over HTTP for its problems, and yield those of a model as findings; `address` is its
-    port's.
+    """Ask the agent at `address` for its problems over HTTP, and yield those of a model as findings.
 
     A failure to answer within `deadline` seconds is a finding, too, and so is a model that it does not keep.
     """

@@ -175,7 +175,7 @@ def _warn(published: PublishedDelta | PublishedVersion | None, sink: Output) -> 
 def verified(found: VerifiedModel, sink: Output, *, says_model: bool = False) -> None:
     """Print a model's publications and problems; with `says_model` also its identity.
 
-    Of the problems, the first is left to the error that ends the command.
+    The lines leave out the first problem: the caller raises it.
     """
     deltas = len(found.log.deltas) if found.log else 0
     document = documents.Verification(

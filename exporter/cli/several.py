@@ -44,7 +44,7 @@ def run_all(
     watch: bool,
     out: Path | None = None,
 ) -> None:
-    """Export each model of a file, in a process of its own, and print their output.
+    """Export each model of a file, `config`, in a process of its own, and print their output.
 
     `models` has the options of each model by name; `arguments` are the words of this command line, which the
     processes get without `--config`. With `watch` the processes run in parallel until all end, otherwise one
@@ -52,7 +52,7 @@ def run_all(
 
     Raises:
         UsageError: two models would be published to the same place; `out`, if given, counts for all of them.
-        SomeFailed: an export failed; all others were run.
+        SomeFailed: an export failed; all others were run. Its exit code is the first failed one's.
     """
     _require_apart(config, {name: out or options.get("out") for name, options in models.items()}, out)
     words = {name: [*_left(arguments), "--config", f"{config}#{name}"] for name in models}
@@ -114,6 +114,7 @@ def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
     with _running() as started:
         for command in commands.values():
             _start(started, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        # a thread for each stream: a process whose full pipe nobody reads would block
         readers = [
             threading.Thread(target=_relay, args=(name, source, target, turn, as_json))
             for name, process in zip(commands, started, strict=True)
@@ -127,11 +128,11 @@ def _watch(commands: dict[str, list[str]], *, as_json: bool) -> list[ModelRun]:
 
 
 def _relay(name: str, source: IO[bytes], target: IO[str], turn: threading.Lock, as_json: bool) -> None:
-    """Print the lines of a process with its model's name, in a JSON document as its first field, until it
-    ends.
+    """Print the lines of a process with its model's name before each, until its output ends.
 
-    `turn` is held while a line is written, so that lines of several processes do not mix. Errors of printing
-    are ignored: a process whose output is not read would block for ever.
+    With `as_json`, a JSON document gets the name as its first field instead. `turn` is held while a line is
+    written, so that lines of several processes do not mix. Errors of printing are ignored: a process whose
+    output is not read would block for ever.
     """
     for line in iter(partial(source.readline, _LONGEST_LINE), b""):
         document = _document(line) if as_json else None
@@ -155,8 +156,9 @@ def _start(started: list[subprocess.Popen[bytes]], command: list[str], **streams
     """Start a process, append it to `started`, and return it; its stdin is empty, and SIGINT is blocked in
     it.
 
-    A terminal sends Ctrl-C to all processes. Together with the SIGTERM of `_running`, it would interrupt the
-    work twice, the second time during the clean-up. Raises OSError if it cannot be started.
+    `streams` are `stdout` and `stderr` as for Popen. A terminal sends Ctrl-C to all processes. Together with
+    the SIGTERM of `_running`, it would interrupt the work twice, the second time during the clean-up. Raises
+    OSError if it cannot be started.
     """
     environment = {name: value for name, value in os.environ.items() if name != "EXPORT_MODEL_CONFIG"}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -94,10 +94,10 @@ class Watched:
         self._latest = max(times, default=None)
 
     def looked(self, error: ExportError | None) -> None:
-        """Record the end of a look, which published all that the trainer has finished or failed; write the
-        heartbeat.
+        """Record the end of a look, and write the heartbeat.
 
-        `error` is the look's, None if it succeeded; one that may pass does not count as a failure.
+        `error` is why the look failed; None if it published all that the trainer has finished. An error that
+        may pass does not count as a failure.
         """
         with self._lock:
             self._failing = "" if error is None or error.may_pass else type(error).__name__

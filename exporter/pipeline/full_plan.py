@@ -195,7 +195,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
     catalog = open_checkpoint(request.ckpt_dir)
     checkpoint = Identity.of(catalog)
     is_known = not request.again and newest_made_from(request.out, checkpoint.digest) is not None
-    if not is_known:
+    if not is_known:  # early, as a graph takes long to load; of a known checkpoint `plan` first compares
         permission(request).check(request.out, takes_deltas=request.updates is not None)
     try:
         found = read_both(request, rules, catalog, checkpoint, load)

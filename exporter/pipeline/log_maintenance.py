@@ -293,7 +293,7 @@ def tidy(
             return tuple(done), RetiredDeltas()
         log.hold.sweep()
         retired = retire_deltas(log, now=now) + retire_logs(log, now=now)
-    for trash in retired.trash:
+    for trash in retired.trash:  # without the lock: large files take long to delete
         remove_tree(trash)
     return tuple(done), retired
 
@@ -448,7 +448,7 @@ def resume(
     with _operating(model) as (restorer, staging):
         asked, approved, was_held = _resumption(model, restorer, lift_only, lift_canary)
         done, at = None, restorer.at
-        if asked is not None:
+        if asked is not None:  # before the hold is lifted: after a failure here the model is still held
             done = restorer.publish(asked, staging)
             at = Position(asked.of, done.manifest.step)
         try:

@@ -74,7 +74,7 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps({key: known}))
-            temporary.replace(path)
+            temporary.replace(path)  # a rename, so that no reader meets half a file
     return {variable.name: known[variable.name] for variable in tables}
 
 
