@@ -664,8 +664,9 @@ def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def budget(found: VerifiedModel) -> Iterator[Finding]:
-    """Yield a finding if recent delta budgets were exceeded, or let less than a quarter of the changes
-    through.
+    """Yield a finding if recent delta budgets were exceeded, or, of at least five, sent too little.
+
+    Too little is less than a quarter of how far rows had moved, on average. At most 20 deltas count.
     """
     used = [entry.budget for entry in _lately(found) if entry.budget is not None]
     excess = [each for each in used if each.excess]

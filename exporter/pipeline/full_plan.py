@@ -103,10 +103,10 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def data(self) -> DataMode:
-        """The requested way to store values; COMPACT in place of AUTO if the trainer overwrote files of a
-        version.
+        """The requested way to store values; COMPACT in place of AUTO if the trainer overwrites published
+        files.
 
-        Links to such files would change with them.
+        That is known from a write into a file to which the newest version has a link.
         """
         is_auto = self.request.data is DataMode.AUTO
         return DataMode.COMPACT if is_auto and self.overwritten else self.request.data

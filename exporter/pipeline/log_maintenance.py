@@ -626,7 +626,7 @@ def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
     """Publish a delta without changes if `path` is abandoned and may not be used; return the newest log.
 
     `path` is where a merger of the whole log would be. Otherwise the log is returned as it is. Raises
-    PositionMoved or PublishError if it cannot be published.
+    PositionMoved, PositionError, VersionExists or PublishError if nothing can be published.
     """
     last = log.at
     end = position_of_merger(log, path)

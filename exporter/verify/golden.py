@@ -153,7 +153,8 @@ def read_golden(path: Path) -> tuple[GoldenRequest, ...]:
     """Read the golden requests in a JSON file, in order; those without a name are named "request N", from 1.
 
     Raises:
-        UsageError: it cannot be read, or a request is wrong; the cause says which.
+        UsageError: it cannot be read, holds no requests, or one is wrong; the cause says which.
+        LfsPointer: it is a pointer of Git LFS.
     """
     try:
         requests = msgspec.json.decode(read_regular(path, _LONGEST), type=_File).requests
