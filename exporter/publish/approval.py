@@ -21,17 +21,19 @@ from exporter.publish.staging import Staging
 
 
 def approve(log: Path, model: Path, *, expected: int | None, position: int) -> int | None:
-    """Move the canary's hold of a log from `expected` to a position, and return where it is now.
+    """Move the canary's hold in the log's directory `log` from `expected` to `position`; return where it is
+    now.
+
+    `model` is the model's base path; its lock is held meanwhile. With `expected` None there is no hold yet:
+    then the new hold is at most at the position of the canary's newest rollback.
 
     None, with nothing changed, if the hold is not at `expected`, a person's or a rollback's hold is in force,
     the hold came from the store of this copy (no canary here moves that one), or, with `expected` None,
     another log is the newest.
 
-    `expected` is None where there is no hold: then all that servers have by then is approved, but nothing
-    beyond a canary's last rollback.
-
     Raises:
-        ManifestError: the newest version's manifest cannot be read.
+        ManifestError, NotUpdatable: with `expected` None: the newest version cannot be read, or takes no
+            deltas.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: the hold is as it was.
     """
     hold = Hold(log)
@@ -49,9 +51,13 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
 
 
 def did_fail(log: DeltaLog, position: int) -> bool:
-    """True if a canary rejected the values of a position, and no canary has approved them since.
+    """True if a canary rejected the values of a published position, and no canary has approved them since.
 
     A resumption that publishes such values again counts as rejected until a canary approves it.
+
+    Raises:
+        PositionUnknown: no base of the log is at the position, and no delta ends there.
+        ManifestError: the manifest of that delta is damaged.
     """
     taken_back = [(delta.entry.back_to or 0, delta.end) for delta in _failed(log)]
     found = log.standing(position)
@@ -63,7 +69,9 @@ def did_fail(log: DeltaLog, position: int) -> bool:
 
 
 def _last_rollback(log: DeltaLog) -> list[int]:
-    """The position of a canary's newest rollback, in a list; empty without one, or if no base is that old."""
+    """The position of the canary's newest rollback, if it is not before the oldest base, as a list of one;
+    else [].
+    """
     oldest = min(base.at.position for base in log.bases)
     ends = [delta.end for delta in _failed(log) if delta.end >= oldest]
     return [max(ends)] if ends else []

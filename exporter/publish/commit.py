@@ -73,7 +73,16 @@ _DATA_SHARD = re.compile(r".*\.data-[0-9]{5}-of-[0-9]{5}")
 
 
 def seal(bundle: Path) -> tuple[FileEntry, ...]:
-    """Make the staged tree readable and durable; return its files, sorted by path."""
+    """Make the staged tree readable and durable; return an entry for each of its files, sorted by path.
+
+    Every directory gets the mode of `bundle`, every file the same without execute bits, and both are synced
+    to disk. A file with a second hard link keeps its mode and is not synced. Each entry has the size, and the
+    checksum unless the file is a data shard.
+
+    Raises:
+        VerificationError: something in the tree is neither a regular file nor a directory.
+        PublishError and subclasses, OSError: the tree cannot be read, changed or synced.
+    """
     mode = stat.S_IMODE(bundle.stat().st_mode)
     files: list[FileEntry] = []
     for name, directories, names in os.walk(bundle, topdown=False, onerror=_raise):
@@ -105,7 +114,11 @@ def _masked_crc(path: Path) -> int:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Set a file's mode if it differs: temporary files are private, and servers run as other users."""
+    """Set the permission bits of a file or directory to `mode` if they differ; OSError if that is not
+    permitted.
+
+    Temporary files are private, and servers run as other users.
+    """
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
 
@@ -145,9 +158,10 @@ class VersionRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, asked: str | int | None) -> VersionRule:
-        """The rule that `--version` names.
+        """The rule for a value of `--version`: `time`, an integer, or None (the version number is the
+        position).
 
-        UsageError if it is neither `time` nor an integer from 0 below 2**62.
+        Raises UsageError if it is neither `time` nor an integer from 0 below 2**62.
         """
         if asked is None:
             return cls()
@@ -165,11 +179,11 @@ class VersionRule(Struct, frozen=True):
     def choose(
         self, step: int | None, *, newest: int | None, last: int | None, now: float
     ) -> tuple[int, int]:
-        """Return the version and the position of the next publication.
+        """Return the version and the position of the next publication, as numbers.
 
-        `newest` is the greatest version number in use, `last` the greatest position; None if there is none.
-        `now` is in seconds since 1970. VersionExists if the version that was asked for would not be the
-        newest.
+        `step` is the training step of its values, or None. `newest` is the greatest version number in use,
+        `last` the greatest position; None if there is none. `now` is in seconds since 1970. Raises
+        VersionExists if the version that was asked for would not be the newest, or no greater number is left.
         """
         if self.choice == "position":
             position = next_position(step, greatest(newest, last))
@@ -259,10 +273,14 @@ TAKING_THE_LOCK = UnderLock()
 
 
 def reserve_position(model: Path, step: int | None) -> ReservedPosition:
-    """Return the next position, reserved: no version or abandoned publication has its number.
+    """Return the next position of a log under `model`: greater than every version and position used or
+    abandoned.
+
+    `step` is the training step of the values, or None; see `next_position`. Nothing is written: publishing
+    checks that the position is still free.
 
     Raises:
-        ManifestError: the newest version's manifest is damaged.
+        ManifestError: the newest version's manifest is damaged, or a directory cannot be listed.
         VersionExists, PositionError: see `next_delta_position`.
     """
     versions = version_dirs(model)
@@ -272,19 +290,24 @@ def reserve_position(model: Path, step: int | None) -> ReservedPosition:
 
 
 def next_delta_position(log: DeltaLog, step: int | None) -> int:
-    """The next position for a delta of a log: beyond all positions in use, and all that were abandoned.
+    """Return the position for the next delta of a log: greater than all positions in use or abandoned.
+
+    `step` is the training step of the values, or None; see `next_position`.
 
     Raises:
-        VersionExists: see `next_position`.
+        VersionExists: no number is left.
         PositionError: it would be greater than any delta's.
+        ManifestError: a directory of the model cannot be listed.
     """
     return _next_of_log(step, greatest(log.last, taken(log.model).position))
 
 
 def _next_of_log(step: int | None, last: int | None) -> int:
-    """The next position of a delta, or of a base that takes deltas.
+    """Return the next position of a delta, or of a base that takes deltas, after the greatest one in use
+    (`last`).
 
-    PositionError if it is beyond the largest position of deltas (`POSITION_LIMIT`).
+    `step` and `last` are as in `next_position`. Raises PositionError if the result is not below
+    `POSITION_LIMIT`, VersionExists if no number is left.
     """
     position = next_position(step, last)
     if position >= POSITION_LIMIT:
@@ -297,10 +320,10 @@ def _next_of_log(step: int | None, last: int | None) -> int:
 
 
 def next_position(step: int | None, last: int | None) -> int:
-    """The training step if it is greater than the last position, else the last position + 1.
+    """Return the training step if it is greater than the last position, else the last position + 1.
 
-    Without a step and a last position it is 1. A step above `LARGEST_ASKED` is ignored. VersionExists if no
-    number is left.
+    Without a step (None) and a last position (None) it is 1. A step above `LARGEST_ASKED` is ignored. Raises
+    VersionExists if no number below 2**63 is left.
     """
     if step is not None and (last is None or step > last) and step <= LARGEST_ASKED:
         return step
@@ -319,14 +342,16 @@ def publish_version(
     grace_seconds: float = GRACE_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> PublishedVersion:
-    """Rename `staging.path` to `<model>/<version>` and, with `keep`, move older versions away.
+    """Rename `staging.path` to `<model>/<version>` and, with `keep`, move older versions away and delete
+    them.
 
-    A reserved position is the version's number, too. `permit` is called under the model's lock, and raises if
-    the version may not be published; `is_locked`: the caller has that lock already.
+    `draft` has the manifest's fields that are known before; the manifest is completed, signed if a key is in
+    force, and written. A reserved position is the version's number, too. `permit` is called under the model's
+    lock, and raises if the version may not be published; `is_locked`: the caller has that lock already.
+    `grace_seconds` is how long a superseded version stays; `clock` returns seconds since 1970.
 
     When this returns, the version survives a power cut, except files with a second link (the trainer's
-    shards):
-    these are neither synced, which would cost O(bytes), nor changed in their mode.
+    shards): these are neither synced, which would cost O(bytes), nor changed in their mode.
 
     Raises:
         UsageError: `keep` would leave no version; or see `Permission.check`; nothing was published.
@@ -377,9 +402,18 @@ def publish_delta(
 ) -> PublishedDelta:
     """Rename `staging.path` to the delta `<from>-<position>` of a log: whole, durable and immutable.
 
-    `last` was the greatest position of the model when the delta was made; None where that does not matter, as
-    for a merger of published deltas. PositionMoved if this delta is published already, or another process
-    published meanwhile. UsageError if the log is signed, and this delta would not be.
+    `draft` has the start of the delta (`from_position`) and the manifest's other known fields; the manifest
+    is completed, signed if a key is in force, and written. `last` was the greatest position of the model when
+    the delta was made; None where that does not matter, as for a merger of published deltas. With
+    `under_lock.holds` the log's hold is set, too. An error of `under_lock.permit` is raised as it is.
+
+    Raises:
+        PositionMoved: this delta is published already, or another process published meanwhile.
+        UsageError: the log is signed, and this delta would not be.
+        NotUpdatable, ManifestError: the newest version takes no deltas any more, or cannot be read.
+        NotTrusted: it would be signed, and the versions there are of several models, or of another one.
+        VerificationError: the staged tree holds something that is neither a file nor a directory.
+        TargetBusy, TargetNotWritable, DiskFull, PublishError: it could not be written; nothing was published.
     """
     with writing(staging.model):
         held = None
@@ -447,25 +481,30 @@ def _commit(
 
 
 def _identity(model: Path, versions: Sequence[VersionDir]) -> str:
-    """The identity of a model: its versions', or a new random one for the first version."""
+    """Return the identity of a model: the one in the manifests of its versions, or else a new random one.
+
+    `versions` are as `version_dirs` lists them. Raises NotTrusted if a signing key is in force, and the
+    versions are of several models.
+    """
     _require_one_model(model, versions)
     return next(iter(identities_of(versions)), "") or os.urandom(16).hex()
 
 
 def _require_one_model(model: Path, versions: Sequence[VersionDir]) -> None:
-    """Refuse to sign a publication that follows versions of several models: NotTrusted.
+    """Raise NotTrusted if publications under `model` are signed here and its versions are of several models.
 
-    Nothing is refused where nothing is signed.
+    Without a signing key in force nothing is refused.
     """
     if signer_of(model) is not None and len(found := identities_of(versions)) > 1:
         raise several_models(model, found)
 
 
 def _log_now(log: DeltaLog, last: int | None) -> DeltaLog:
-    """Read the newest version's log again; PositionMoved if it is another, or `last` is not the newest
-    position.
+    """Read the newest version's log again, and return it if nothing was published since `log` was read.
 
-    With `last` None neither is compared.
+    Raises PositionMoved if the newest version has another log, or `last` is not the model's greatest
+    position; with `last` None neither is compared. Raises NotUpdatable or ManifestError if the newest version
+    takes no deltas, or cannot be read.
     """
     model = log.model
     versions = version_dirs(model)
@@ -489,7 +528,11 @@ def _require(model: Path, expected: int | None, found: int | None, *, is_same_lo
 
 
 def _sealed(staging: Staging) -> tuple[FileEntry, ...]:
-    """Seal the staged directory; return its files, with their SHA-256 if it is to be signed."""
+    """Seal the staged directory; return its files, with their SHA-256 if a signing key is in force for the
+    model.
+
+    Raises VerificationError, PublishError and its subclasses, and OSError as `seal`.
+    """
     files = seal(staging.path)
     if signer_of(staging.model) is None:
         return files
@@ -507,7 +550,12 @@ def _complete(
     now: float,
     identity: str | None,
 ) -> Manifest:
-    """Write the manifest and return it, signed for `target` if a key is in force. It is the last file."""
+    """Complete the draft, write it as the staged `manifest.json`, the last file, and return the manifest.
+
+    It is signed for the place `target` if a signing key is in force. `now` is the time of publication in
+    seconds since 1970, `identity` the model's (None: of an earlier release). Raises NotTrusted if the key is
+    for another identity, PublishError and its subclasses if the file cannot be written.
+    """
     manifest = replace(draft, identity=identity).complete(
         position=position,
         created=datetime.fromtimestamp(now, timezone.utc),
@@ -524,10 +572,11 @@ def _complete(
 
 
 def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
-    """Rename the bundle to `target` and wait until that is on disk; return warnings.
+    """Rename the staged bundle to `target`, sync the parent directory, and return warnings; OSError before
+    that.
 
-    From the rename on readers have it, so that a later failure is a warning, not an error. That a file system
-    cannot sync is reported once per process and model.
+    From the rename on readers have it, so that a later failure is a warning, not an error; () without any.
+    That a file system cannot sync is reported once per process and model.
     """
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
     try:
@@ -557,10 +606,17 @@ def cannot_sync(model: Path) -> str:
 
 @contextmanager
 def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE) -> Iterator[None]:
-    """Lock a model against other exporters, on any machine that shares the file system.
+    """Hold the lock of a model in the block, against other exporters on any machine that shares the file
+    system.
+
+    Waits up to `seconds`. `name` is the lock file's, made if needed; it gets the name of this process. The
+    default lock of a model in a store also begins a person's decision there, see
+    `exporter.storage.mirror.locked`.
 
     Raises:
         TargetBusy: other exporters held it for `seconds`.
+        PositionError and subclasses: others kept this decision in the store from beginning.
+        OSError: the lock file cannot be opened or made.
     """
     path, is_published_to = model / name, name == LOCK_FILE
     lock = open_lock(path)
@@ -579,10 +635,12 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
 
 
 def _lock_in_turn(model: Path, lock: int, seconds: float) -> bool:
-    """Acquire the model's lock before anybody who comes later; False if that takes more than `seconds`.
+    """Acquire the model's lock (descriptor `lock`) before anybody who comes later; False after `seconds` in
+    vain.
 
     Whoever waits looks every 20 ms, and a process that publishes without a pause would nearly always have the
-    lock again by then. So each locks the turn first, and keeps it until it has the lock.
+    lock again by then. So each locks the turn first, and keeps it until it has the lock. OSError if the file
+    of the turn cannot be opened.
     """
     deadline = time.monotonic() + seconds
     turn = open_lock(model / TURN_FILE)
@@ -593,7 +651,7 @@ def _lock_in_turn(model: Path, lock: int, seconds: float) -> bool:
 
 
 def _locked(model: Path, *, is_ours: bool) -> AbstractContextManager[None]:
-    """Lock the model, unless the caller has the lock already."""
+    """A context manager that locks the model as `model_lock` does; with `is_ours` it does nothing."""
     return nullcontext() if is_ours else model_lock(model)
 
 

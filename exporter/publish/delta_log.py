@@ -61,8 +61,10 @@ class LogBase(Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> LogBase:
-        """The base in a version's directory; NotUpdatable if it takes no deltas, ManifestError if it cannot
-        be read.
+        """Read the base in a version's directory.
+
+        Raises NotUpdatable if the version takes no deltas, ManifestError if its manifest cannot be read, or
+        names another place.
         """
         manifest = read_manifest(path)
         check_place(manifest, path)
@@ -80,10 +82,11 @@ class LogBase(Struct, frozen=True):
         return Position(self.manifest.position, self.manifest.step)
 
     def stored(self) -> dict[str, RowReader]:
-        """Readers of its served variables, by name.
+        """Return readers of the base's served variables, by their names; shards are opened when a reader is
+        used.
 
-        VerificationError if a signed file differs, CheckpointError if the bundle is damaged or not the
-        manifest's.
+        Raises VerificationError if a signed file (other than a shard) differs, CheckpointError if the bundle
+        is damaged or lists other tensors than the manifest.
         """
         from exporter.checkpoint.tensor_bundle import read_catalog
         from exporter.delta.row_reader import served_in
@@ -104,19 +107,23 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @cached_property
     def path(self) -> Path:
-        """Its directory."""
+        """The delta's directory: `START-END` in the log's, both with 20 digits."""
         return self.log / span_name(self.start, self.end)
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Its manifest; ManifestError if that is damaged or belongs to another place."""
+        """The delta's manifest, read once; ManifestError if it cannot be read, is damaged, or names another
+        place.
+        """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
         return manifest
 
     @property
     def entry(self) -> DeltaEntry:
-        """The log entry in its manifest; ManifestError if there is none."""
+        """The log entry in the delta's manifest; ManifestError if there is none, or the manifest cannot be
+        read.
+        """
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
             raise ManifestError(f"{self.path / MANIFEST_FILE} does not say which log the delta is of")
@@ -188,7 +195,9 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """The delta with the greatest end; or the newest base, if no delta ends beyond it."""
+        """The delta with the greatest end (of several, the shortest); the newest base if no delta ends beyond
+        it.
+        """
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
 
@@ -210,28 +219,36 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def last(self) -> int:
-        """The greatest position in use in the model, by this log or another."""
+        """The greatest position in use in the model, by this log or another; ManifestError if one cannot be
+        listed.
+        """
         ends = [delta.end for delta in self.deltas]
         others = [*unread_positions(self.versions), *delta_positions(self.model, but=self.path)]
         return max([self.base.at.position, *ends, *others])
 
     def followed_by(self, delta: LogDelta) -> DeltaLog:
-        """The log with a delta that was published since it was read."""
+        """Return the log with one more delta, which was published since the log was read."""
         return replace(
             self, deltas=tuple(sorted((*self.deltas, delta), key=lambda one: (one.start, one.end)))
         )
 
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
-        """The deltas that a server applies to get from `start` to `target`, or to the newest position, in
-        order.
+        """Return the deltas, in order, that bring a server from position `start` to `target` (None: to the
+        newest).
 
-        DeltaGap if they do not reach it, StaleDelta if `target` is before `start`.
+        Empty if it is there already. Raises DeltaGap if the deltas do not reach it, StaleDelta if `target` is
+        before `start`.
         """
         return plan_chain(self.deltas, start, target)
 
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
-        """The delta's changes as memory maps, of variables `only` if given; the checksums of all of these are
-        verified.
+        """Read a delta: its changes as memory maps, only of the variables named in `only` if that is given.
+
+        The checksums of all returned values are verified.
+
+        Raises:
+            ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
+            CheckpointError: the delta's files are damaged, or not those of its name and manifest.
         """
         from exporter.delta.delta_files import with_values
 
@@ -245,7 +262,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
-        """The row numbers that a delta holds of some tables, checksums verified; no row's values are read."""
+        """Return the numbers of the rows in a delta, by table name (integers), for those of `tables` that the
+        log has.
+
+        Checksums are verified; no row's values are read. Raises as `open`.
+        """
         from exporter.delta.delta_files import row_numbers
 
         tensors = self.tensors(delta)
@@ -254,9 +275,13 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return {variable.name: row_numbers(tensors, variable) for variable in chosen}
 
     def tensors(self, delta: LogDelta) -> DeltaTensors:
-        """The delta's tensors; their values are not read.
+        """Return the tensors of a delta; their values are not read.
 
-        CorruptFile if its positions or tensors differ from its name and manifest.
+        Raises:
+            ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
+            CheckpointError: the files are damaged; CorruptFile if positions or tensors differ from name and
+                manifest.
+            PositionError: the delta is of another log or schema.
         """
         from exporter.delta.delta_files import read_tensors
 
@@ -272,10 +297,15 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
-        """The values at a position (default: the newest); only of variables `only`, if given.
+        """Return the values at a position (None: the newest); only of the variables named in `only`, if
+        given.
 
-        Opens the deltas from the nearest base on: PositionUnknown if no base and deltas reach the position,
-        CheckpointError if one is damaged.
+        It opens the deltas from the nearest base on.
+
+        Raises:
+            PositionUnknown: no base, with deltas, reaches the position.
+            ManifestError, VerificationError: a manifest cannot be read, or a signed file differs.
+            CheckpointError: the base or a delta is damaged.
         """
         from exporter.delta.layered_state import LayeredState
 
@@ -288,7 +318,11 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return LayeredState(base.stored(), layers, hint=BROKEN_LOG_HINT)
 
     def trained_at(self, position: int) -> tuple[TrainerVersion, int | None]:
-        """The trainer's state at a position, and the training step there."""
+        """Return the trainer's state at a position, and the training step there (None if it is not recorded).
+
+        Raises PositionUnknown if nothing is published there, ManifestError if the manifest there cannot be
+        read.
+        """
         found = self.standing(position)
         return found.entry.trained, found.at.step
 
@@ -303,7 +337,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """The base at a position, or the longest delta that ends there.
+        """Return the base at a position, or else the longest delta that ends there.
 
         Raises:
             PositionUnknown: there is neither.
@@ -324,7 +358,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
 @contextmanager
 def _hinted() -> Iterator[None]:
-    """Give CheckpointErrors of the block a log's hint: the reader takes a delta for a checkpoint."""
+    """Give each CheckpointError of the block the hint to publish a new base, unless it has a hint of its own.
+
+    The readers of deltas would hint at the trainer's checkpoints.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -333,10 +370,11 @@ def _hinted() -> Iterator[None]:
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
-    """Verify the checksums of a delta's tensors, or only of the tensors of variables `only` (which are not
-    packed).
+    """Read the tensors of a delta and verify their checksums; only those of variables named in `only`, if
+    given.
 
-    CorruptFile if one differs.
+    With `only` the delta must not be packed. Raises CorruptFile if a checksum differs, another
+    CheckpointError if a tensor cannot be read.
     """
     from exporter.checkpoint.tensor_bundle import check_tensor
 
@@ -348,7 +386,8 @@ def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) ->
 
 
 def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
-    """Raise CorruptFile unless a bundle's index and the manifest beside it list the same tensors.
+    """Raise CorruptFile unless a bundle's index (its catalog) and the manifest beside it list the same
+    tensors.
 
     No value is read.
     """
@@ -363,11 +402,11 @@ def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
 
 
 def read_log(model: Path) -> DeltaLog:
-    """The log of the newest version under a model base path.
+    """Read the log of the newest version under a model base path: its bases, and its deltas by their names.
 
     Raises:
         NotUpdatable: nothing is published, or the newest version takes no deltas.
-        ManifestError: its manifest cannot be read.
+        ManifestError: its manifest cannot be read, or a directory cannot be listed.
     """
     return log_of(model, version_dirs(model))
 
@@ -386,7 +425,7 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
 
 
 def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]:
-    """The logs of which a base is among a model's versions, newest first.
+    """Return the logs of which a base is among a model's versions, that of the newest version first.
 
     Versions are as `version_dirs` lists them; those that take no deltas, or cannot be read, are skipped.
     """
@@ -401,10 +440,14 @@ def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]
 
 
 def log_path(model: Path, log: int) -> Path:
-    """The directory of a log's deltas."""
+    """The directory of the deltas of a log, which is given by the position of its first base."""
     return model / DELTAS_DIRECTORY / log_name(log)
 
 
 def list_deltas(log: Path) -> tuple[LogDelta, ...]:
-    """The deltas in a log's directory, by their names; other names are skipped."""
+    """Return the deltas in a log's directory, by their names, sorted by start and end; other names are
+    skipped.
+
+    Empty if there is no such directory; ManifestError if it cannot be listed.
+    """
     return tuple(LogDelta(log, start, end) for _, start, end in delta_names(log))

@@ -48,9 +48,11 @@ class Publication(Struct, frozen=True):
         hint: str = "",
         **more: Any,
     ) -> Publication:
-        """A publication in a log; `step` and `trained` describe the values at the end of the span.
+        """A publication in a log; `step` (None: unknown) and `trained` describe the values at the end of the
+        span.
 
-        `more` are further fields of its entry.
+        `made` is the operation that makes the delta, `packing` and `hint` are as in the class, and `more` are
+        further fields of its `DeltaEntry`, by name.
         """
         schema = log.schema.digest
         entry = DeltaEntry(log=log.number, schema=schema, made=made, rows=0, trained=trained, **more)
@@ -58,7 +60,7 @@ class Publication(Struct, frozen=True):
 
 
 def header_of(log: DeltaLog, what: Publication) -> DeltaHeader:
-    """The header in the delta's files."""
+    """The header in the files of a delta that is to be published in `log`; an unknown step is 0 there."""
     span = what.span
     return DeltaHeader(
         log.lineage,
@@ -81,14 +83,16 @@ def publish_changes(
     under_lock: UnderLock = TAKING_THE_LOCK,
     check: Callable[[Catalog], object] | None = None,
 ) -> PublishedDelta:
-    """Write `changes` as the delta at `what.span` of `log`, and publish it.
+    """Write `changes`, by variable name, as the delta at `what.span` of `log`, and publish it.
 
-    `check` gets the written delta's catalog before it is published. `last` and `under_lock`: see
-    `publish_delta`.
+    `check` gets the written delta's catalog before it is published; its errors are raised as they are. `last`
+    and `under_lock`: see `publish_delta`.
 
     Raises:
         NotFinite: the log's model would refuse it; nothing was published.
-        PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
+        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta`; nothing was
+            published.
+        TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
     require_finite(log, changes, what.span, what.hint)
     with writing(staging.path):
@@ -107,12 +111,16 @@ def publish_written(
     last: int | None,
     under_lock: UnderLock,
 ) -> PublishedDelta:
-    """Publish the staged delta, which holds `rows` rows and has `header_of` as its header.
+    """Publish the staged delta, which holds `rows` rows of all tables together and has `header_of` as its
+    header.
 
-    If the log's model wants finite values, the caller has checked them (`exporter.publish.finite`).
+    `last` and `under_lock`: see `publish_delta`. If the log's model wants finite values, the caller has
+    checked them (`exporter.publish.finite`).
 
     Raises:
-        PositionMoved, TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
+        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta`; nothing was
+            published.
+        TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
     span, entry = what.span, what.entry
     draft = ManifestDraft(

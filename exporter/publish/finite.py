@@ -30,10 +30,12 @@ _WHOLE = np.zeros(1, np.int64)
 
 
 def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str) -> None:
-    """Refuse changes that the log's model refuses.
+    """Refuse changes, by variable name, that the log's model refuses; it may accept any values.
+
+    `span` and `hint` are for the error: the delta that would be published, and the advice.
 
     Raises:
-        NotFinite: the model wants finite values, and a change holds another.
+        NotFinite: the model wants finite values, and a change holds NaN or infinity.
     """
     if log.base.entry.updates.finite:
         for name, rows in _not_finite(log, changes):
@@ -63,12 +65,14 @@ def require_base_finite(catalog: Catalog) -> None:
 
 
 def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hint: str = "") -> None:
-    """Refuse a merged delta that the log's model would refuse; checked deltas are read only after unchecked
-    ones.
+    """Refuse a merger of the deltas in `run` (oldest first) that the log's model would refuse.
+
+    `span` and `hint` are for the error: the merger's span, and the advice. Checked deltas are read only after
+    unchecked ones.
 
     Raises:
         NotFinite: the newest value of something in the deltas is not finite, and the model wants that.
-        CheckpointError: a delta is damaged.
+        CheckpointError, VerificationError: a delta is damaged, or its manifest cannot be read.
     """
     if log.base.entry.updates.finite:
         for name, rows in lasting(log, run).items():
@@ -76,12 +80,14 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 
 
 def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
-    """Return the numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable.
+    """Return the numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable
+    name.
 
-    `run` is oldest first. The number of a variable that is not a table is 0.
+    `run` is oldest first. The number of a variable that is not a table is 0. Variables without such rows are
+    left out.
 
     Raises:
-        CheckpointError: a delta is damaged.
+        CheckpointError, VerificationError: a delta is damaged, or its manifest cannot be read.
     """
     left: dict[str, Array] = {}
     for delta in run:
@@ -100,7 +106,11 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
 
 
 def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
-    """The deltas that were not checked and that no checked delta spans."""
+    """Return the deltas, in the given order, that were not checked for finite values and that no checked one
+    spans.
+
+    ManifestError if a manifest cannot be read.
+    """
     checked = [delta for delta in deltas if delta.entry.finite]
     others = (delta for delta in deltas if not delta.entry.finite)
     return tuple(
@@ -109,19 +119,20 @@ def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
 
 
 def refused(log: DeltaLog, delta: LogDelta) -> bool:
-    """True if the log's model refuses a delta for its values; a checked one is not read.
+    """True if the log's model refuses a delta because of NaN or infinity; a delta marked as checked is not
+    read.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError, VerificationError: it is damaged, or its manifest cannot be read.
     """
     wanted = log.base.entry.updates.finite and not delta.entry.finite
     return wanted and any(True for _ in _not_finite(log, log.open(delta).changes))
 
 
 def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[str, Array]]:
-    """Yield each variable with a NaN or infinite value, and the numbers of its rows with one.
+    """Yield each variable with a NaN or infinite value: its name, and the numbers of its rows with one.
 
-    The number of a variable that is not a table is 0.
+    The number of a variable that is not a table is 0. Variables that are not floating-point are skipped.
     """
     for variable in log.schema.variables:
         change = changes.get(variable.name)
@@ -137,7 +148,10 @@ def _not_finite(log: DeltaLog, changes: Mapping[str, Change]) -> Iterator[tuple[
 
 
 def _places(values: RowValues) -> Array:
-    """The indices of rows [n, ...] that hold NaN or infinity; a bounded number of rows is read at a time."""
+    """The indices (int64, ascending) of the rows of values [n, ...] that hold NaN or infinity.
+
+    A bounded number of rows is read at a time.
+    """
     found = [np.empty(0, np.int64)]
     for start in range(0, len(values), ROWS_AT_ONCE):
         piece = values[start : start + ROWS_AT_ONCE]
