@@ -219,8 +219,9 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def last(self) -> int:
-        """The greatest position in use in the model, by this log or another; ManifestError if one cannot be
-        listed.
+        """The greatest position in use in the model, by this log or another.
+
+        ManifestError if a directory of the model cannot be listed.
         """
         ends = [delta.end for delta in self.deltas]
         others = [*unread_positions(self.versions), *delta_positions(self.model, but=self.path)]
@@ -249,6 +250,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         Raises:
             ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
             CheckpointError: the delta's files are damaged, or not those of its name and manifest.
+            PositionError: the delta is of another log or schema.
         """
         from exporter.delta.delta_files import with_values
 

@@ -83,7 +83,11 @@ class HeldBy(Struct, frozen=True):
     def now(
         cls, position: int, why: str | None = "", *, canary: bool = False, values_of: int | None = None
     ) -> HeldBy:
-        """A hold set now by this process's user; a long reason is shortened."""
+        """A hold at `position` that is set now by this process's user; a long reason is shortened.
+
+        `canary`: it is a canary's. `values_of` is the position whose values a rollback brought back; None: no
+        rollback sets it.
+        """
         why = why or ""
         if len(why) > _LONGEST_REASON:
             why = f"{why[: _LONGEST_REASON - 3]}..."
@@ -92,7 +96,9 @@ class HeldBy(Struct, frozen=True):
 
     @property
     def origin(self) -> str:
-        """The author and time of the hold, as a phrase for people."""
+        """Who set the hold, where and when, as a phrase for people; it also tells that nothing of this is
+        recorded.
+        """
         where = f" in {self.url}" if self.url else ""
         if not self.who:
             return f"set{where or ' here'}, and nothing says by whom"
@@ -105,11 +111,15 @@ class HeldBy(Struct, frozen=True):
         return self.position if self.values_of is None else self.values_of
 
     def place(self, model: Path) -> str | Path:
-        """The URL or directory in which the hold can be changed: `model`, unless it was set in a store."""
+        """The model in which the hold can be changed: the store's URL if it was set there, else the path
+        `model`.
+        """
         return self.url or model
 
     def lifting(self, model: Path) -> list[str]:
-        """The words of the command that lifts the hold in the place where it was set."""
+        """The words of the command that lifts the hold in the model where it was set: a store's, or else
+        `model`.
+        """
         return ["export-model", "resume", str(self.place(model)), *(["--lift-canary"] if self.canary else [])]
 
     @property
@@ -136,7 +146,9 @@ class Decided(Struct, frozen=True):
 
     @property
     def in_force(self) -> HeldBy | None:
-        """The lesser of the two holds, which servers get; None without a hold."""
+        """The hold that servers get: the one that reaches less far, of equal ones the store's; None without a
+        hold.
+        """
         if self.own is None or self.stored is None:
             return self.own or self.stored
         own, stored = ((by.reach, -by.position) for by in (self.own, self.stored))
@@ -148,7 +160,7 @@ class Decided(Struct, frozen=True):
         return self.stored if self.in_force is self.own else self.own
 
     def following(self, stored: HeldBy | None) -> Decided:
-        """The same with another hold of the store.
+        """Return these holds with another hold of the store; `stored` None: the store has none now.
 
         If a rollback of the store brings back values that the copy's canary has approved, the canary's hold
         moves to the rollback: it need not judge these values again.
@@ -162,7 +174,9 @@ class Decided(Struct, frozen=True):
 
 
 def this_user() -> str:
-    """The user and the machine of this process: `user@machine`."""
+    """The user and the machine of this process as `user@machine`, at most 200 characters; `uid N` without a
+    name.
+    """
     import getpass  # late: most commands read holds, and few set one
 
     try:
@@ -202,13 +216,15 @@ class Hold(Struct, frozen=True):
 
     @property
     def is_canary(self) -> bool:
-        """True if a canary's hold is in force."""
+        """True if a canary's hold is in force here; False also without a hold, or if it cannot be read."""
         held = self.for_servers()
         return held is not None and held.is_canary
 
     @property
     def by(self) -> HeldBy | None:
-        """The author, reason and time of the hold; None without a hold, or if they are not recorded."""
+        """Who set the hold, why and when, with its position; None without a hold, or if that is not
+        recorded.
+        """
         held = self.for_servers()
         return None if held is None else held.by
 
@@ -218,20 +234,21 @@ class Hold(Struct, frozen=True):
         return self.is_set and not self.is_canary
 
     def read(self) -> int | None:
-        """The position; None without a hold. ManifestError if it cannot be read."""
+        """Return the position in the file `hold`; None without a hold. ManifestError if it cannot be read."""
         return self._position(self.content())
 
     @property
     def position(self) -> int | None:
-        """The position; None without a hold, or with one that cannot be read."""
+        """The position of the hold; None without a hold, or with one that cannot be read."""
         with suppress(ManifestError):
             return self.read()
         return None
 
     def for_servers(self) -> HeldAt | None:
-        """The hold as servers read it, from one consistent reading; None without one.
+        """Return the hold as servers read it, with a number and a document that belong together; None without
+        one.
 
-        Position -1 if it cannot be read, as while a rollback is published: servers do not move then.
+        Its position is -1 if it cannot be read, as while a rollback is published: servers do not move then.
         """
         content, looks = self.content(), _LOOKS
         while True:
@@ -248,7 +265,9 @@ class Hold(Struct, frozen=True):
             content = again
 
     def decided(self) -> Decided:
-        """The directory's own hold and the store's; a hold without a recorded author counts as its own."""
+        """Return the directory's own hold and the store's, each None if not set; an unrecorded author counts
+        as own.
+        """
         content, said = self.content(), self._said()
         if content is None:
             return Decided()  # a document without a number says nothing
@@ -262,9 +281,9 @@ class Hold(Struct, frozen=True):
         return Decided(own, stored)
 
     def _said(self) -> HoldDocument | None:
-        """The document; None if there is none, or if it cannot be read.
+        """Return the content of `hold.json`; None if there is none, or if it cannot be read.
 
-        Of a document in a store only its own hold is used: anybody may have written it.
+        Of a document in a store only the store's own hold is used: anybody may have written the rest.
         """
         try:
             found = _document_in(read_regular(self._document, LONGEST_DOCUMENT))
@@ -281,7 +300,9 @@ class Hold(Struct, frozen=True):
         return self.directory / HOLD_DOCUMENT_FILE
 
     def approved(self) -> int | None:
-        """The position up to which a canary has approved the log; None if no canary's hold is in force."""
+        """Return the position up to which a canary has approved the log; None if no canary's hold is in
+        force.
+        """
         held = self.for_servers()
         return held.position if held is not None and held.is_canary else None
 
@@ -298,21 +319,34 @@ class Hold(Struct, frozen=True):
         return position
 
     def content(self) -> bytes | None:
-        """The file's bytes; b"" if it cannot be read, None without a hold."""
+        """Return the bytes of the file `hold`; b"" if it cannot be read, None without a hold."""
         try:
             return read_regular(self.path, LONGEST_HOLD)
         except OSError:
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
-        """Set the directory's own hold atomically: a canary's, or one that also binds publishers."""
+        """Set the directory's own hold atomically: a canary's, or one that also binds publishers; keep the
+        store's.
+
+        `why` is the reason that is recorded; None: none. Files are written beside the staged bundle first.
+        The caller has the model's lock.
+
+        Raises:
+            TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
+        """
         own = HeldBy.now(position, why, canary=canary)
         self.set(Decided(own, self.decided().stored), staging)
 
     def set(self, decided: Decided, staging: Staging, content: bytes | None = None) -> None:
-        """Write both holds atomically; without any, remove the files.
+        """Write both holds, the directory's own and the store's, atomically; without any, remove the hold's
+        files.
 
-        If the store's number cannot be read, its bytes (`content`) are written in place of a position.
+        If the store's number cannot be read, its bytes (`content`) are written in place of a position. The
+        caller has the model's lock.
+
+        Raises:
+            TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
         """
         by = decided.in_force
         if by is None and content is None:
@@ -326,11 +360,18 @@ class Hold(Struct, frozen=True):
             self._replace(number)
 
     def announce(self, by: HeldBy, staging: Staging) -> None:
-        """Write `hold.json` before the `hold` file; until that follows, the previous hold is in force."""
+        """Write `hold.json` before the `hold` file; until that follows, the previous hold is in force.
+
+        `by` becomes the directory's own hold; the store's is kept. OSError, or PublishError and its
+        subclasses, if it cannot be written.
+        """
         self.announce_both(Decided(by, self.decided().stored), staging)
 
     def announce_both(self, decided: Decided, staging: Staging) -> None:
-        """Write `hold.json` for both holds, as `announce`; nothing if there is none."""
+        """Write `hold.json` for both holds, as `announce`; without any, only make the directory.
+
+        OSError, or PublishError and its subclasses, if it cannot be written.
+        """
         by = decided.in_force
         make_directories(self.directory)
         if by is None:
@@ -340,8 +381,13 @@ class Hold(Struct, frozen=True):
         sync(self.directory)
 
     def lift(self, staging: Staging | None = None) -> None:
-        """Remove the directory's own hold; the store's hold is in force then, if there is one and a
-        `staging`.
+        """Remove the directory's own hold; the store's hold is in force then, if there is one.
+
+        Without a `staging`, in which files are prepared, the store's hold is removed, too. The caller has the
+        model's lock.
+
+        Raises:
+            TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
         """
         stored = self.decided().stored
         if stored is None or staging is None:
@@ -350,7 +396,9 @@ class Hold(Struct, frozen=True):
             self.set(Decided(None, stored), staging)
 
     def _remove(self) -> None:
-        """Remove the hold's files, the number first."""
+        """Remove the files `hold` and `hold.json`, in this order, if they exist; PublishError or a subclass
+        if they stay.
+        """
         with writing(self.path):
             self.path.unlink(missing_ok=True)
             self._document.unlink(missing_ok=True)
@@ -359,10 +407,12 @@ class Hold(Struct, frozen=True):
 
     @contextmanager
     def put_back_on_failure(self, staging: Staging) -> Iterator[None]:
-        """Restore the hold if the block fails; its files are written before, as disk space may run out.
+        """Restore the hold if the block fails, and raise its error; before it, keep a copy of the hold in
+        staging.
 
-        A hold that cannot be restored stays as the block left it: it binds more than the previous one. A link
-        that points at a published file stays, too: the delta for which it was made is published.
+        The copy is written before the block, as disk space may run out: PublishError or a subclass if it
+        cannot be. A hold that cannot be restored stays as the block left it: it binds more than the previous
+        one. A link that points at a published file stays, too: the delta for which it was made is published.
         """
         content, document = self.content(), self._said()
         before = None if content is None else _written(staging, content)
@@ -378,10 +428,12 @@ class Hold(Struct, frozen=True):
             raise
 
     def promise(self, name: str, prepared: Path, staging: Staging) -> None:
-        """Make the hold a symbolic link into the delta `name`, which is about to appear beside it.
+        """Make the hold a symbolic link to the hold file in the delta `name`, which is about to appear beside
+        it.
 
         Until the delta appears the hold cannot be read, and no server moves; from then on the delta's file
-        counts. On a file system without links the `prepared` file becomes the hold at once.
+        counts. On a file system without links the file `prepared` (see `prepare`) becomes the hold at once.
+        OSError, or PublishError and its subclasses, if the hold cannot be replaced.
         """
         link = _free_name(staging)
         try:
@@ -391,16 +443,25 @@ class Hold(Struct, frozen=True):
         self._replace(link)
 
     def settle(self, prepared: Path) -> None:
-        """Replace a link, or a canary's hold, by the `prepared` file; a failure is ignored."""
+        """Rename the `prepared` file (see `prepare`) over the hold, a link or a canary's; a failure is
+        ignored.
+        """
         with suppress(OSError, PublishError):  # the link has the same content, or the file is there already
             self._replace(prepared)
 
     def prepare(self, position: int, staging: Staging) -> Path:
-        """Write a file with a position that can become the hold later; return its path."""
+        """Write a file with a position, beside the staged bundle, that can become the hold later; return its
+        path.
+
+        It is removed with the staging unless it becomes a hold. PublishError or a subclass if it cannot be
+        written.
+        """
         return _written(staging, f"{position}\n".encode("ascii"))
 
     def sweep(self) -> None:
-        """Remove temporary files that earlier releases left behind when they were killed."""
+        """Remove temporary files of holds that earlier releases left behind when they were killed; errors are
+        ignored.
+        """
         with suppress(OSError), os.scandir(self.directory) as found:
             left = [entry.path for entry in found if _LEFT_OVER.fullmatch(entry.name)]
             for path in left:
@@ -414,9 +475,11 @@ class Hold(Struct, frozen=True):
 def as_set_there(
     decided: Decided, url: str, number: bytes | None, document: bytes | None
 ) -> dict[str, bytes]:
-    """The files of a hold, by name, for the store at `url`, whose `number` and `document` are there now.
+    """Return the files of a hold, content by name, as a push writes them into the store at `url`.
 
-    A hold that came from that store, or is the same as the one there, keeps the bytes there; so does no hold.
+    `number` and `document` are the store's files `hold` and `hold.json` now; None if missing. If the hold in
+    force came from that store, equals the one there, or does not exist, these bytes are returned (missing and
+    empty ones are left out). Else the files state the hold as set in the store itself, and not by a rollback.
     """
     there = {
         name: content for name, content in ((HOLD_FILE, number), (HOLD_DOCUMENT_FILE, document)) if content
@@ -431,7 +494,11 @@ def as_set_there(
 
 
 def hold_in(number: bytes | None, document: bytes | None) -> HeldAt | None:
-    """The hold in the bytes of the two files; None without a number, position -1 if that cannot be read."""
+    """Return the hold in the bytes of `hold` (its number) and `hold.json`; a missing or damaged document is
+    ignored.
+
+    None without a number; its position is -1 if the number cannot be read.
+    """
     if number is None:
         return None
     if position_in(number) is None:
@@ -448,7 +515,11 @@ def _document_in(content: bytes) -> HoldDocument:
 
 
 def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
-    """The hold of a number, which has a position, and of the document beside it (or None)."""
+    """Return the hold of a number's bytes, which must have a position, and of the document beside it (or
+    None).
+
+    The document counts only if one of its holds is at that position.
+    """
     position = position_in(number)
     assert position is not None
     told = () if said is None else (_of(said), said.instead_of)
@@ -466,7 +537,9 @@ def _of(said: HoldDocument) -> HeldBy:
 
 
 def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
-    """The hold of a number without a document, dated by its file."""
+    """Return the hold of a number without a document: no author, and the time of its file (1970 if that is
+    gone).
+    """
     try:
         since = path.lstat().st_mtime
     except OSError:
@@ -485,7 +558,11 @@ _encoded = msgspec.json.encode
 
 
 def _written(staging: Staging, content: bytes) -> Path:
-    """Write a file beside the staged bundle; it is removed with the staging unless it becomes a hold."""
+    """Write a file beside the staged bundle, durably, and return its path; PublishError or a subclass if it
+    fails.
+
+    It is removed with the staging unless it is renamed to a hold.
+    """
     path = _free_name(staging)
     write_durably(path, content)
     return path

@@ -36,7 +36,9 @@ class Level(StrEnum):
 
     @property
     def on_page(self) -> str:
-        """Its name on the agent's page and in `/status.json`, which alerts read: `wrong` is `bad` there."""
+        """The level's name on the agent's page and in `/status.json`, which alerts read: `wrong` is `bad`
+        there.
+        """
         return "bad" if self is Level.WRONG else self.value
 
 
@@ -165,7 +167,10 @@ class Lag(Struct, frozen=True):
 
 
 def lag(model: Model, served: Served) -> Lag:
-    """Compare a served version with its log up to the hold, or to the end."""
+    """Return how far a served version is behind the publications of its log, up to the hold or to the end.
+
+    An empty `Lag` if the version takes no deltas, or no base of its log exists.
+    """
     log, position = model.logs.get(served.lineage), served.position
     if log is None or position is None:
         return Lag()
@@ -181,12 +186,16 @@ def lag(model: Model, served: Served) -> Lag:
 
 
 def seconds_since(time: datetime | None, now: datetime) -> float:
-    """Seconds since a time, 0 if it is unknown; never negative, even if the clocks of two machines differ."""
+    """Seconds from `time` to `now`; 0 if `time` is None, or later because the clocks of two machines
+    differ.
+    """
     return 0.0 if time is None else max(0.0, (now - time).total_seconds())
 
 
 def superseded_since(model: Model, served: Served) -> datetime | None:
-    """The time at which the newest log began, if a server needs it to be fresh; None if it does not."""
+    """The time at which the newest log began, if a server must load a version of it to be fresh; else
+    None.
+    """
     newest = model.newest_log
     if newest is None or served.lineage == newest.lineage:
         return None
@@ -245,10 +254,11 @@ class Release(Protocol):
 def code_of(
     served: Distance, model: Release, limits: Limits, error: str, *, is_loading: bool
 ) -> tuple[Code, str]:
-    """The state of a server by the version that answers its requests, and why; "" if the code says it all.
+    """Return the state of a server by the version that answers its requests, and why; "" if the code says it
+    all.
 
-    `error` is the failure of its last update, empty without one. `is_loading`: another version is about to be
-    available.
+    `served` is that version, `model` the published model. `error` is the failure of its last update, empty
+    without one. `is_loading`: another version is about to be available.
     """
     is_of_log = served.position is not None and served.behind_deltas is not None
     at = served.position if served.position is not None else served.number
@@ -271,7 +281,10 @@ def code_of(
 
 
 def _code_without_log(served: Distance, model: Release, *, is_loading: bool) -> tuple[Code, str]:
-    """The state of a server whose version is not of a published log, and why."""
+    """Return the state of a server whose version is not of a published log, and the reason in words.
+
+    `is_loading`: another version is about to be available.
+    """
     is_newer = model.newest_version is not None and model.newest_version > served.number
     if is_newer and model.position is None:  # no version takes deltas: the server loads each by itself
         code = Code.UPDATING if is_loading else Code.LATE
@@ -300,17 +313,22 @@ class Habit(Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Model) -> Habit:
-        """The habit of a model's publisher; both None if the model cannot be read."""
+        """The time of a model's newest publication and its longest usual pause; both None if it cannot be
+        read.
+
+        The pause alone is None after too few publications: see `longest_silence_s`.
+        """
         times = model.times
         return cls(max(times, default=None), longest_silence_s(times))
 
     def silence(
         self, now: datetime, expected_s: float | None = None, in_store: datetime | None = None
     ) -> Silence:
-        """The silence of the publisher at `now`, measured against `expected_s`, or against its habit without
-        that.
+        """Return the seconds since the newest publication at `now`, and the limit: `expected_s`, or else the
+        habit's.
 
-        `in_store` is when the newest publication in the store was made, if this is a copy.
+        `in_store` is when the newest publication in the store was made, if this is a copy; the later one
+        counts. The seconds are None if neither is known.
         """
         newest = max(filter(None, (self.newest, in_store)), default=None)
         seconds = None if newest is None else seconds_since(newest, now)
@@ -320,7 +338,12 @@ class Habit(Struct, frozen=True):
 def silent(
     model: str | Path, found: Silence, *, is_learned: bool = True, takes_deltas: bool = True
 ) -> Finding:
-    """The finding that a publisher is silent for too long."""
+    """Return the finding that the publisher of `model` (a path or URL) is silent for too long, as `found`
+    says.
+
+    `is_learned`: the limit is its own habit, not a configured one. `takes_deltas`: the model does, for the
+    command that the finding proposes.
+    """
     seconds, longest = found.seconds or 0.0, found.longest_s or 0.0
     usual = "it is usually quicker than" if is_learned else "it is expected at least every"
     return Finding(
@@ -332,7 +355,9 @@ def silent(
 
 
 def two_publishers(place: str | Path, machines: Sequence[str]) -> Finding:
-    """The finding that several machines publish one model in turn."""
+    """Return the finding that several machines publish one model in turn; `place` is the model's path or
+    URL.
+    """
     return Finding(
         Code.TWO_PUBLISHERS,
         f"{' and '.join(machines)} publish this model in turn",
@@ -342,12 +367,15 @@ def two_publishers(place: str | Path, machines: Sequence[str]) -> Finding:
 
 
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:
-    """The findings about servers of a model; a server that has lacked something only briefly is a warning."""
+    """Return the findings about servers of a model, server by server; a server with nothing wrong has none.
+
+    A server that has lacked something for less than `limits.late_s` is a warning. `now` has a time zone.
+    """
     return [finding for server in servers for finding in _of_server(model, server, now, limits)]
 
 
 def command(*words: str | Path) -> str:
-    """A command line to paste into a shell."""
+    """The words as one command line, quoted where needed, to paste into a shell."""
     return " ".join(map(quoted, words))
 
 
@@ -382,7 +410,11 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def _to_start(model: Model, server: Server, cause: str) -> str:
-    """The command for a server that does not answer: on this machine it starts one, else it examines."""
+    """The command for a server that does not answer: on this machine one that starts it, else one that
+    examines.
+
+    `cause` is the error of the call: if a host's name was not resolved, the command looks that up.
+    """
     host, _, port = server.address.rpartition(":")
     if "resolv" in cause or "lookup" in cause:
         return command("getent", "hosts", host)
@@ -394,7 +426,11 @@ def _to_start(model: Model, server: Server, cause: str) -> str:
 def _not_loaded(
     model: Model, server: Server, answer: Served | None, now: datetime, limits: Limits
 ) -> Finding:
-    """The finding for a server that does not serve the newest version; it may be about to."""
+    """Return the finding for a server whose newest version (`answer`; None: unknown there) is not available.
+
+    It is a warning while the server serves another version, reports no failure, and the newest one is younger
+    than `limits.late_s`; else wrong.
+    """
     newest = newest_of(model.versions)
     assert newest is not None
     serves = [str(each.number) for each in server.versions if each.is_available]
@@ -436,7 +472,9 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
 
 
 def _age(published: Path, now: datetime) -> float:
-    """Seconds since a version was published; 0 if its manifest cannot be read."""
+    """Seconds from the publication of the version in directory `published` to `now`; 0 if its manifest is
+    unreadable.
+    """
     try:
         return seconds_since(read_head(published).created, now)
     except ManifestError:
@@ -452,7 +490,10 @@ _TIMES, _SHORTEST_S = 3.0, 60.0
 
 
 def longest_silence_s(times: Iterable[datetime]) -> float | None:
-    """The seconds without a publication from which a publisher is unusually silent; None with too few.
+    """Return the seconds without a publication after which a publisher is unusually silent, by its
+    publications.
+
+    `times` are those of its publications, in any order; None if there are too few (less than nine).
 
     One day's pause of training is not a habit, and neither are a few quick publications after a start: the
     longest few of the last intervals do not count.

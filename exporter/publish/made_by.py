@@ -39,7 +39,11 @@ class _Kept(Struct, frozen=True):
 
 
 def _place(model: str | Path) -> Path:
-    """The file with the arguments of a model's export, by the model's path or URL."""
+    """The path of the file with the arguments of a model's export, by the model's path or URL; it need not
+    exist.
+
+    RuntimeError if the user's home directory is needed, and not known.
+    """
     url = Url.parse(shown(os.fspath(model)))
     if url is None:
         return Path(model) / MADE_BY_FILE
@@ -49,7 +53,9 @@ def _place(model: str | Path) -> Path:
 
 
 def _kept(model: str | Path) -> _Kept | None:
-    """The arguments that an export of this user kept; None if there are none, or they cannot be read."""
+    """Return the arguments that an export of this user kept; None if there are none, or they cannot be
+    read.
+    """
     place = _place(model)
     with suppress(OSError, RuntimeError, msgspec.DecodeError):
         if place.lstat().st_uid != os.getuid():
@@ -59,10 +65,11 @@ def _kept(model: str | Path) -> _Kept | None:
 
 
 def keep_command(request: ExportRequest) -> None:
-    """Keep an export's arguments beside its model; remove kept ones if `--model` was not a name that can be
-    typed.
+    """Keep an export's arguments and the current directory in a file, beside its model or, for a URL, in user
+    state.
 
-    The file is only for people, so that a failure to write it is ignored.
+    If `--model` was not a name that can be typed, or a name is not UTF-8, a kept file is removed instead. The
+    file is only for people, so that a failure to write it is ignored.
     """
     with suppress(OSError, RuntimeError):
         place = _place(request.out)
@@ -91,10 +98,11 @@ def _arguments(request: ExportRequest) -> Iterator[str]:
 
 
 def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | None = None) -> str:
-    """The command that publishes a new base of a model, by its path or URL.
+    """Return the command line that publishes a new base of a model, which is given by its path or URL.
 
     Without kept arguments it is made from the manifest of the newest version, read in `model`, or in
-    `manifests`, a copy of it. `ckpt_dir` is the trainer's directory; None takes it from the manifest.
+    `manifests`, a copy of it; words in capitals stand for what is not known. `ckpt_dir` is the trainer's
+    directory; None takes it from the manifest.
     """
     if again := export_kept_of(model):
         return again
@@ -116,21 +124,29 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
 
 
 def export_kept_of(model: str | Path) -> str:
-    """The command for a new base with the arguments that an export of this user kept; empty without them."""
+    """The command for a new base of a model (a path or URL), with the arguments that an export of this user
+    kept.
+
+    Empty without kept arguments.
+    """
     return _again(model, "--new-base", "always", "--again")
 
 
 def look_at_trainer(model: str | Path, *, takes_deltas: bool = True) -> str:
-    """The command that tells how far the trainer has written, and what an export would publish.
+    """The command that tells how far the trainer has written, and what an export would publish, without
+    publishing.
 
-    The doctor of the model, if this user has not exported it.
+    It is the doctor of the model (a path or URL) if this user has not exported it. `takes_deltas`: the export
+    would publish a delta.
     """
     again = _again(model, *(["--incr"] if takes_deltas else []), "--dry-run")
     return again or f"export-model doctor {quoted(model)}"
 
 
 def _again(model: str | Path, *options: str) -> str:
-    """The export with these options and the arguments that this user's export kept; empty without them."""
+    """The command line of this user's kept export of a model, with further `options`; empty if none was
+    kept.
+    """
     kept = _kept(model)
     if kept is None:
         return ""
