@@ -238,7 +238,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         newest).
 
         Empty if it is there already. Raises DeltaGap if the deltas do not reach it, StaleDelta if `target` is
-        before `start`.
+        before `start`, ManifestError if the manifest of a delta that could be next cannot be read.
         """
         return plan_chain(self.deltas, start, target)
 

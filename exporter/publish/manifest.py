@@ -96,7 +96,7 @@ class BaseEntry(
     def of(
         cls, log: int, schema: Schema, mapping_spec: MappingSpec, trained: TrainerVersion, updates: Updates
     ) -> BaseEntry:
-        """The entry of a base that begins a log."""
+        """The entry of a base that begins the log with the number `log`, which is the base's position."""
         return cls(log, trained, schema.to_json(), mapping_spec, updates)
 
     @cached_property
@@ -109,11 +109,18 @@ class BaseEntry(
 
     @cached_property
     def mapping_spec(self) -> MappingSpec:
-        """The recipe by which the next delta is made from a checkpoint, whatever release wrote it."""
+        """The recipe by which the next delta is made from a checkpoint, completed where an earlier release
+        wrote it.
+
+        DocumentError if the entry's rows are not a schema.
+        """
         return resolved(self.recipe, self.schema)
 
     def check_updates(self, given: Updates | None) -> None:
-        """Raise SchemaChanged if a later command line gives update options that differ from the base's."""
+        """Raise SchemaChanged if a later command line gives update options that differ from the base's.
+
+        None, or only default values, are always accepted.
+        """
         if given is None or given == Updates():
             return
         was, now = asdict(self.updates), asdict(given)
@@ -130,12 +137,15 @@ class BaseEntry(
 
 
 def _as_typed(value: object) -> str:
-    """An option's value in words: "given" or "not given" for a flag."""
+    """An option's value as text; for a flag "given" or "not given"."""
     return {True: "given", False: "not given"}[value] if isinstance(value, bool) else str(value)
 
 
 def _always_written(default: Any) -> Any:
-    """A default that is written although `omit_defaults` is set: older releases require the field."""
+    """A msgspec field with a default value that is written although `omit_defaults` is set.
+
+    Older releases require such fields.
+    """
     # `omit_defaults` omits plain defaults only, never values of a factory.
     return field(default_factory=lambda: default)
 
@@ -185,7 +195,7 @@ class TensorEntry(Struct, frozen=True, rename={"bytes_": "bytes"}):
 
     @classmethod
     def of(cls, ref: TensorRef) -> TensorEntry:
-        """The entry of a tensor in a published bundle's catalog."""
+        """The manifest's entry for a tensor in a published bundle's catalog."""
         crcs = tuple(f"{part.crc32c:08x}" for part in ref.extents)
         return cls(ref.name, ref.dtype.label, ref.shape, ref.bytes_, crcs)
 
@@ -203,17 +213,22 @@ class LinkedFile(Struct, frozen=True):
 
     @classmethod
     def of(cls, found: os.stat_result) -> LinkedFile:
-        """The record of a file by its status."""
+        """The record of a file, by its status as `stat` returns it."""
         return cls(found.st_ino & _INODE_BITS, found.st_nlink, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_written(self, found: os.stat_result) -> bool:
-        """True if the file was written since, by its modification time; False for a copy, which is another
-        file.
+        """True if the file with status `found` is the recorded one, and has another modification time than
+        then.
+
+        False for a copy, which is another file.
         """
         return found.st_ino & _INODE_BITS == self.inode and found.st_mtime_ns != self.mtime_ns
 
     def may_be_written(self, found: os.stat_result) -> bool:
-        """True as `is_written`; also if the file changed without losing or getting a link."""
+        """True as `is_written`; also if the recorded file's inode changed without losing or getting a link.
+
+        `found` is the status of the file now.
+        """
         # Trainers prune, and several versions link one shard: both change `ctime`, and no byte. Otherwise it
         # may be a write after which the time was set back, as `rsync -t` does.
         now = LinkedFile.of(found)
@@ -233,11 +248,11 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
     linked: Annotated[LinkedFile | None, doc("its status when published, if it is a trainer's, too")] = None
 
     def is_written(self, directory: Path, *, for_sure: bool = True) -> bool:
-        """True if the trainer has a link to this file, and wrote to it since it was published in this
-        directory.
+        """True if the trainer has a link to this file of a published directory, and wrote to it since it was
+        published.
 
         Judged by its size and times, which a program may set; with `for_sure` false, also True if it may have
-        been.
+        been. False if the file cannot be looked at.
         """
         if self.linked is None:
             return False
@@ -267,7 +282,9 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, prefix: Path, digest: str | None = None) -> Origin:
-        """The origin named by a checkpoint prefix."""
+        """The origin for the path prefix of a checkpoint; `digest` tells it from others of that name (None: a
+        delta's).
+        """
         directory = os.fsencode(prefix.absolute().parent.name)
         return cls(directory.decode(errors="backslashreplace"), prefix.name, digest)  # it need not be UTF-8
 
@@ -359,7 +376,9 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     def complete(
         self, *, position: int, created: datetime, files: tuple[FileEntry, ...], publisher: str | None = None
     ) -> Manifest:
-        """The manifest to publish."""
+        """Return the manifest to publish: this draft with the given fields; `publisher` is `user@machine` or
+        None.
+        """
         return Manifest(**asdict(self), position=position, created=created, files=files, publisher=publisher)
 
 
@@ -381,7 +400,11 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
         return sum(file.bytes_ for file in self.files)
 
     def overwritten(self, version: Path) -> list[Path]:
-        """The files of a version that the trainer has a link to and wrote to since, judged by their times."""
+        """Return the paths of the files in the directory `version` that the trainer also links and wrote to
+        since.
+
+        They are judged by their sizes and times.
+        """
         return [version / file.path for file in self.files if file.is_written(version)]
 
     @property
@@ -391,9 +414,11 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
 
     @property
     def state_id(self) -> str:
-        """An id of the values at its position, which differs if other values were published there before.
+        """An id (32 hex digits) of the values at the manifest's position, by their checksums and publication
+        time.
 
-        A merger of deltas, or of a base and deltas, has the id of the delta whose values it has.
+        So it differs if other values were published there before. A merger of deltas, or of a base and
+        deltas, has the id of the delta whose values it has.
         """
         if self.incremental is not None and self.incremental.state is not None:
             return self.incremental.state
@@ -425,7 +450,9 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
 
     @property
     def log(self) -> int | None:
-        """The log of a base that takes deltas, or of a delta; None for a version that takes none."""
+        """The position with which the log of a base or delta began;
+        None for a version that takes no deltas.
+        """
         return None if self.incremental is None else self.incremental.log
 
 
@@ -478,7 +505,9 @@ Document: TypeAlias = VersionDocument | DeltaDocument
 
 
 def overwritten_notes(manifest: Manifest, version: Path) -> tuple[str, ...]:
-    """A warning if the trainer wrote into files of a published version, in a tuple; () if it did not."""
+    """A warning, in a tuple, if the trainer wrote into files of the published version in a directory; else
+    ().
+    """
     written = manifest.overwritten(version)
     if not written:
         return ()
@@ -490,18 +519,22 @@ OVERWRITTEN = "was written to after it was published: it is a hard link to a fil
 
 
 def tensor_entries(catalog: Catalog) -> tuple[TensorEntry, ...]:
-    """The entries of a bundle's tensors, by name."""
+    """The manifest's entries for all tensors of a bundle's catalog, sorted by name."""
     return tuple(TensorEntry.of(catalog.tensors[name]) for name in sorted(catalog.tensors))
 
 
 def schema_digest(tensors: Iterable[TensorEntry]) -> str:
-    """Lower-case SHA-256 of the compact ASCII JSON of `[[name, dtype, shape], ...]`, sorted by name."""
+    """The digest of tensors' names, dtypes and shapes: lower-case SHA-256 of compact ASCII JSON, sorted by
+    name.
+
+    The JSON is `[[name, dtype, shape], ...]`.
+    """
     rows = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return hashlib.sha256(encode(rows)).hexdigest()
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest's text: one line for each field, tensor and file."""
+    """The text of `manifest.json` (ASCII): one line for each field, tensor and file."""
     return _text(_document(manifest)).decode()
 
 
@@ -517,9 +550,9 @@ def from_json(text: str | bytes) -> Manifest:
 
 
 def head_from_json(text: str | bytes) -> ManifestHead:
-    """The head of a manifest; its tensors and files, most of the work, are not parsed.
+    """Return the head of the manifest in `text`; its tensors and files, most of the work, are not parsed.
 
-    ManifestError if the head is damaged.
+    ManifestError if the head is damaged, or of another format version.
     """
     with _damage_named(text):
         head: ManifestHead = decode_head(text, ManifestHead, "manifest", end='"tensors": [')
@@ -565,7 +598,8 @@ def _text(document: Document) -> bytes:
 
 @cache
 def _head_fields(kind: type[Document]) -> tuple[tuple[str, bool], ...]:
-    """The fields before the long lists, in the order of their lines, and whether a document must have them.
+    """The names of a document's fields before the long lists, in their order, and whether each must be
+    written.
 
     They are in the order of their declaration, except that a delta's two positions are next to each other.
     """
@@ -639,5 +673,7 @@ def _created(text: str) -> datetime:
 
 
 def is_inside(path: str) -> bool:
-    """True if a manifest may list `path`: the name of a file below its directory, not the manifest itself."""
+    """True if a manifest may list `path`: a name of a file below its directory, other
+    than `manifest.json`.
+    """
     return not flaw_of(path) and path.partition("/")[0] != MANIFEST_FILE

@@ -22,8 +22,11 @@ _LONGEST_ID = 64
 def why_restored(record: MappedRecord) -> str:
     """The reason why a server that runs here, as this user, reads the tables into memory; "" if it maps them.
 
+    `record` is the manifest's, by which files are looked at where servers map them.
+
     Raises:
         ManifestError: the name of a table's file is not below the version.
+        CheckpointError: a file is a pointer of Git LFS.
     """
     if not record.tables:
         return "none of its tables can be mapped"
@@ -54,13 +57,15 @@ _STEP_BYTES = 128 << 10
 
 
 def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool]) -> int:
-    """Have the kernel read the tables of a version before servers ask for rows; return the bytes requested.
+    """Have the kernel read the tables in the directory `version` in advance; return the number of bytes
+    requested.
 
-    Ends early when `goes_on` returns False. At most half of the available memory is read: more would push out
-    what is being served.
+    `goes_on` is called before each step of 128 KiB; False ends it early. At most half of the available memory
+    is requested: more would push out what is being served.
 
     Raises:
         OSError, ManifestError: a file is missing, or its name is not below the version.
+        CheckpointError: a file is a pointer of Git LFS.
     """
     left, asked = (available_bytes() or 0) // 2, 0
     # Places first, as every lookup reads them; then tables from their end, where the hot rows are.
@@ -85,7 +90,7 @@ def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool])
 def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
     """The directory that servers map instead of `version`, which is a copy of it.
 
-    "" if `version` is that directory, or if the directory does not exist, so that nothing is mapped.
+    "" if `version` is that directory, or if one of the two does not exist, so that nothing is mapped.
     """
     try:
         is_own = Path(record.directory).samefile(version)
@@ -98,7 +103,7 @@ def tables_state(record: MappedRecord, version: Path) -> str:
     """The state of a version's tables: `mapped`, `mapped from ` DIRECTORY for a copy, or `restored: ` and
     why.
 
-    ManifestError if the name of a table's file is not below the version.
+    `version` is the directory that is looked at. ManifestError if the name of a table's file is not below it.
     """
     why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
     if why:
@@ -107,7 +112,11 @@ def tables_state(record: MappedRecord, version: Path) -> str:
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The kind of network file system that holds a path; "" if it is local, or mounts cannot be read."""
+    """The kind of network file system that holds a path, as `nfs4`; "" if it is local, or mounts cannot be
+    read.
+
+    `mounts` is the file with the mounted file systems.
+    """
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:

@@ -187,13 +187,15 @@ class Log(Struct, frozen=True, dict=True):
         return int(self.path.name)
 
     def up_to(self, position: int) -> Log:
-        """The log with another limit: for a call that names a position, to which the hold does not apply."""
+        """The log with `position` as its limit: for a call that names a position, to which the hold does not
+        apply.
+        """
         return replace(self, limit=position)
 
     def reach(self, position: int, *, without: Collection[Span] = ()) -> tuple[Span, ...]:
-        """Return the deltas that a state at `position` applies to get as far as the limit allows, in order.
+        """Return the deltas, in order, that bring a state at `position` as far as the log's limit allows.
 
-        There may be none. Those of `without` are not used.
+        Empty if none applies. Deltas in `without` are not used.
         """
         within = [span for span in self.beyond(position) if self._allows(span.end) and span not in without]
         return furthest(within, position)
@@ -204,15 +206,19 @@ class Log(Struct, frozen=True, dict=True):
         return [span for span in self.deltas if self._allows(span.end)]
 
     def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
-        """Return the deltas within the limit that apply to a state at `position`, but for those of `without`.
+        """Return the deltas within the log's limit that apply to a state at `position`, except those in
+        `without`.
 
-        They are ordered by their ends.
+        They are sorted by their ends.
         """
         beyond = (span for span in self.beyond(position) if self._allows(span.end))
         return [span for span in beyond if span.accepts(position) and span not in without]
 
     def beyond(self, position: int) -> Sequence[Span]:
-        """The deltas that end beyond a position, by their ends: usually few of the thousands there are."""
+        """Return the deltas that end beyond `position`, whatever the limit, sorted by their ends.
+
+        They are usually few of the thousands there are.
+        """
         return self._by_end[bisect_right(self._by_end, position, key=lambda span: span.end) :]
 
     @cached_property
@@ -243,12 +249,14 @@ class Log(Struct, frozen=True, dict=True):
         return len({span.end for span in self.beyond(self.released)})
 
     def created(self, spans: Iterable[Span]) -> list[datetime]:
-        """Return the publication times of these deltas, in their order; unknown ones are left out."""
+        """Return the times at which these deltas were published, in their order;
+        unknown ones are left out.
+        """
         found = (self.commits.get(span.end) for span in spans)
         return [commit.created for commit in found if commit is not None]
 
     def size(self, spans: Iterable[Span]) -> int:
-        """The total size of these deltas in bytes; a delta of unknown size counts as 0."""
+        """Return the total size of these deltas in bytes; a delta of unknown size counts as 0."""
         return sum(self.sizes.get(span, 0) for span in spans)
 
 
@@ -272,8 +280,11 @@ class _Known(Struct):
     publishers: dict[int, str] = field(default_factory=dict)
 
     def base(self, path: Path) -> LogBase | None:
-        """The base in a version's directory; None if it takes no deltas, or cannot be read (`doctor` reports
-        that).
+        """Return the base in a version's directory, read again only if its manifest is another file than
+        before.
+
+        None if the version takes no deltas, or cannot be read (`doctor` reports that). What was read is
+        remembered: bases, rollbacks, times, and errors about untrusted versions.
         """
         try:
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
@@ -299,12 +310,17 @@ class _Known(Struct):
         return base
 
     def bases_of(self, lineage: str) -> list[LogBase]:
-        """The bases of a log that are there."""
+        """Return the remembered bases of the log with an id, in the order in which they were read."""
         found = (base for _, base in self.bases.values() if base is not None)
         return [base for base in found if base.manifest.lineage == lineage]
 
     def log(self, base: LogBase, hold: HeldAt | None, listed: Sequence[LogDelta]) -> Log:
-        """The log of its newest base, with the deltas in it that can be read."""
+        """Return the log that `base`, its newest base, belongs to, with those of the `listed` deltas that can
+        be read.
+
+        `hold` is the log's, or None. Deltas are read once and remembered; after an untrusted delta there are
+        none.
+        """
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
         known, found, bases = self.deltas.get(lineage, {}), {}, self.bases_of(lineage)
@@ -334,7 +350,9 @@ class _Known(Struct):
         )
 
     def forget_all_but(self, lineages: Collection[str]) -> None:
-        """Forget logs whose bases are gone."""
+        """Forget what was read of logs other than these, but keep the publication times
+        of those with a base.
+        """
         self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
         self.commits = {
             lineage: found
@@ -343,13 +361,18 @@ class _Known(Struct):
         }
 
     def forget_versions_but(self, there: Collection[Path]) -> None:
-        """Forget versions that are no longer there, and what was not trusted."""
+        """Forget versions whose directories are not among `there`, and all errors about untrusted
+        publications.
+        """
         self.bases = {path: base for path, base in self.bases.items() if path in there}
         self.plain = {path: created for path, created in self.plain.items() if path in there}
         self.untrusted = {}
 
     def _delta(self, delta: LogDelta, lineage: str) -> tuple[Span, int] | None:
-        """A delta and its size in bytes; None if it was just removed, or is damaged."""
+        """Read a delta: return its span, and its size in bytes; None if it was just removed, or is damaged.
+
+        Its publication is remembered, or the error if keys are trusted there and it fails their check.
+        """
         try:
             manifest, entry = delta.manifest, delta.entry
             require_signed_bytes(delta.path, manifest)
@@ -364,8 +387,10 @@ class _Known(Struct):
         return Span(delta.start, delta.end, entry.only_from, entry.parts), manifest.bytes_
 
     def _seen(self, created: datetime) -> datetime:
-        """The time of a publication that is read now: the publisher's, corrected where our clock rules it
-        out.
+        """Return the time of a publication that is read now: the publisher's, corrected where our clock rules
+        it out.
+
+        Notes the difference of the two clocks in `skew_s`.
         """
         if self.since is None:
             return created
@@ -431,9 +456,11 @@ class Model(Struct, frozen=True, dict=True):
     def read(cls, path: Path, before: Model | None = None) -> Model:
         """Read the model under a base path; manifests that were read `before` are not read again.
 
+        The result and `before` share one memory of manifests, which this updates.
+
         Raises:
             NotUpdatable: nothing is published.
-            ManifestError: the model cannot be looked at.
+            ManifestError: the model cannot be looked at, or the log of its newest version has vanished.
         """
         known = _Known() if before is None else before.known
         versions = version_dirs(path)
@@ -463,7 +490,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @classmethod
     def history(cls, path: Path) -> Model:
-        """Read the model, with the manifests of all its publications.
+        """Read the model and the manifests of all its publications, which `publications` and `at` then have.
 
         Raises:
             NotUpdatable, ManifestError: as `read`.
@@ -474,9 +501,10 @@ class Model(Struct, frozen=True, dict=True):
 
     @classmethod
     def look(cls, path: Path, before: Model | None = None, *, since: datetime | None = None) -> Model:
-        """Read the model; an unreadable directory becomes its `problem`, never an exception.
+        """Read the model; if it cannot be read, return it without logs, and with the reason as its `problem`.
 
-        With `since`, what was not there before counts as published after that time and not later than now.
+        Manifests that were read `before` are not read again. With `since`, what was not there before counts
+        as published after that time and not later than now. It raises no ExportError or OSError.
         """
         seen = cls(path=path) if before is None else before
         seen.known.since = since
@@ -497,7 +525,7 @@ class Model(Struct, frozen=True, dict=True):
         return replace(seen, logs={}, newest_version=None, problem=problem)
 
     def places(self) -> list[Path]:
-        """The directories that change with a publication; some may not exist."""
+        """The paths of the directories that change with a publication; some may not exist."""
         found = [self.path, self.path / DELTAS_DIRECTORY]
         with suppress(OSError, ManifestError):
             found += log_directories(self.path)
@@ -505,8 +533,8 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def untrusted(self) -> tuple[NotTrusted, ...]:
-        """The reasons why replicas get no further, the newest version or delta first; empty if all is
-        trusted.
+        """The errors that keep replicas from getting further, the newest version or delta first; empty if
+        there is none.
 
         Publications before the first version that a trusted key has signed are left out.
         """
@@ -533,7 +561,9 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def times(self) -> list[datetime]:
-        """The known publication times; empty if the model cannot be read."""
+        """The known publication times of all logs and versions, unsorted;
+        empty if the model cannot be read.
+        """
         if self.problem:
             return []
         of_logs = (commit.created for log in self.logs.values() for commit in tuple(log.commits.values()))
@@ -541,9 +571,10 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def publishers(self) -> tuple[str, ...]:
-        """The users that publish this model in turn, as `user@machine`; empty if only one does.
+        """The users that publish this model in turn, as `user@machine`, sorted; empty if only one does.
 
-        A user that took over from another for good is not in turn.
+        A user that took over from another for good is not in turn. Only the last publications of trainers
+        count.
         """
         known = dict(self.known.publishers)
         last = [known[position] for position in sorted(known)[-_LAST_PUBLISHERS:]]
@@ -565,7 +596,7 @@ class Model(Struct, frozen=True, dict=True):
         return sorted(found, key=lambda one: one.created)
 
     def decided(self) -> Model:
-        """The model as if the canary had approved its logs to their ends, or to the store's hold."""
+        """Return the model as if the canary had approved its logs to their ends, or to the store's hold."""
         logs = {
             lineage: replace(log, limit=log.bound, is_canary=False) if log.is_canary else log
             for lineage, log in self.logs.items()
@@ -584,7 +615,11 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def at(self) -> Position | None:
-        """The newest position of the newest version's log, or of that version; None if it cannot be read."""
+        """The newest position of the newest version's log, or of that version if it takes no deltas, and its
+        step.
+
+        None if its manifest cannot be read.
+        """
         if self.current is not None:
             with suppress(ManifestError):
                 return self.current.at
@@ -596,7 +631,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def publications(self) -> tuple[Event, ...]:
-        """All versions and deltas, sorted by position, then by time."""
+        """All versions and deltas as events, also damaged ones, sorted by position, then by time."""
         events = [_version(child, self.known) for child in self.versions if child.has_manifest]
         for deltas in self.deltas.values():
             events += _deltas(deltas)
@@ -629,7 +664,7 @@ def _placed(event: Event, log: int | None, hold: int | None, names: Mapping[int,
 
 
 def _number_of(event: Event) -> int:
-    """The number of a version that takes no deltas: rollbacks name it by that."""
+    """The number of a version that takes no deltas, by its directory's name: rollbacks name it by that."""
     return int(event.path.name) if event.path.name.isdecimal() else event.position
 
 
@@ -683,7 +718,9 @@ def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
 
 
 def _leads_past(merger: Event, other: Event) -> bool:
-    """True if a merger holds another delta."""
+    """True if `merger` spans the delta `other`: it starts no later and ends no earlier;
+    False for a version.
+    """
     if merger.from_position is None or other.from_position is None or other.path == merger.path:
         return False
     return merger.from_position <= other.from_position and other.position <= merger.position
@@ -721,10 +758,12 @@ class MadeVersion(Struct, frozen=True):
     newest: int
 
     def is_by(self, plan_digest: str, *, takes_deltas: bool, number: int | None) -> bool:
-        """True if the plan would make this version again; `number` is the version number it asks for, or
-        None.
+        """True if an export by a plan would make this version again, so that it need not be published once
+        more.
 
-        Versions of earlier releases have no plan digest: they only need to take deltas as the plan does.
+        `plan_digest` and `takes_deltas` are the plan's; `number` is the version number that the export asks
+        for, or None. Versions of earlier releases have no plan digest: they only need to take deltas as the
+        plan does.
         """
         if number is not None and number != self.version:
             return False
@@ -745,7 +784,7 @@ class PublishedAlready(NothingChanged):
 
 
 def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
-    """The newest version that was made from the checkpoint with this digest; None if there is none.
+    """Return the newest version that was made from the checkpoint with this SHA-256; None if there is none.
 
     Raises:
         ManifestError: the model, or that version's manifest, cannot be read.
@@ -760,7 +799,7 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 
 
 def _mentions(version: Path, digest: str) -> bool:
-    """True if a version's manifest, unparsed, contains this text; False also if it cannot be read.
+    """True if a version's manifest, unparsed, contains a digest; False also if it cannot be read.
 
     Parsing the manifests of many versions would take long.
     """

@@ -40,11 +40,16 @@ class Permission(Struct, frozen=True):
     plain: bool = False
 
     def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
-        """Refuse to publish over a hold (ModelHeld), or to end a log (ChainEnds), unless an option permits
-        it.
+        """Refuse to publish a version over a hold (ModelHeld), or to end a log (ChainEnds), unless an option
+        permits it.
 
-        UsageError if the newest version is signed, and this one would not be (`require_signer`). The model's
-        `versions` are listed unless they are given.
+        `takes_deltas`: the new version does. The model's `versions` are listed unless they are given.
+
+        Raises:
+            ModelHeld: the model, or the newest version's log, is held by a person or a rollback.
+            ChainEnds: the newest version takes deltas, and this one would not.
+            UsageError: the newest version is signed, and this one would not be (`require_signer`).
+            ManifestError: the versions cannot be listed.
         """
         newest = newest_of(version_dirs(model) if versions is None else versions)
         log = None if newest is None else _log_of(newest)
@@ -67,12 +72,15 @@ REFUSING = Permission()
 
 
 def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
-    """The holds that bind publishers: the model's own, and the hold of the newest version's log."""
+    """The holds that bind publishers: the model's own, then that of the log with
+    number `log` (None: no log).
+    """
     return tuple(hold for hold in _holds(model, log) if hold.binds)
 
 
 def hold_in_force(model: Path) -> Hold | None:
-    """The hold that servers do not pass by themselves: a person's or a canary's.
+    """The hold that servers do not pass by themselves, a person's or a canary's: the model's, or its newest
+    log's.
 
     None without one, or if the model cannot be read.
     """
@@ -83,9 +91,11 @@ def hold_in_force(model: Path) -> Hold | None:
 
 
 def require_not_taken_back(model: Path, misfit: PositionError) -> None:
-    """Raise ModelHeld in place of `misfit`, if the newest version is a rollback's, and the model is held.
+    """Raise ModelHeld, caused by `misfit`, if the newest version is a rollback's and the model is held; else
+    return.
 
     The trainer's next publication does not fit the restored values; it fits again after `resume`.
+    ManifestError if that version's manifest cannot be read.
     """
     newest = newest_version(model)
     if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":
@@ -102,8 +112,11 @@ def require_not_taken_back(model: Path, misfit: PositionError) -> None:
 def require_on_way(log: DeltaLog, span: Span) -> None:
     """Refuse a merged delta that would bring servers to a position from which the model was rolled back.
 
+    `span` is the merged delta's.
+
     Raises:
         ModelHeld: it would.
+        ManifestError: a delta's manifest cannot be read.
     """
     try:
         hold = log.hold.read()
@@ -127,7 +140,9 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 
 
 def judged(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas up to a canary's approval, or all without a canary: only these are merged automatically."""
+    """The deltas up to a canary's approval, or all without a canary, in order: only they are merged
+    automatically.
+    """
     approved = log.approved
     return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)
 
@@ -138,7 +153,7 @@ def _holds(model: Path, log: int | None) -> list[Hold]:
 
 
 def _log_of(version: VersionDir) -> int | None:
-    """The log of a base that takes deltas; None if the version takes none, or its manifest is damaged.
+    """The number of the log of a base that takes deltas; None if it takes none, or its manifest is damaged.
 
     Publishing reports the damage then.
     """
@@ -148,7 +163,7 @@ def _log_of(version: VersionDir) -> int | None:
 
 
 def _held(model: Path, hold: Hold) -> ModelHeld:
-    """The error for a hold that binds publishers; it is read once, as it may be lifted meanwhile."""
+    """The error for a hold that binds publishers; the hold is read once, as it may be lifted meanwhile."""
     held = hold.for_servers() or HeldAt(-1)
     where = f" ({hold.path} cannot be read)" if held.position < 0 else f" at {held.position}"
     place = model if held.by is None else held.by.place(model)

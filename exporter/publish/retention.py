@@ -56,7 +56,7 @@ class Keep(Struct, frozen=True):
 
     @classmethod
     def of(cls, request: ExportRequest) -> Keep | None:
-        """The versions that a request asks to keep; None if it keeps all."""
+        """The versions that an export request asks to keep; None if it keeps all."""
         return None if request.keep is None else cls(request.keep, request.keep_hourly, request.keep_daily)
 
 
@@ -69,11 +69,12 @@ class Retired(Struct, frozen=True):
 
 
 def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seconds: float) -> Retired:
-    """Hide all versions except those to keep, ready to be deleted; the caller holds the model's lock.
+    """Rename all versions except those to keep to hidden directories, to be deleted by the caller (`trash`).
 
-    Only versions with a manifest count and go: others were not published by this program. A version stays if
-    a process has a lease of it (`exporter.publish.versions.lease`), if less than `grace_seconds` have passed
-    between the publication of its successor and `now` (seconds since 1970), or if a tag needs it.
+    The caller holds the model's lock. Only versions with a manifest count and go: others were not published
+    by this program. A version stays if a process has a lease of it (`exporter.publish.versions.lease`), if
+    less than `grace_seconds` have passed between the publication of its successor and `now` (seconds since
+    1970), or if a tag needs it. One that cannot be moved stays, too: see `kept`.
 
     Raises:
         ManifestError: the tags cannot be read, so that nothing is removed.
@@ -100,12 +101,16 @@ def retire(versions: Iterable[VersionDir], *, keep: Keep, now: float, grace_seco
 
 
 def _tagged(name: str | None) -> str:
-    """The reason to keep a version that a tag needs; empty without a tag."""
+    """The reason to keep a version that the tag `name` needs; empty if `name` is None."""
     return "" if name is None else f"the tag {name} needs it"
 
 
 def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
-    """The newest version of each hour and day to keep, and all versions whose time is unknown."""
+    """The numbers of the newest version of each hour and day to keep, and of all versions whose time is
+    unknown.
+
+    `ours` is sorted by number, the oldest first. Empty if neither hours nor days are kept.
+    """
     if not (keep.hourly or keep.daily):
         return set()
     spared: set[int] = set()
@@ -141,13 +146,18 @@ class RetiredDeltas(Struct, frozen=True):
 def retire_deltas(
     log: DeltaLog, *, now: float, rollback_positions: int = ROLLBACK_POSITIONS
 ) -> RetiredDeltas:
-    """Hide deltas that no base or rollback needs, ready to be deleted; the caller holds the model's lock.
+    """Rename deltas that no base or rollback needs to hidden directories, to be deleted by the caller
+    (`trash`).
 
-    Needed is every delta on the way from an existing base to the newest position, to each of the newest
-    `rollback_positions`, to the position that a canary has approved, and to tagged positions; and on the way
-    to the newest position from each of these, and from each end of a delta beyond the oldest base. A delta
-    younger than `GRACE_SECONDS` is not removed, and makes no other unneeded: a reader that listed the
-    directory before must find what it listed. Nothing is removed while the tags cannot be read.
+    The caller holds the model's lock. `now` is in seconds since 1970. Needed is every delta on the way from
+    an existing base to the newest position, to each of the newest `rollback_positions`, to the position that
+    a canary has approved, and to tagged positions; and on the way to the newest position from each of these,
+    and from each end of a delta beyond the oldest base. A delta younger than `GRACE_SECONDS` is not removed,
+    and makes no other unneeded: a reader that listed the directory before must find what it listed. One that
+    cannot be moved stays. Nothing is removed while the tags cannot be read.
+
+    Raises:
+        ManifestError: the manifest of a delta that decides this is damaged.
     """
     settled = [delta for delta in log.deltas if now - _written(delta) >= GRACE_SECONDS]
     bases = [*(base.at.position for base in log.bases), *_unreadable_bases(log)]
@@ -173,7 +183,10 @@ def retire_deltas(
 
 
 def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> list[int]:
-    """The positions that must stay within reach; ManifestError if the tags cannot be read."""
+    """The positions that must stay within reach: the newest, the tagged and the approved ones.
+
+    ManifestError if the tags cannot be read.
+    """
     tagged = {tag.position for tag in read_tags(log.model).values()}
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
     approved = () if log.approved is None else (log.approved,)
@@ -181,7 +194,8 @@ def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> lis
 
 
 def _unreadable_bases(log: DeltaLog) -> list[int]:
-    """Positions of versions whose manifests cannot be read: servers ignore manifests, and may serve them.
+    """Positions of the log's possible bases whose manifests cannot be read: servers ignore manifests, and
+    serve them.
 
     A version that takes deltas is named by its position, so that older versions than the log cannot be its
     bases.
@@ -197,10 +211,15 @@ def _unreadable_bases(log: DeltaLog) -> list[int]:
 
 
 def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
-    """Hide the deltas of abandoned logs, ready to be deleted; the caller holds the model's lock.
+    """Rename abandoned logs and their deltas to hidden directories, to be deleted by the caller (`trash`).
 
-    A log is abandoned if none of its bases exists, and nothing was published in it for `GRACE_SECONDS`. While
-    a version's manifest cannot be read, any log may have a base.
+    The caller holds the model's lock. A log is abandoned if none of its bases exists, and nothing was
+    published in it for `GRACE_SECONDS` before `now` (seconds since 1970). While a version's manifest cannot
+    be read, any log may have a base, and none is removed. `removed` names the deltas as LOG/START-END. A log
+    without deltas stays, as does one that cannot be moved.
+
+    Raises:
+        ManifestError: a directory cannot be listed.
     """
     removed: list[str] = []
     trash: list[Path] = []
@@ -218,8 +237,8 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
 
 
 def logs_without_base(model: Path, current: Path | None) -> list[Path]:
-    """The directories of logs without any existing version; `current` is the newest version's own, never
-    listed.
+    """The directories of logs without any existing version, sorted, except `current`, the newest version's
+    own log.
 
     Empty while the manifest of a version cannot be read.
     """
@@ -262,7 +281,10 @@ def _created(delta: LogDelta) -> float:
 
 
 def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
-    """The reason to keep the version before `successor` for now; empty if there is none."""
+    """The reason to keep the version before `successor` for now; empty if it need not be kept.
+
+    It is superseded by the publication of `successor`. `now` is in seconds since 1970.
+    """
     if grace_seconds <= 0:
         return ""
     try:
@@ -273,7 +295,8 @@ def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
 
 
 def move_away(published: Path, model: Path) -> Path:
-    """Rename a version or delta out of readers' sight, and return its new path; no lease may be held.
+    """Rename a version or delta to a hidden directory of the model, and return its path; no lease may be
+    held.
 
     No process can get a lease meanwhile.
 

@@ -34,7 +34,10 @@ class Room(Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Path) -> Room:
-        """The room on a model's disk now; OSError if that cannot be asked."""
+        """Measure the disk of a model, and the model on it, now; OSError if that cannot be asked.
+
+        Every file below the model is looked at. ManifestError if a directory of the model cannot be listed.
+        """
         disk, blocks, own = os.statvfs(model), dict[int, int](), []
         for version in reversed(version_dirs(model)):
             found = [*_files(version.path)]
@@ -49,7 +52,7 @@ class Room(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What takes the room, as a clause."""
+        """The disk's size and what its space is used for, as a clause for people."""
         what = f"{count(len(self.own), 'version')}, {count(self.deltas, 'delta')}"
         others = max(0, self.used - self.taken)
         return (
@@ -59,7 +62,9 @@ class Room(Struct, frozen=True):
 
     @property
     def spare(self) -> int:
-        """The bytes that go with all versions but those that servers need."""
+        """The number of bytes that removing all old versions would free; the newest two stay, as servers need
+        them.
+        """
         return sum(self.own[:-_NEEDED_VERSIONS])
 
     @property
@@ -69,9 +74,9 @@ class Room(Struct, frozen=True):
         return f"; {human_bytes(self.spare)} of it are of {old} that no server needs" if self.spare else ""
 
     def command(self, published: str | Path) -> str:
-        """The command that removes old versions where the model is `published`, by its URL or path.
+        """The command that removes old versions of the model `published`, a URL or path.
 
-        If there are none, the command that shows what else is on the disk.
+        If there are none to remove, it is the command that shows what else is on the disk.
         """
         if self.spare:
             return f"export-model merge {quoted(published)} --rebase --keep {quoted(_NEEDED_VERSIONS)}"

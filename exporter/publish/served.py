@@ -23,8 +23,10 @@ class ServedTables(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """`mapped`, or `restored: ` and why (with the number, if some are mapped); then the overlay's fill
+        """The state of the tables as a phrase: `mapped`, or `restored: ` and why, then the overlay's fill
         from 1 %.
+
+        If some are mapped, the number of the restored ones comes first.
         """
         state = "mapped"
         if self.mapped < self.wanted:
@@ -56,6 +58,8 @@ class Served(Struct, frozen=True):
 
 
 def newest_available(versions: Iterable[Served]) -> Served | None:
-    """The version that answers requests without a version; None if none is available."""
+    """The available version with the greatest number, which answers requests without a version; None if there
+    is none.
+    """
     available = (version for version in versions if version.is_available)
     return max(available, key=lambda version: version.number, default=None)

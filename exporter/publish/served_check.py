@@ -38,7 +38,7 @@ def resolved(spec: MappingSpec, schema: Schema) -> MappingSpec:
     """The recipe with all names and dtypes that its rules produced; releases up to 0.2 recorded only the
     rules.
 
-    The schema shows which variables were cast, and the names of lookup tables; the rules' `tensors` have a
+    `schema` shows which variables were cast, and the names of lookup tables; the rules' `tensors` have a
     tensor for each variable. A table by keys keeps its own name unless a rule without a pattern renames it.
     """
     given, dtypes, renamed = spec.given, spec.dtypes, spec.renamed
@@ -73,7 +73,10 @@ _LITERAL = re.compile(r"(\\[^0-9A-Za-z]|[^\\.^$*+?{}\[\]|()])*")
 
 
 def require_fitting(schema: Schema, spec: MappingSpec, tensors: Mapping[str, Stored]) -> None:
-    """Raise DocumentError unless a base's served variables, its recipe and its tensors fit each other."""
+    """Raise DocumentError unless a base's served variables, its recipe and its tensors fit each other.
+
+    `tensors` are those of the base's bundle, by name.
+    """
     made = {name: stored for source in spec.sources() for name, stored in _made(source, tensors)}
     said = {variable.name: _said(variable) for variable in schema.variables}
     for name in sorted(made.keys() | said.keys()):
@@ -91,10 +94,11 @@ def _said(variable: ServedVariable) -> Stored:
 
 
 def _made(source: TensorSource, tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Stored]]:
-    """Yield (name, dtype and shape) of each served variable of a source, by the recipe.
+    """Yield the name, and dtype and shape, of each served variable of a source, by the recipe.
 
-    A table by keys has one, under the source's key, with an open number of rows. DocumentError if the
-    bundle's tensor is missing or differs, or a variable is no part of it.
+    `tensors` are those of the base's bundle, by name. A table by keys has one variable, under the source's
+    key, with an open number of rows. DocumentError if the bundle's tensor is missing or differs, or a
+    variable is not a part of it.
     """
     found, label = tensors.get(source.key), source.dtype.label
     if found is None:
