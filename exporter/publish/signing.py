@@ -80,7 +80,9 @@ class Signer:
 
     @classmethod
     def of(cls, source: str, model: str) -> Signer:
-        """The signer with the private key (PEM, PKCS #8) in a file, or in a variable, `env:NAME`.
+        """The signer of publications of `model`, with the private key (PEM, PKCS #8) in a file or a variable.
+
+        `source` is the file's path, or `env:NAME`. `model` is the model's name, or NAME@IDENTITY.
 
         Raises:
             UsageError: there is no key, it is of another kind, others may read the file, the model's name is
@@ -90,10 +92,11 @@ class Signer:
         return cls(name, _private_key(source), identity)
 
     def require(self, identity: str | None, where: object) -> None:
-        """Refuse to sign publications of another identity than the one that was named, if one was.
+        """Refuse to sign publications of another identity than the one that the signer was made for, if it
+        was.
 
         Raises:
-            NotTrusted: `identity` differs; `where` is named in the message.
+            NotTrusted: `identity` differs, or is None; `where` is named in the message.
         """
         if self.identity not in (None, identity):
             raise NotTrusted(
@@ -102,10 +105,11 @@ class Signer:
             )
 
     def trusting(self, files: Iterable[str | Path]) -> Trust:
-        """The trust in this key and in the keys of some files; a publisher accepts no others.
+        """Return the trust in this signer's key and in the public keys (PEM) in some files; a publisher
+        accepts no others.
 
         Raises:
-            UsageError: as `Trust.of`.
+            UsageError: as `Trust.keys`.
         """
         found = Trust(tuple(map(Path, files)), self.model, self._key.public_key(), self.identity)
         found.keys()
@@ -115,7 +119,7 @@ class Signer:
         return f"Signer({self.model!r}, {self.key_id!r})"
 
     def signed(self, manifest: Manifest, path: str) -> Manifest:
-        """The manifest with its signature, for a path below the model."""
+        """Return the manifest with its signature for `path`, the publication's path below the model."""
         said = _message(self.model, path, to_json(manifest).encode("ascii"))
         return replace(manifest, signature=Signature(self.model, self.key_id, self._key.sign(said).hex()))
 
@@ -132,7 +136,9 @@ class Trust(Struct, frozen=True):
 
     @classmethod
     def of(cls, files: Iterable[str | Path], model: str) -> Trust:
-        """The trust in the keys (PEM) in some files, each with one key or several.
+        """The trust in the public keys (PEM) in some files, each with one key or several, to publish `model`.
+
+        `model` is the model's name, or NAME@IDENTITY, which accepts no other identity.
 
         Raises:
             UsageError: as `keys`, or the model's name is invalid.
@@ -143,7 +149,7 @@ class Trust(Struct, frozen=True):
         return found
 
     def keys(self) -> dict[str, Ed25519PublicKey]:
-        """The keys by their ids, read from the files now.
+        """Return the public keys by their ids, read from the files again if these have changed.
 
         Raises:
             UsageError: a file cannot be read or holds anything but public keys, or the library is not
@@ -218,7 +224,11 @@ class Trust(Struct, frozen=True):
 
 
 def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
-    """The files of a staged directory with the SHA-256 of each; all are read, several at a time."""
+    """Return the entries of files in a staged directory with the SHA-256 of each, in the same order.
+
+    All files are read, several at a time. OSError if one cannot be read, CheckpointError if an object of a
+    store cannot.
+    """
     files = tuple(files)
     paths, size = [directory / file.path for file in files], sum(file.bytes_ for file in files)
     digests = _digests(paths, size, _digest)
@@ -228,13 +238,15 @@ def with_digests(directory: Path, files: Iterable[FileEntry]) -> tuple[FileEntry
 def verify_digests(
     directory: Path, files: Iterable[FileEntry], *, anew: bool = False, runner: Runner | None = None
 ) -> None:
-    """Read each file that has a SHA-256 in the manifest, and compare it.
+    """Read each of a directory's files that has a SHA-256 in the manifest, and compare it.
 
     With `anew` also those are read whose digest this process knows: their times may have been set back. With
     `runner`, its tasks read them, each anew.
 
     Raises:
         VerificationError: one differs.
+        OSError, CheckpointError: one cannot be read.
+        EngineFailed: the engine of `runner` failed.
     """
     files = [file for file in files if file.sha256 is not None]
     paths, size = [directory / file.path for file in files], sum(file.bytes_ for file in files)
@@ -265,9 +277,11 @@ def _digests(paths: list[Path], size: int, digest: Callable[[Path], str]) -> lis
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file; of a pinned object, or a file with a second link, it is computed once and kept.
+    """Return the SHA-256 of a file; of a pinned object, or a file with a second link, it is computed once and
+    kept.
 
-    The second link is the trainer's. Later reads of an object get the version that was listed.
+    The second link is the trainer's. Later reads of an object get the version that was listed. OSError or
+    CheckpointError if the file cannot be read.
     """
     if (stored := mirror.pinned(path)) is not None:
         is_pinned = stored[1].tag is not None
@@ -288,7 +302,10 @@ _MOST_KNOWN = 4096
 
 
 def _kept(of: object, digest: str) -> str:
-    """Remember the digest of a file or an object (not if `of` is None), and return it."""
+    """Remember the digest of a file or an object, by its identity `of` (not if that is None), and return it.
+
+    At most `_MOST_KNOWN` are remembered.
+    """
     if of is not None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -297,7 +314,10 @@ def _kept(of: object, digest: str) -> str:
 
 
 def _passing_digest(path: Path) -> str:
-    """The SHA-256 of an object in a store; its bytes are not kept on disk."""
+    """Return the SHA-256 of an object in a store, by its file in a mirror; its bytes are not kept on disk.
+
+    CheckpointError if the object cannot be fetched.
+    """
     digest, size = hashlib.sha256(), path.stat().st_size
     for start in range(0, size, _PIECE):
         stop = min(start + _PIECE, size)
@@ -315,7 +335,7 @@ def _message(model: str, path: str, manifest: bytes) -> bytes:
 
 
 def _signature(line: bytes, where: object) -> Signature:
-    """Return the signature in a manifest's last line.
+    """Return the signature in a manifest's last line; `where` names the publication in errors.
 
     NotTrusted unless the line is exactly as this program writes it.
     """
@@ -331,7 +351,10 @@ def _signature(line: bytes, where: object) -> Signature:
 
 
 def _named(model: str) -> tuple[str, str | None]:
-    """A model's name, and the identity in `NAME@IDENTITY`; None without one. UsageError for another form."""
+    """Return a model's name, and the identity in `NAME@IDENTITY` (32 hex digits; None without one).
+
+    UsageError if the name is empty, too long or not printable.
+    """
     found = re.fullmatch(r"(.+)@([0-9a-f]{32})", model)
     name, identity = (model, None) if found is None else (found[1], found[2])
     if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():

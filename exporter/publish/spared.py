@@ -39,7 +39,7 @@ class Spared(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """A sentence on what was not fetched, or why it was."""
+        """A sentence on which bytes were not fetched, and why others were."""
         said = []
         if self.made:
             said.append(f"made here from {count(self.deltas, 'delta')}: {human_bytes(self.made)} not fetched")
@@ -51,10 +51,11 @@ class Spared(Struct, frozen=True):
 
 
 def note(model: Path, spared: Spared) -> None:
-    """Keep why a copy fetched its newest base, in place of what it noted of an earlier one.
+    """Keep in a file why a copy fetched its newest base; without a reason, remove the file of an earlier
+    base.
 
     Raises:
-        PublishError: the note cannot be written.
+        PublishError and subclasses: the file cannot be written or removed.
     """
     path = model / FETCHED_FILE
     with writing(path):
@@ -67,10 +68,10 @@ def note(model: Path, spared: Spared) -> None:
 
 
 def noted(model: Path) -> Spared | None:
-    """Return why a copy fetched its newest base; None if it did not have to, or is no copy.
+    """Return the note why a copy fetched its newest base; None if it did not have to, or is not a copy.
 
     Raises:
-        ManifestError: the note is damaged.
+        ManifestError: the note is damaged, or cannot be read.
     """
     path = model / FETCHED_FILE
     try:

@@ -76,7 +76,11 @@ class Staging:
             _forget_name(error)
 
     def _create(self, root: Path) -> bool:
-        """Make the staging directory and lock it; False if another process's cleanup removed it meanwhile."""
+        """Make the staging directory `root` and lock it; False if another process's cleanup removed it
+        meanwhile.
+
+        OSError, or PublishError and its subclasses, if it cannot be made; it is removed then.
+        """
         root.mkdir()
         with ExitStack() as undone:
             undone.callback(remove_tree, root)  # the disk may be full
@@ -95,7 +99,7 @@ class Staging:
 
 
 def _forget_name(error: ExportError) -> None:
-    """Replace the directory's random name by `.staging` in an error's message.
+    """Replace the random name of a staging directory by `.staging` in an error's message, in place.
 
     Otherwise a watch would report each repetition of one failure as a new one.
     """
@@ -104,9 +108,11 @@ def _forget_name(error: ExportError) -> None:
 
 
 def remove_leftovers(model: Path) -> None:
-    """Remove the staging and trash directories of processes that died, and abandoned jobs.
+    """Remove the staging and trash directories of processes that died, and abandoned jobs, below a model's
+    path.
 
     Several processes may do this at once. What cannot be removed stays for the next run: it only costs space.
+    OSError if the directory cannot be listed.
     """
     with os.scandir(model) as found:
         entries = [entry for entry in found if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
@@ -122,7 +128,9 @@ def remove_leftovers(model: Path) -> None:
 
 
 def dead_leftovers(model: Path) -> list[Path]:
-    """The paths that `remove_leftovers` would remove."""
+    """Return the paths that `remove_leftovers` would remove: directories, sorted, then jobs; OSError as
+    there.
+    """
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
     dead = [path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path)]
     from exporter.jobs.runner import abandoned_jobs
@@ -131,7 +139,10 @@ def dead_leftovers(model: Path) -> list[Path]:
 
 
 def _is_dead(root: Path) -> bool:
-    """True if no process has the lock of a staging directory; a very new one may still lack its lock file."""
+    """True if no process has the lock of a staging directory; False also for anything but a directory.
+
+    A very new one may still lack its lock file: it counts as alive.
+    """
     if root.is_symlink() or not root.is_dir():
         return False
     try:

@@ -90,7 +90,7 @@ class PositionTag(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def now(cls, position: int, why: str | None = None) -> PositionTag:
-        """A tag that this process's user sets now."""
+        """A tag of `position` that this process's user sets now; `why` is the reason, None without one."""
         by = HeldBy.now(position, why)
         return cls(position, by.who, by.when, by.why)
 
@@ -115,8 +115,8 @@ class ListedTag(Struct, frozen=True):
 
     @property
     def why_gone(self) -> str:
-        """The reason why its values are gone, with the version that stays nevertheless; empty if they can be
-        restored.
+        """The reason why the tag's values are gone, with the version that stays nevertheless; empty if they
+        are not.
         """
         stays = "" if self.keeps is None else f"; version {self.keeps} stays until the tag is deleted"
         return self.gone and f"{self.gone}{stays}"
@@ -143,16 +143,18 @@ def read_tags(model: Path) -> Mapping[str, PositionTag]:
 
 
 def _tags_in(content: bytes) -> dict[str, PositionTag]:
-    """The tags in a document; DocumentError if it is not one."""
+    """Return the tags in the bytes of a document, by name; DocumentError if it is not one."""
     found: TagsDocument = decode(content, TagsDocument, TAGS_FILE, written=encode_indented)
     return found.tags
 
 
 def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> bytes | None:
-    """Merge two documents that both derive from `had`, tag by tag; None if no tag is left.
+    """Merge two tag documents that both derive from the document `had`, tag by tag; return the bytes, or
+    None.
 
-    If both have changed a tag, `theirs` counts. If theirs has changed and any document cannot be read,
-    `theirs` is returned.
+    None, in and out, is a document without tags. If both have changed a tag, `theirs` counts. If theirs has
+    changed and any document cannot be read, `theirs` is returned. If the result equals one of the two, its
+    bytes are returned unchanged.
     """
     if theirs == had:
         return ours
@@ -197,11 +199,12 @@ def _no_tags(path: Path, cause: str) -> ManifestError:
 
 
 def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
-    """Replace the tags of the staging's model; the caller has its lock.
+    """Replace the tags of the staging's model by these, atomically and durably; the caller has the model's
+    lock.
 
     Raises:
         UsageError: they are too long for one document.
-        DiskFull, PublishError: as `exporter.storage.files.writing`; the tags are as they were.
+        TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
     """
     content = encode_indented(TagsDocument(dict(sorted(tags.items()))))
     if len(content) > LONGEST_TAGS:
@@ -218,7 +221,7 @@ def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
 
 
 def require_tag_name(name: str, model: Path | None = None) -> None:
-    """Refuse a name that a tag cannot have; `model` is for the hint.
+    """Refuse a name that a tag cannot have; the hint's command names `model`, if it is given.
 
     Raises:
         UsageError: it has other characters, or is a number, a time, or a name like `latest`.
@@ -233,7 +236,11 @@ def require_tag_name(name: str, model: Path | None = None) -> None:
 
 
 def _instead(name: str, model: Path | None) -> str:
-    """The hint for a name that a tag cannot have; the proposed command changes no existing tag."""
+    """The hint for a name that a tag cannot have; it proposes a command for `model`, or only words if that is
+    None.
+
+    The proposed command changes no existing tag.
+    """
     of_model = "" if model is None else f"export-model tag {quoted(model)} "
     tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
     if position and re.match(_NAME, tag):
@@ -250,13 +257,13 @@ def is_position(text: str) -> bool:
 
 
 def _allowed(name: str) -> str:
-    """The name in characters that a tag may have; empty if that is not a tag's name either."""
+    """The name with other characters replaced by `-`; empty if that cannot be a tag's name either."""
     near = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")
     return near if re.match(_NAME, near) else ""
 
 
 def no_such_tag(model: Path, name: str, tags: Iterable[str]) -> PositionUnknown:
-    """The error for a tag that does not exist, with the nearest one that does."""
+    """The error for a tag that does not exist; its hint names the nearest of the existing `tags`."""
     near = nearest(name, tags)
     return PositionUnknown(
         f"{model} has no tag {name!r}",
@@ -297,14 +304,21 @@ class Standing(Struct, frozen=True, dict=True):
         return logs_of(self.model, self.versions)
 
     def log_at(self, position: int) -> DeltaLog | None:
-        """The log that has the position; None if no log with an existing base does."""
+        """Return the log in which a base is at the position or a delta ends there; None if no log with a base
+        has it.
+
+        Of several, the newest version's log counts first, then the newer ones. ManifestError if one cannot be
+        listed.
+        """
         if self.log is not None and self.log.has(position):
             return self.log
         return next((log for log in self.logs if log.has(position)), None)
 
     @cached_property
     def plain(self) -> Mapping[int, Path]:
-        """The versions that take no deltas, by their numbers."""
+        """The paths of the versions that take no deltas, by version number; those that cannot be read are
+        left out.
+        """
         found = {}
         for child in self.versions:
             with suppress(ManifestError):
@@ -314,9 +328,10 @@ class Standing(Struct, frozen=True, dict=True):
 
     @cached_property
     def paths(self) -> Mapping[int, list[Path]]:
-        """For each position, the versions that are there and the deltas that end there.
+        """For each position, the paths of the versions that are there and of the deltas that end there.
 
-        Versions that take no deltas are listed by their number.
+        Versions that take no deltas are listed by their number. ManifestError if a directory cannot be
+        listed.
         """
         paths = {number: [path] for number, path in self.plain.items()}
         for log in self.logs:
@@ -332,7 +347,10 @@ class Standing(Struct, frozen=True, dict=True):
         return self.log.at.position if self.log is not None else max(self.plain)
 
     def loss(self, position: int) -> str:
-        """The reason why the values of a position cannot be restored; empty if they can."""
+        """Return the reason why the values of a position cannot be restored; empty if they can.
+
+        ManifestError if a directory or a delta's manifest that decides this cannot be read.
+        """
         if (log := self.log_at(position)) is not None:
             try:
                 nearest_base(log.deltas, [base.at.position for base in log.bases], position)
@@ -349,9 +367,10 @@ class Standing(Struct, frozen=True, dict=True):
         return "nothing stands there, or no more"
 
     def version_at(self, position: int) -> int:
-        """The version from which the fewest deltas reach a position: itself, if it is at that position.
+        """Return the version from which the fewest deltas reach a position: itself, if a version is at that
+        position.
 
-        PositionUnknown if there is none.
+        PositionUnknown if no version reaches it, ManifestError as `loss`.
         """
         self.require(position)
         if (log := self.log_at(position)) is None:
@@ -363,6 +382,7 @@ class Standing(Struct, frozen=True, dict=True):
 
         Raises:
             PositionUnknown: nothing is there, or no base is left from which deltas reach it.
+            ManifestError: as `loss`.
         """
         if why := self.loss(position):
             known = ", ".join(map(str, sorted(self.paths)[-20:]))
@@ -374,9 +394,9 @@ class Standing(Struct, frozen=True, dict=True):
 
 
 def split_position(text: str) -> tuple[str, str] | None:
-    """The model and the position in `MODEL@POSITION`, for `resolve_position`; None without an @.
+    """Split `MODEL@POSITION` into the model and the position, for `resolve_position`; None without an @.
 
-    The @ of a special name may be left out: MODEL@latest, MODEL@2h.
+    The @ of a special name may be left out (MODEL@latest, MODEL@2h); the returned position has it.
     """
     model, at, position = text.rpartition("@")
     if not at:
@@ -386,7 +406,7 @@ def split_position(text: str) -> tuple[str, str] | None:
 
 
 def tags_of(model: Path) -> tuple[ListedTag, ...]:
-    """The tags of a model, sorted by name.
+    """Return the tags of a model, sorted by name; () without any.
 
     Raises:
         NotUpdatable: nothing is published.
@@ -399,10 +419,12 @@ def tags_of(model: Path) -> tuple[ListedTag, ...]:
 
 
 def listed_tags(model: Path) -> tuple[ListedTag, ...]:
-    """The tags of a model that is known to have versions, sorted by name; without tags no version is read.
+    """Return the tags of a model that is known to have versions, sorted by name; () without any.
+
+    Without tags no version is read.
 
     Raises:
-        ManifestError: as `tags_of`.
+        NotUpdatable, ManifestError: as `tags_of`, if there are tags.
     """
     if not (tags := read_tags(model)):
         return ()
@@ -418,7 +440,7 @@ def listed_tags(model: Path) -> tuple[ListedTag, ...]:
 
 
 def resolve_position(named: int | str, model: Path) -> int:
-    """The position meant by a number, a tag, or a name that begins with @.
+    """Return the position of a model that a number, a tag, or a name that begins with @ means.
 
     A number is returned as it is, whether or not it was published: the caller reports that.
 
@@ -480,6 +502,8 @@ def _tagged(name: str, model: Path) -> int:
 def _meant(text: str, model: Path) -> str:
     """The hint for an unknown name with @: the tag of that name, which needs no @, or the nearest special
     name.
+
+    `text` has no @. ManifestError if the tags cannot be read.
     """
     if text in read_tags(model):
         return f"write {text}"
@@ -488,7 +512,13 @@ def _meant(text: str, model: Path) -> str:
 
 
 def _special(text: str, there: Standing) -> int:
-    """The position of a name without its @; errors as `resolve_position`."""
+    """Return the position of a special name, given without its @: `latest`, `previous`, or a time.
+
+    Raises:
+        UsageError: it is none of these.
+        PositionUnknown: there is only one position, or nothing had been published at that time.
+        ManifestError: a directory, or the document of tags, cannot be read.
+    """
     if text == "latest":
         return there.newest
     earlier = (each for each in sorted(there.paths, reverse=True) if each != there.newest)
@@ -523,7 +553,9 @@ def _published(path: Path) -> datetime | None:
 
 
 def _moment(text: str, now: datetime) -> datetime | None:
-    """The time that a name means, in UTC; None if it is not a time."""
+    """Return the time that a name means (`2h` and `yesterday`: that long before `now`), in UTC; None if not a
+    time.
+    """
     ago = _AGO.fullmatch("1d" if text == "yesterday" else text)
     with suppress(ValueError, OverflowError):
         if ago is not None:
@@ -536,11 +568,11 @@ def _moment(text: str, now: datetime) -> datetime | None:
 
 
 def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionTag]) -> dict[int, str]:
-    """The versions that tagged positions need, each with one tag: at the tag's position, or the base before
+    """Return the numbers of the versions that tagged positions need, each with the name of one tag that needs
     it.
 
-    The base before a position is the newest that takes deltas; where a manifest cannot be read, its version
-    counts as one.
+    It is the version at the tag's position, or else the base before it: the newest before that takes deltas.
+    Where a manifest cannot be read, its version counts as one.
     """
     numbers = {child.version: child.path for child in versions if child.has_manifest}
     found: dict[int, str] = {}

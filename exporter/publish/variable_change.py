@@ -17,7 +17,7 @@ class Mover(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The row and its distance, as a phrase."""
+        """The row's number and its distance as a phrase: `17 by 0.25`, or `17, not finite`."""
         return f"{self.row} by {self.moved:.3g}" if self.moved is not None else f"{self.row}, not finite"
 
 

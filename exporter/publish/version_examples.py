@@ -39,11 +39,11 @@ _MOST_RECORD_BYTES = 1 << 22  # a request that people read
 
 
 def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapping[str, tuple[Value, ...]]:
-    """An example for the signature `name`, which a server says is `signature`: a request, or keys by input.
+    """Return an example for the signature `name`, which a server says is `signature`: a request, or keys by
+    input.
 
-    It is the first warm-up request that a person gave (for Predict, Classify or Regress); without one,
-    {input:
-    keys that it looks up}, empty for inputs whose keys are not known.
+    It is the first warm-up request that a person gave (for Predict, Classify or Regress); without one, a
+    mapping from each input to at most 16 keys that it looks up, empty for inputs whose keys are not known.
 
     Raises:
         UsageError: the version's own signature of that name differs.
@@ -70,12 +70,16 @@ def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapp
 
 
 def _types(taken: Proto) -> dict[str, int]:
-    """The type of each input of a signature or a request."""
+    """The dtype number of each input of a signature or a request, by the input's name."""
     return {key: each.dtype for key, each in taken.inputs.items()}
 
 
 def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
-    """The first warm-up request for a signature that was not generated; None without one."""
+    """Return the first warm-up request in a version for the signature `name` that was not generated; else
+    None.
+
+    CorruptFile if the file of warm-up requests is damaged.
+    """
     path = version / WARMUP_FILE
     try:
         with regular_file(path) as file:
@@ -92,7 +96,10 @@ def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
 
 
 def _request(record: bytes, signature: Proto) -> Proto | None:
-    """The request in a record; None if it is not of the signature's kind and inputs."""
+    """Return the request in a warm-up record; None if it is not of the signature's kind and inputs.
+
+    DecodeError (of protobuf) if the record is damaged.
+    """
     log = message_class("serving.PredictionLog").FromString(record)
     method = signature.method_name.rpartition("/")[2]
     kind = f"{method if method in ('classify', 'regress') else 'predict'}_log"
@@ -102,7 +109,10 @@ def _request(record: bytes, signature: Proto) -> Proto | None:
 
 
 def _is_given(request: Proto) -> bool:
-    """True unless a request has only zeros, empty strings or empty examples, as generated ones do."""
+    """True if a request has any value but zeros, empty strings or empty examples, which generated ones have.
+
+    False for one that cannot be decoded.
+    """
     if request.DESCRIPTOR.name != "PredictRequest":
         examples = request.input.example_list.examples or request.input.example_list_with_context.examples
         return any(example.features.feature for example in examples)
@@ -114,7 +124,10 @@ def _is_given(request: Proto) -> bool:
 
 
 def _values(keys: Iterable[object], dtype: int) -> tuple[Value, ...]:
-    """Some of the keys that an input of this dtype accepts; zeros and empty texts are left out."""
+    """Return up to 16 of the keys, in their order, that an input of this dtype (its number) accepts.
+
+    Zeros and empty texts are left out; if some are plain lower-case words, only these are returned.
+    """
     read = (_value(key, DType(dtype)) for key in islice(keys, _LOOKED_AT))
     found = [value for value in dict.fromkeys(read) if value]
     # A model may change other texts before it looks them up, or split them; and "[UNK]" stands for nothing.
@@ -163,7 +176,10 @@ def _of_file(version: Path, lookup: FromFile) -> Iterator[bytes]:
 
 
 def _of_table(version: Path, meta_graph: Proto, table: str) -> list[object]:
-    """The keys of a table's first rows; empty if the version has no such table."""
+    """Return up to 1024 keys, of the first rows of a version's table; empty if the version has no such table.
+
+    CorruptFile if the table is damaged, another CheckpointError if the bundle cannot be read.
+    """
     catalog = read_catalog(version / VARIABLES_PREFIX)
     ref = catalog.tensors.get(f"{table}/{KEYS}")
     if ref is None:

@@ -54,7 +54,10 @@ _ADDRESS = re.compile(r"[^/]+:[0-9]+")
 
 
 def nothing_published(model: Path) -> NotUpdatable:
-    """The error for a model base path without a version; its hint names the model that was probably meant."""
+    """The error for a model base path without a version; its hint names the model that was probably meant.
+
+    It is returned, not raised.
+    """
     what = f"nothing is published under {model}" if model.exists() else f"there is no model {model}"
     if found := likely_model(model):
         return NotUpdatable(what, hint=f"did you mean {quoted(found)}?")
@@ -67,10 +70,11 @@ def nothing_published(model: Path) -> NotUpdatable:
 
 
 def likely_model(model: Path) -> Path | None:
-    """A published model near `model`, which has no version: a misspelt neighbour, its parent, or a child.
+    """Return the path of a published model near `model`, which has no version: a misspelt neighbour, parent
+    or child.
 
-    MODEL/VERSION and MODEL@POSITION give MODEL. Else the nearest existing path; None if `model` exists, or
-    nothing is near.
+    MODEL/VERSION and MODEL@POSITION give MODEL. Without one, the nearest existing path; None if `model`
+    exists, nothing is near, or a directory cannot be read.
     """
     place = model if model.exists() else nearest(model)
     tried = [model.parent] if place is None else [place, place.parent]  # it may be MODEL/VERSION
@@ -98,7 +102,7 @@ def _is_model(path: Path) -> bool:
 
 
 def models_in(directory: Path) -> list[str]:
-    """The names of the models in a directory; none if it cannot be read."""
+    """The names of the models in a directory, sorted; none if it cannot be read."""
     try:
         return sorted(child.name for child in directory.iterdir() if _is_model(child))
     except (OSError, ExportError):
@@ -149,7 +153,10 @@ def served_version(name: str) -> int | None:
 
 
 def version_dirs(model: Path) -> tuple[VersionDir, ...]:
-    """Everything that TensorFlow Serving takes for a version, plain files too, newest first."""
+    """Return everything in a model base path that TensorFlow Serving takes for a version, the newest first.
+
+    Plain files count, too; () if the path does not exist. ManifestError if it cannot be listed.
+    """
     found = []
     for entry in _entries(model):
         version = served_version(entry.name)
@@ -162,12 +169,14 @@ def version_dirs(model: Path) -> tuple[VersionDir, ...]:
 
 
 def published_versions(model: Path) -> list[VersionDir]:
-    """The versions with a manifest, newest first."""
+    """Return the versions with a manifest, the newest first; ManifestError if the path cannot be listed."""
     return [child for child in version_dirs(model) if child.has_manifest]
 
 
 def newest_version(model: Path) -> VersionDir | None:
-    """The newest version with a manifest; None if there is none."""
+    """Return the newest version with a manifest; None if there is none;
+    ManifestError if it cannot be listed.
+    """
     return newest_of(version_dirs(model))
 
 
@@ -183,6 +192,7 @@ def require_base_path(model: Path) -> None:
     Raises:
         UsageError: `model` is itself a version, is inside another model, or holds models and no version.
         TargetNotWritable: it, or a parent, is a file or a broken symbolic link.
+        ManifestError: it cannot be listed.
     """
     for place in (model, *model.parents):
         if place.is_symlink() and not place.exists():
@@ -216,7 +226,9 @@ def is_of_a_model(name: str) -> bool:
 
 
 def inside_a_model(place: object, model: object) -> UsageError:
-    """The error for a model base path among the versions and deltas of another model."""
+    """The error for a model base path, `place`, that is among the versions and deltas
+    of the model `model`.
+    """
     return UsageError(
         f"{place} lies in the published model {model}",
         cause="servers and retention take what is there for versions and deltas of that model",
@@ -225,7 +237,9 @@ def inside_a_model(place: object, model: object) -> UsageError:
 
 
 def itself_a_version(place: object, above: object) -> UsageError:
-    """The error for a version in place of a model base path."""
+    """The error for a version, `place`, that is named as a model base path; `above` is the directory it is
+    in.
+    """
     return UsageError(
         f"{place} is itself a version",
         cause="a model base path holds versions, in directories that are named by numbers",
@@ -247,7 +261,7 @@ def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
 
 
 def several_models(place: object, identities: Iterable[str]) -> NotTrusted:
-    """The error for a path with publications of several models, all by trusted keys."""
+    """The error for the path or URL `place` with publications of several models, all by trusted keys."""
     found = tuple(identities)
     return NotTrusted(
         f"publications of {len(found)} models lie under {place}",
@@ -257,13 +271,14 @@ def several_models(place: object, identities: Iterable[str]) -> NotTrusted:
 
 
 def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
-    """The greatest position in use in a model, whose `versions` are as `version_dirs` lists them.
+    """Return the greatest position in use in a model, whose `versions` are as `version_dirs` lists them.
 
     Versions and positions grow together, however versions are numbered, so the newest base has the greatest
     position of all bases: only its manifest is read. None if nothing is published.
 
     Raises:
-        ManifestError: the manifest of the newest base is damaged, so that its position is unknown.
+        ManifestError: the manifest of the newest base is damaged, so that its position is unknown; or a
+            directory cannot be listed.
     """
     versions = tuple(versions)
     newest = newest_of(versions)
@@ -272,7 +287,8 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
 
 
 def unread_positions(versions: Iterable[VersionDir]) -> list[int]:
-    """The numbers of versions without a manifest that are newer than every version with one.
+    """Return the numbers of versions without a manifest that are newer than every version with one, newest
+    first.
 
     Such a version may be a base that has lost its manifest. A base's number is its position: a server that
     has loaded it would take another publication at that position for it.
@@ -292,7 +308,10 @@ class AbandonedNumbers(Struct, frozen=True):
 
 
 def taken(model: Path) -> AbandonedNumbers:
-    """The greatest abandoned version and position, by the store's list."""
+    """Return the greatest version and position of publications that were begun in the store and abandoned.
+
+    The model's directory has the store's list of them; both are None for a local model.
+    """
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
     numbers = [number for name in names if (number := served_version(name)) is not None]
@@ -300,7 +319,7 @@ def taken(model: Path) -> AbandonedNumbers:
 
 
 def is_taken(model: Path, path: Path) -> bool:
-    """True if a path of the model is in the store's list of abandoned ones."""
+    """True if a version's or delta's path in the model is in the store's list of abandoned publications."""
     return path.relative_to(model).as_posix() in _taken_paths(model)
 
 
@@ -320,7 +339,8 @@ def greatest(*numbers: int | None) -> int | None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a published directory.
+    """Return the manifest of a published directory; without trusted keys it is parsed again only if it has
+    changed.
 
     Raises:
         ManifestError: there is none, it cannot be read, it is too long, or it is not a valid manifest.
@@ -331,13 +351,14 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_place(manifest: Manifest, path: PurePath, where: object = None) -> None:
-    """Compare a manifest with the name of its directory, a version's or a delta's; errors call it `where`.
+    """Refuse a manifest that does not belong to `path`, a version's or a delta's directory, by the
+    directory's name.
 
     A delta, or a version that takes deltas, must have the name that its positions give. Other versions may
-    have any number.
+    have any number. The error names the place as `where`, or else as `path`.
 
     Raises:
-        ManifestError: it names another place, as after a copy or a rename.
+        ManifestError: the manifest names another place, as after a copy or a rename.
     """
     start, end, entry = manifest.from_position, manifest.position, manifest.incremental
     if start is not None:
@@ -355,7 +376,11 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
 
 
 def originals(manifests: Mapping[str, Manifest]) -> dict[str, str]:
-    """Map each version that is a copy to the version of which it is a copy: two numbers have one manifest."""
+    """Map each version that is a copy of another to that one: two numbers have one manifest.
+
+    `manifests` are those of all versions, by their numbers as text, as are the keys and values returned. The
+    original is the version whose number is its position, or else the least number.
+    """
     found: dict[str, str] = {}
     firsts: dict[datetime, str] = {}
     for name in sorted(manifests, key=lambda name: (int(name) != manifests[name].position, int(name))):
@@ -366,7 +391,7 @@ def originals(manifests: Mapping[str, Manifest]) -> dict[str, str]:
 
 
 def a_copy(model: object, copy: str, original: str) -> ManifestError:
-    """The error for a version that appears under a second number."""
+    """The error for the version `copy` of a model that is the version `original` under a second number."""
     again = f"export-model rollback {quoted(model)} --to {quoted(original)}"
     return ManifestError(
         f"{model}/{copy} is a copy of {model}/{original}: one version has two numbers",
@@ -380,7 +405,7 @@ def _read(manifest: Path) -> Manifest:
 
 
 def read_head(directory: Path) -> ManifestHead:
-    """The head of a directory's manifest: its position and time of publication, among others.
+    """Return the head of a version's or delta's manifest: its position and time of publication, among others.
 
     Raises:
         ManifestError: as `read_manifest`.
@@ -391,7 +416,7 @@ def read_head(directory: Path) -> ManifestHead:
 
 @contextmanager
 def lease(version: Path) -> Iterator[Manifest]:
-    """Lease a published version: retention keeps it while the lease lasts.
+    """Lease a published version for the block, and yield its manifest: retention keeps the version meanwhile.
 
     The lease is a shared lock (flock) of the version's manifest; it ends with the block or with the process.
 
@@ -447,8 +472,9 @@ def in_force(
     """Inside the block, sign publications under a base path with `signer`, and read only those `trust`
     accepts.
 
-    Blocks of several threads may overlap: the keys of each are in force until that block ends. `unsigned`: a
-    publication after a signed one may be published without a key.
+    None: nothing is signed, or everything is read. `unsigned`: a publication after a signed one may be
+    published without a key. Blocks of several threads may overlap, and count for the whole process: the keys
+    of each are in force until that block ends.
     """
     place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
     keys = _Keys(signer, trust, unsigned)
@@ -470,7 +496,9 @@ _in_force: dict[str, list[_Keys]] = {}
 
 
 def _keys_of(place: str) -> _Keys:
-    """The newest key of each kind that is in force for a base path."""
+    """The newest key of each kind that is in force for a base path, given as an absolute path; None without
+    one.
+    """
     found = _in_force.get(place, [])[::-1]
     return _Keys(
         next((keys.signer for keys in found if keys.signer is not None), None),
@@ -480,10 +508,10 @@ def _keys_of(place: str) -> _Keys:
 
 
 def pinned_identity(model: Path) -> str | None:
-    """The identity of the only model from which a copy accepts publications; None if none is pinned.
+    """Return the identity of the only model from which a copy accepts publications; None if none is pinned.
 
     Raises:
-        NotTrusted: one is pinned, and cannot be read.
+        NotTrusted: one is pinned, and cannot be read or is not one.
     """
     path, cause = model / IDENTITY_FILE, "it is no identity"
     try:
@@ -515,7 +543,7 @@ def is_trusting(model: Path) -> bool:
 
 
 def require_signer(model: Path, newest: Manifest) -> None:
-    """Refuse to publish without a key after a signed publication, unless `unsigned` permits it.
+    """Refuse to publish without a key after the signed publication `newest`, unless `unsigned` permits it.
 
     Raises:
         UsageError: there is no key; readers that trust keys would ignore this publication and all later ones.
@@ -531,7 +559,11 @@ def require_signer(model: Path, newest: Manifest) -> None:
 
 
 def trust_of(directory: Path) -> tuple[Trust, str] | None:
-    """The keys trusted for a version or delta, and its path below its model; None: everything is accepted."""
+    """Return the keys trusted for a version or delta, and its path below its model; None: everything is
+    accepted.
+
+    `directory` is the version's or the delta's.
+    """
     if not _in_force:
         return None
     directory = Path(os.path.abspath(directory))  # noqa: PTH100
@@ -543,12 +575,14 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
 
 
 def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: bool = False) -> None:
-    """Compare a version's or delta's files with their signed digests, if keys are trusted there.
+    """Compare a version's or delta's files with their signed digests, if keys are trusted there; else do
+    nothing.
 
     Call it before the bytes are used; `but_shards` skips shards whose values are not used.
 
     Raises:
         VerificationError: a file differs.
+        OSError, CheckpointError: a file cannot be read.
     """
     if trust_of(directory) is not None:
         from exporter.publish.signing import verify_digests
@@ -558,10 +592,12 @@ def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: boo
 
 
 def require_trusted(content: bytes, directory: Path) -> None:
-    """Refuse the manifest of a version or delta unless a key that is trusted there signed it; if any is.
+    """Refuse a manifest, `content`, unless a key that is trusted for its version or delta has signed it.
+
+    `directory` is the version's or the delta's. If no keys are trusted there, every manifest is accepted.
 
     Raises:
-        NotTrusted: see `Trust.check`.
+        NotTrusted, UsageError: see `Trust.check`.
     """
     if (found := trust_of(directory)) is not None:
         trust, path = found
@@ -569,10 +605,11 @@ def require_trusted(content: bytes, directory: Path) -> None:
 
 
 def delta_names(log: Path) -> list[tuple[str, int, int]]:
-    """The name, start and end of every delta in a log's directory, sorted; other names are skipped.
+    """Return the name, start and end of every delta in a log's directory, sorted; other names are skipped.
 
-    A symbolic link to a directory counts: servers' graphs cannot tell it from a delta. If they applied it and
-    the exporter did not see it, its positions would be published a second time, with other values.
+    Empty if there is no such directory; ManifestError if it cannot be listed. A symbolic link to a directory
+    counts: servers' graphs cannot tell it from a delta. If they applied it and the exporter did not see it,
+    its positions would be published a second time, with other values.
     """
     found = [named for entry in _entries(log) if (named := delta_named(entry.name)) and entry.is_dir()]
     return sorted(found)  # all have the same number of digits, so names sort as numbers do
@@ -580,7 +617,7 @@ def delta_names(log: Path) -> list[tuple[str, int, int]]:
 
 @lru_cache(maxsize=_MOST_NAMES)
 def delta_named(name: str) -> tuple[str, int, int] | None:
-    """A delta's name, start and end; None for any other name."""
+    """Return a delta's name (that of its directory), start and end; None for a name that is not a delta's."""
     match = _DELTA.fullmatch(name)
     if match is None:
         return None
@@ -589,8 +626,9 @@ def delta_named(name: str) -> tuple[str, int, int] | None:
 
 
 def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
-    """Yield the end of each delta of each log, except of the log `but`; by names alone, as there may be
-    thousands.
+    """Yield the end of each delta of each log, except of the log in the directory `but`, log by log.
+
+    Only names are read, as there may be thousands. ManifestError if a directory cannot be listed.
     """
     for log in log_directories(model):
         if log != but:
@@ -598,7 +636,10 @@ def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
 
 
 def log_directories(model: Path) -> list[Path]:
-    """The directories of a model's logs, sorted; also of logs without a base."""
+    """Return the directories of a model's logs, sorted; also of logs without a base.
+
+    ManifestError if they cannot be listed.
+    """
     return sorted(Path(entry.path) for entry in _entries(model / DELTAS_DIRECTORY) if entry.is_dir())
 
 

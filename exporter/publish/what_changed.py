@@ -19,10 +19,13 @@ _CHUNK_BYTES = 16 << 20
 
 
 def what_changed(log: DeltaLog, delta: LogDelta) -> tuple[VariableChange, ...]:
-    """The changes of a delta by variable, those with the most rows first.
+    """Return the changes of a delta by variable, those with the most rows first, then by name.
+
+    Distances are left out (None) for a delta of more than `MOST_BYTES`.
 
     Raises:
         PositionError, CheckpointError: the values before cannot be read, or the delta is damaged.
+        ManifestError, VerificationError: a manifest cannot be read, or a signed file differs.
     """
     changes = log.open(delta).changes
     is_small = delta.manifest.bytes_ <= MOST_BYTES
@@ -55,7 +58,11 @@ def _finite(value: float) -> float | None:
 
 
 def _norms(name: str, change: Rows, before: LayeredState) -> Iterator[Array]:
-    """Yield the norms of the rows' differences, in parts; nothing if values are not numbers."""
+    """Yield the norms (float64) of the differences of a table's changed rows from `before`, in parts, in
+    order.
+
+    Nothing is yielded if values are not numbers.
+    """
     row = max(1, int(np.prod(change.values.shape[1:])) * 8)
     step = max(1, _CHUNK_BYTES // row)
     for start in range(0, len(change.ids), step):
