@@ -307,8 +307,7 @@ class Standing(Struct, frozen=True, dict=True):
         """Return the log in which a base is at the position or a delta ends there; None if no log with a base
         has it.
 
-        Of several, the newest version's log counts first, then the newer ones. ManifestError if one cannot be
-        listed.
+        Of several, the newest version's log counts first, then the newer ones.
         """
         if self.log is not None and self.log.has(position):
             return self.log
@@ -330,8 +329,7 @@ class Standing(Struct, frozen=True, dict=True):
     def paths(self) -> Mapping[int, list[Path]]:
         """For each position, the paths of the versions that are there and of the deltas that end there.
 
-        Versions that take no deltas are listed by their number. ManifestError if a directory cannot be
-        listed.
+        Versions that take no deltas are listed by their number. Logs that cannot be read are left out.
         """
         paths = {number: [path] for number, path in self.plain.items()}
         for log in self.logs:
@@ -517,7 +515,7 @@ def _special(text: str, there: Standing) -> int:
     Raises:
         UsageError: it is none of these.
         PositionUnknown: there is only one position, or nothing had been published at that time.
-        ManifestError: a directory, or the document of tags, cannot be read.
+        ManifestError: a manifest, a directory, or the document of tags cannot be read.
     """
     if text == "latest":
         return there.newest

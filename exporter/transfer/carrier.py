@@ -66,7 +66,10 @@ class Carrier:
         """The holds that are in the store."""
 
     def look(self) -> None:
-        """Read the head, and note when another process's decision was last renewed."""
+        """Read the head, and note when another process's decision was last renewed.
+
+        Raises ManifestError if the head is damaged, CheckpointError if the store cannot be read.
+        """
         found = fetch_head(self._store)
         with self._replacing:
             self.head, self._tag = found or (Head(), None)
@@ -77,11 +80,14 @@ class Carrier:
     def await_turn(self, is_ours: Callable[[Upload], bool] = lambda upload: False) -> None:
         """Read the head once nothing is being uploaded; abandon an upload that has expired or `is_ours`.
 
-        Waits for other machines' uploads, and removes a decision that has expired.
+        `is_ours` tells if an upload is of this process's own publications. Waits for other machines' uploads,
+        and removes a decision that has expired.
 
         Raises:
             PositionMoved: one of them takes longer than `WAIT_SECONDS`.
             ModelHeld: a person's decision is in progress; at once.
+            ManifestError, CheckpointError, PublishError: the head is damaged, or the store cannot be read or
+                written.
         """
         deadline = time.monotonic() + WAIT_SECONDS
         self.look()
@@ -107,12 +113,15 @@ class Carrier:
         """Take precedence over all publishers: none of them commits anything from now on, until
         `end_decision`.
 
-        Waits for another person's decision, until it ends or expires. Tries again for `DECISION_SECONDS`,
-        because uploads and their beats replace the head, too.
+        `what` names the person's command, for messages of others. Writes the decision into the head. Waits
+        for another person's decision, until it ends or expires. Tries again for `DECISION_SECONDS`, because
+        uploads and their beats replace the head, too.
 
         Raises:
             ModelHeld: another decision takes longer than `WAIT_SECONDS`.
             PositionMoved: other publishers always replaced the head first.
+            ManifestError, CheckpointError, PublishError: the head is damaged, or the store cannot be read or
+                written.
         """
         began, by = time.monotonic(), HeldBy.now(0)
         with progress("waiting for other publishers", 0):
@@ -142,7 +151,9 @@ class Carrier:
     def end_decision(self, holds: Mapping[str, bytes] | None = None) -> None:
         """End the decision, so that publishers continue; with `holds`, set these instead of the decision's.
 
-        PositionMoved if another process ended the decision because it seemed abandoned.
+        `holds` has the files of holds and tags by path below the model. Raises PositionMoved if another
+        process ended the decision because it seemed abandoned, CheckpointError or PublishError if the store
+        cannot be changed.
         """
         head = self.head if holds is None else self.head.holding(holds)
         self._replace(replace(head, deciding=None))
@@ -151,10 +162,10 @@ class Carrier:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Renew the decision while the block runs.
+        """Renew the decision in a thread while the block runs, every `BEAT_SECONDS`.
 
-        This also renews uploads in progress, which use the same head. PositionMoved if another process ended
-        the decision because it seemed abandoned.
+        This also renews uploads in progress, which use the same head. Raises PositionMoved if another process
+        ended the decision because it seemed abandoned, or publications or holds have changed meanwhile.
         """
         with self._beating(self._decides_on):
             yield
@@ -162,15 +173,19 @@ class Carrier:
             raise PositionMoved(f"the decision about {self._url} was taken for abandoned")
 
     def _decides_on(self) -> bool:
-        """Read the head; return True if our decision continues, and publications and holds are unchanged."""
+        """Read the head; return True if our decision continues, and publications and holds are unchanged.
+
+        Raises as `look`.
+        """
         before = self.head
         self.look()
         return self.is_deciding and self.head.is_same_model(before)
 
     def _other_decision(self) -> Decision | None:
-        """Return another process's decision from the head last read; remove an expired one.
+        """Return another process's decision from the head last read; remove an expired one from the store.
 
-        None if there is none, or if it has expired.
+        None if there is none, or if it has expired. CheckpointError or PublishError if the store cannot be
+        read or written.
         """
         other = self.head.deciding
         if other is None or other.owner == self._owner:
@@ -191,14 +206,22 @@ class Carrier:
         *,
         ends_decision: bool = True,
     ) -> None:
-        """Publish one item of a local model, with these holds; PositionMoved if another machine was faster.
+        """Publish one item of a local model, with these holds: upload its files, commit it in the head,
+        reveal it.
 
-        Files that the store has already, `same`, are copied there.
+        `holds` has the files of holds and tags by path below the model. `bar` advances by the bytes of each
+        file. Files that the store has already, `same`, are copied there. Another machine's upload is
+        abandoned; there can be one only if this process decides. The decision ends with the commit, unless
+        `ends_decision` is False.
 
-        Another machine's upload is abandoned; there can be one only if this process decides. The decision
-        ends with the commit, unless `ends_decision` is False.
+        An upload that fails is abandoned. If only the reveal fails, the error says that the item is
+        published.
 
-        An upload that fails is abandoned. If only step 4 fails, the error says that the item is published.
+        Raises:
+            PositionMoved: another machine was faster, or has begun another publication at this path.
+            ManifestError, VerificationError: the local item is being removed, or its files differ from its
+                manifest.
+            CheckpointError, PublishError: the store cannot be read or written.
         """
         self.probe()
         self._tags_of_others = None
@@ -241,7 +264,9 @@ class Carrier:
     ) -> None:
         """Replace the head by one that names the upload as published; wait while another process decides.
 
-        PositionMoved if that process changed publications, holds, or tags that `holds` change, too.
+        `before` is the head from before the upload. Raises PositionMoved if the deciding process changed
+        publications, holds, or tags that `holds` change, too; CheckpointError or PublishError if the store
+        fails.
         """
         while True:
             while self._other_decision() is not None:
@@ -266,17 +291,23 @@ class Carrier:
                 return
 
     def _goes_on(self, upload: Upload, before: Head) -> bool:
-        """Read the head; return True if our upload continues, and only decisions or tags have changed
-        meanwhile.
+        """Read the head; return True if our upload continues, and only decisions or tags have changed since
+        `before`.
+
+        Raises as `look`.
         """
         self.look()
         return self.head.uploading == upload and self.head.is_same_model(before)
 
     def _put_files(self, model: Path, item: Item, same: StoredFiles) -> Generator[int, None, None]:
-        """Put an item's files into the store, and yield the size of each; check what is sent.
+        """Put an item's files into the store, check what is sent, and yield the size of each file in bytes.
 
         A file that represents an object which tasks wrote is copied by the store. So is a file that the store
         has already, unless it refuses. A copy takes seconds, so many are made at once.
+
+        Raises:
+            VerificationError: a file differs from the manifest.
+            CheckpointError, PublishError: the store cannot be read or written, or an object was replaced.
         """
         passage = Passage(item, model / item.path)
         copies, sent = list[tuple[FileEntry, RemoteObject, bool]](), list[FileEntry]()
@@ -326,10 +357,12 @@ class Carrier:
                 same.add_file(content, each)
 
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
-        """Set the store's holds, or renew nothing but the head, before published items are removed.
+        """Set the store's holds and tags to these files, by path below the model; at least the head is
+        renewed.
 
-        The decision ends with it, unless `ends_decision` is False. PositionMoved if another machine has
-        replaced the head.
+        It is called before published items are removed. The decision ends with it, unless `ends_decision` is
+        False. Raises PositionMoved if another machine has replaced the head, CheckpointError or PublishError
+        if the store cannot be changed.
         """
         self.probe()
         head = self.head.holding(holds)
@@ -337,7 +370,11 @@ class Carrier:
         self._show_holds()
 
     def with_tags(self, holds: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return these files, with the tags that other people set during this process's upload, if any."""
+        """Return these files, with the tags that other people set during this process's last upload, if they
+        did.
+
+        `holds` has the content of files by path below the model; it is not changed.
+        """
         tags = self._tags_of_others
         if tags is None:
             return dict(holds)
@@ -345,18 +382,29 @@ class Carrier:
         return {**others, TAGS_FILE: tags} if tags else others
 
     def completed(self) -> StoredModel:
-        """Reveal what a killed process has published but not revealed; return the model in the store."""
+        """Reveal what a killed process has published but not revealed; return the model in the store, listed
+        now.
+
+        Raises:
+            ManifestError: the pending manifest is not the one that the head names.
+            PositionMoved: another manifest is in its place.
+            CheckpointError, PublishError, UsageError: as `listed`, or the store cannot be written.
+        """
         found = self.listed()
         return self.listed() if self._complete(found) else found
 
     def listed(self) -> StoredModel:
-        """Return the model in the store, listed now."""
+        """Return the model in the store, listed now, and note its holds as `shown`.
+
+        Raises CheckpointError if the store cannot be read, UsageError if the URL is not that of a model.
+        """
         found = stored_model(self._store)
         self.shown = dict(found.holds)
         return found
 
     def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
-        """Return the holds of a listed model, which are the head's.
+        """Return the holds of a listed model, which are the head's: the content of files by path below the
+        model.
 
         The last publication may not be visible yet; until it is, no hold is lifted for readers.
         """
@@ -369,7 +417,10 @@ class Carrier:
     def _complete(self, stored: StoredModel) -> bool:
         """Reveal the last publication if it is not visible yet; return True if `stored` is outdated then.
 
-        ManifestError if the pending manifest is not the one that the head names.
+        Raises:
+            ManifestError: the pending manifest is not the one that the head names.
+            PositionMoved: another manifest is in its place.
+            CheckpointError, PublishError: the store cannot be read or written.
         """
         head = self.head
         pending = _pending(head.path, head.manifest)
@@ -387,18 +438,29 @@ class Carrier:
         return self._show_holds()
 
     def probe(self) -> None:
-        """Raise an error, once per process, if the store ignores conditions."""
+        """Raise PublishError, if this process has not tested it yet, if the store ignores the conditions of
+        writes.
+
+        The test writes and removes an object.
+        """
         if not self._is_probed:
             require_conditions(self._store, self._url.path)
             self._is_probed = True
 
     def taken(self, *, decides: bool) -> list[str]:
-        """Return the paths at which nothing new may be published; with `decides`, also a pending upload's."""
+        """Return the paths, sorted, at which nothing new may be published: those of abandoned uploads.
+
+        With `decides`, the path of an upload in progress is one of them.
+        """
         upload = self.head.uploading if decides else None
         return sorted({*self.head.given_up, *([] if upload is None else [upload.path])})
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Record abandoned paths, so that no publisher ever uses them."""
+        """Record abandoned paths in the head, so that no publisher ever uses them.
+
+        Raises PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the
+        store fails.
+        """
         self._replace(replace(self.head, given_up=self.head.given_up | dict.fromkeys(paths, "")))
 
     def _give_up(self, upload: Upload) -> None:
@@ -420,7 +482,8 @@ class Carrier:
     def _silence(self) -> float:
         """Return the seconds since the head was written, by the store's clock; 0 if there is no head.
 
-        The first call writes and removes an object, to learn the difference between the two clocks.
+        The first call writes and removes an object, to learn the difference between the two clocks. Raises
+        CheckpointError or PublishError if the store cannot be read or written.
         """
         if self._skew is None:
             key = self._url.key(f".probe-{self._owner}")
@@ -436,13 +499,17 @@ class Carrier:
     def _replace(self, head: Head | None = None) -> None:
         """Replace the head that was last read or replaced; None renews the same head.
 
-        PositionMoved if another machine has replaced it.
+        Raises PositionMoved if another machine has replaced it, CheckpointError or PublishError if the store
+        fails.
         """
         with self._replacing:
             self._put_head(self._alive() if head is None else head)
 
     def _alive(self) -> Head:
-        """Return the head without an expired decision of another process, which our beats would renew."""
+        """Return the head without another process's decision, if that has expired: our beats would renew it.
+
+        It has expired if it was not renewed for `LEASE_SECONDS`, as far as this process has seen.
+        """
         deciding, (owner, lived) = self.head.deciding, self._decider
         if deciding is None or deciding.owner == self._owner or deciding.owner != owner:
             return self.head
@@ -468,7 +535,8 @@ class Carrier:
         """Renew the head in a thread while the block runs; yield a function that checks if it may continue.
 
         This function, and the end of the block, raise PositionMoved if the head was lost: another process
-        replaced it, and `goes_on`, which reads it again, returns False.
+        replaced it, and `goes_on`, which reads it again, returns False. Other failures to renew it are
+        ignored.
         """
         ended, interrupted, failure = threading.Event(), threading.Event(), list[ExportError]()
 
@@ -503,12 +571,15 @@ class Carrier:
         check()
 
     def _reveal(self, item: Item) -> None:
-        """Make the publication in the head visible.
+        """Make the publication in the head visible in the store, with the head's holds.
 
-        PositionMoved if another manifest is in its place, PublishError if the store refuses a request. The
-        store itself copies the pending manifest. If a suspended process resumes too late, another one has
+        The store itself copies the pending manifest. If a suspended process resumes too late, another one has
         copied it, and the publication may have been removed again: the pending manifest is gone then, and the
         late copy does nothing.
+
+        Raises:
+            PositionMoved: another manifest is in its place.
+            CheckpointError, PublishError: the store cannot be read, or refuses a request.
         """
         is_late = False
         for name, content in (self.head.files_beside(self.shown) or {}).items():
@@ -528,9 +599,10 @@ class Carrier:
         self._store.delete(pending)
 
     def _show_holds(self, *, look_first: bool = False) -> bool:
-        """Set the holds in the store to those of the newest head; return True if any was changed.
+        """Set the holds and tags in the store to those of the newest head; return True if any was changed.
 
         `look_first`: read the head first, because another machine may not have known of holds set just now.
+        Raises ManifestError, CheckpointError or PublishError if the head is damaged or the store fails.
         """
         newest = fetch_head(self._store) if look_first else None
         head, changed = self.head if newest is None else newest[0], False
@@ -545,7 +617,11 @@ class Carrier:
         return changed
 
     def _show_hold(self, name: str, content: bytes | None) -> bool:
-        """Set or lift a hold; return False if it is unchanged."""
+        """Write a file of holds or tags into the store, or remove it if `content` is None; False if it is
+        unchanged.
+
+        `name` is its path below the model. CheckpointError or PublishError if the store fails.
+        """
         if self.shown.get(name) == content:
             return False
         if content is None:
@@ -561,5 +637,7 @@ _Check = Callable[[], None]
 
 
 def _pending(path: str, digest: str) -> str:
-    """Return the name of a manifest while its files are uploaded."""
+    """Return the name of a manifest while its files are uploaded, by the item's path and the manifest's
+    SHA-256.
+    """
     return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

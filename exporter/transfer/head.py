@@ -120,11 +120,15 @@ class Head(Struct, frozen=True):
     format_version: int = FORMAT_VERSION
 
     def encoded(self) -> bytes:
-        """Return the object's content."""
+        """Return the head as JSON: the content of its object in the store."""
         return msgspec.json.encode(self)
 
     def holding(self, files: Mapping[str, bytes]) -> Head:
-        """Return the same head with other holds and tags: these files, by their paths below the model."""
+        """Return the same head with other holds and tags, given as files: their content by their path below
+        the model.
+
+        Without a file of tags the new head has none.
+        """
         text = {name: content.decode("latin-1") for name, content in files.items()}
         tags = text.pop(TAGS_FILE, "")
         documents = {name: text.pop(name) for name in files if name.endswith(HOLD_DOCUMENT_FILE)}
@@ -132,7 +136,8 @@ class Head(Struct, frozen=True):
 
     @property
     def hold_files(self) -> dict[str, bytes] | None:
-        """The files of its holds, documents first, and of its tags, by their paths below the model.
+        """The content of the head's files of tags and holds, by path below the model: tags, documents, then
+        numbers.
 
         None if the head does not mention holds.
         """
@@ -143,7 +148,12 @@ class Head(Struct, frozen=True):
         return {name: content.encode("latin-1") for name, content in text.items()}
 
     def files_beside(self, shown: Mapping[str, bytes]) -> dict[str, bytes] | None:
-        """Return `hold_files`, with the `shown` tags of the store if the head's release knows no tags."""
+        """Return `hold_files`; if the head's release knows no tags, with the tags of `shown`, files now in
+        the store.
+
+        `shown` has the content of files by their path below the model. None if the head does not mention
+        holds.
+        """
         found = self.hold_files
         if found is not None and self.tags is None and TAGS_FILE in shown:
             found = {TAGS_FILE: shown[TAGS_FILE], **found}
@@ -151,17 +161,19 @@ class Head(Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """The paths of the newest publication and of the upload in progress, as far as there are any."""
+        """The paths below the model of the newest publication, then of the upload in progress; those that
+        there are.
+        """
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
 
     def is_same_model(self, other: Head) -> bool:
-        """Return True if both name the same publication and the same holds; tags may differ."""
+        """Return True if both heads name the same publication and the same holds; their tags may differ."""
         holds = self.holds, self.hold_documents
         return self.is_same_publication(other) and holds == (other.holds, other.hold_documents)
 
     def is_same_publication(self, other: Head | None) -> bool:
-        """Return True if both name the same publication."""
+        """Return True if both heads name the same newest publication; False if the other is None."""
         return other is not None and (self.path, self.manifest) == (other.path, other.manifest)
 
 
@@ -178,10 +190,12 @@ class Known(Head, frozen=True):
 
 
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
-    """Return the head in a store and its tag; None if nothing has been published there yet.
+    """Return the head in a store and its tag, for conditional writes; None if nothing has been published
+    there yet.
 
     Raises:
-        ManifestError: the object is no head, or one of another format version.
+        ManifestError: the object is not a head, or one of another format version.
+        CheckpointError: the store cannot be read, or the object is too long.
     """
     found = store.fetch(store.url.key(HEAD_FILE), _LONGEST)
     if found is None:
@@ -202,15 +216,21 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
 
 
 def files_digest(manifest: Manifest) -> str:
-    """Return a digest of all that readers read of a publication; the time in its manifest is not included."""
+    """Return the SHA-256 (hex) of all that readers read of a publication, without the
+    time in its manifest.
+    """
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
 
 
 def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = None, last: int = 0) -> None:
-    """Keep a store's head beside the model, because the next local merger may remove what it names.
+    """Keep the head of the store at `url` in a file beside the model, in place of the one kept before.
 
-    During a pull, it names the last publication fetched, and as `uploading` the one being fetched. `own` and
-    `last` are as in `Known`.
+    The next local merger may remove what it names. During a pull, it names the last publication fetched, and
+    as `uploading` the one being fetched. `own` and `last` are as in `Known`; `own` None: nothing.
+
+    Raises:
+        PublishError and subclasses: the file cannot be written.
+        ManifestError: the file of remembered heads is damaged.
     """
     known = replace(
         msgspec.convert(head, Known, from_attributes=True), own=dict(own or {}), last=max(last, 0)
@@ -224,7 +244,7 @@ def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = 
 
 
 def recall(model: Path, url: Url) -> Known | None:
-    """Return the head that this directory remembers of a store; None if it remembers none.
+    """Return the head that a model's directory remembers of the store at `url`; None if it remembers none.
 
     Raises:
         ManifestError: the file of remembered heads is damaged.

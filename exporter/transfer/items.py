@@ -88,7 +88,9 @@ class Item(Struct, frozen=True):
 
     @property
     def log_path(self) -> str:
-        """The path of the log that a delta or a base belongs to; "" for a version that takes no deltas."""
+        """The path, below the model, of the log that a delta or a base belongs to; "" for a version without
+        deltas.
+        """
         entry = self.manifest.incremental
         return "" if entry is None else f"{DELTAS_DIRECTORY}/{log_name(entry.log)}"
 
@@ -110,8 +112,8 @@ class Item(Struct, frozen=True):
 
     @property
     def hold(self) -> str | None:
-        """The path of the hold that the item contains, as the delta of a rollback does; None if it contains
-        none.
+        """The path below the model of the hold that the item contains, as the delta of a rollback does; else
+        None.
         """
         return (
             f"{self.log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
@@ -148,10 +150,11 @@ class StoredItems(StoredModel, frozen=True):
 
 
 def local_items(model: Path) -> list[Item]:
-    """Return the local versions and deltas, in the order in which they are copied.
+    """Return the local versions and deltas, in the order in which they are copied (`Item.order`).
 
     Raises:
-        ManifestError: a manifest cannot be read, or one version has two numbers.
+        ManifestError: a manifest cannot be read, is not signed by a trusted key, or one version has two
+            numbers.
     """
     found = []
     for path in local_paths(model).values():
@@ -164,28 +167,32 @@ def local_items(model: Path) -> list[Item]:
 
 
 def by_path(items: Iterable[Item]) -> dict[str, Item]:
-    """Return items by their paths, in the same order."""
+    """Return items by their paths below the model, in the given order."""
     return {item.path: item for item in items}
 
 
 def local_paths(model: Path) -> dict[str, Path]:
-    """Return the directories of the local publications, by their paths below the model."""
+    """Return the directories of the local publications, by their paths below the model.
+
+    Versions come first, the newest first, then deltas, log by log. ManifestError if they cannot be listed.
+    """
     paths = [child.path for child in published_versions(model)]
     paths += [log / name for log in log_directories(model) for name, _, _ in delta_names(log)]
     return {path.relative_to(model).as_posix(): path for path in paths}
 
 
 def path_of(name: str) -> str | None:
-    """Return the path of the version or delta that an object belongs to, given its key below the model.
+    """Return the path of the version or delta that an object belongs to, given the object's key below the
+    model.
 
-    None for other keys.
+    None for the keys of other objects.
     """
     found = _ITEM.fullmatch(name)
     return None if found is None else found[1]
 
 
 def local_item(model: Path, path: Path) -> Item:
-    """Return the version or delta in one directory.
+    """Return the version or delta in the directory `path` of the model.
 
     Raises:
         ManifestError: its manifest cannot be read, or does not belong to this directory.
@@ -210,10 +217,12 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 
 def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
-    """Return the files of holds (numbers and their documents) and of tags, by their paths below the model.
+    """Return the content of the files of holds (numbers and their documents) and tags, by path below the
+    model.
 
     Raises:
         ManifestError: the tags cannot be read; never without `has_tags`, which leaves them out.
+        OSError, CheckpointError: a file of a hold cannot be read.
     """
     tags = tags_document(model) if has_tags else None
     found = {} if tags is None else {TAGS_FILE: tags}
@@ -234,10 +243,9 @@ def _longest(name: str) -> int:
 
 
 def looking_again(work: Callable[[], T]) -> T:
-    """Return the result of `work`, which lists a model in a store and reads it, and repeat it if objects
-    vanish.
+    """Return the result of `work`, which lists a model in a store and reads it; repeat it if objects vanish.
 
-    After `_LOOKS` attempts, the CheckpointChanged of the last one is raised.
+    After `_LOOKS` attempts, the CheckpointChanged of the last one is raised; other errors at once.
     """
     for _ in range(_LOOKS - 1):
         with suppress(CheckpointChanged):
@@ -246,7 +254,12 @@ def looking_again(work: Callable[[], T]) -> T:
 
 
 def stored_model(store: ObjectReader) -> StoredModel:
-    """Return the model in a store, by the names of its objects; no manifest is read."""
+    """Return the model in a store, by the names of its objects; its holds and tags are read, no manifest is.
+
+    Raises:
+        UsageError: the URL is a version, or inside another model.
+        CheckpointError: the store cannot be read; CheckpointChanged if objects vanished again and again.
+    """
     return looking_again(lambda: _stored_model(store))
 
 
@@ -283,13 +296,15 @@ def stored_items(
     look: Callable[[], StoredModel] | None = None,
     trust: Trust | None = None,
 ) -> StoredItems:
-    """Return the versions and deltas in a store; `look` replaces the listing, for a publisher.
+    """Return the versions and deltas in a store, with their manifests; `look` replaces the listing, for a
+    publisher.
 
-    Manifests that are `ours`, or were `known` before, are not read. With `trust`, only those that one of its
-    keys has signed are items; of the others nothing else is read, and they are in `untrusted`.
+    Manifests that are `ours` (local items by path), or were `known` before, are not read. With `trust`, only
+    those that one of its keys has signed are items; of the others nothing else is read, and they are in
+    `untrusted`.
 
     Raises:
-        ManifestError: a manifest is damaged.
+        ManifestError: a manifest is damaged, or one version has two numbers.
         CheckpointChanged: objects vanished again and again.
         ExportError: the URL is not that of a model, or the store cannot be read.
     """
@@ -299,7 +314,8 @@ def stored_items(
 
 
 def forged(model: StoredItems) -> dict[str, NotTrusted]:
-    """Return the publications that servers would accept although no trusted key has signed them.
+    """Return the publications that servers would accept although no trusted key has signed them, with the
+    reasons.
 
     By path, the newest first. These are all that are unsigned after the first version that a trusted key has
     signed: before that version, signing had not begun. If there is no such version, all that are unsigned.
@@ -313,7 +329,9 @@ def forged(model: StoredItems) -> dict[str, NotTrusted]:
 
 
 def end_of(path: str) -> int:
-    """Return the number at the end of a path: a version's position, or the end of a delta."""
+    """Return the number at the end of a publication's path: a version's number, or the position where a delta
+    ends.
+    """
     return int(re.split("[-/]", path)[-1])
 
 
@@ -352,11 +370,11 @@ def _with_items(
 
 
 def is_certainly(each: RemoteObject, item: Item | None) -> bool:
-    """Return True if an object is certainly the manifest of an item, without reading it; False if that is
+    """Return True if an object certainly is the manifest of an item, without reading it; False if that is
     unknown.
 
     In most stores the tag of a small object is the MD5 of its bytes. In the other stores it never equals it
-    by chance.
+    by chance. False also without an item.
     """
     if item is None or each.size != len(item.content):
         return False
@@ -364,10 +382,12 @@ def is_certainly(each: RemoteObject, item: Item | None) -> bool:
 
 
 def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
-    """Return the bytes of a manifest in a store.
+    """Return the bytes of a manifest in a store; `path` is the publication's below the model, `each` the
+    object.
 
     Raises:
         ManifestError: it is too long.
+        CheckpointError: it cannot be read; CheckpointChanged if it was replaced or removed.
     """
     if each.size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{store.url}/{path}/{MANIFEST_FILE} is longer than {MAX_MANIFEST_BYTES} bytes")
@@ -375,7 +395,8 @@ def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """Return the publication that a manifest describes.
+    """Return the publication at `path` below a model that a manifest's bytes describe; errors call it
+    `where`.
 
     Raises:
         ManifestError: the manifest cannot be decoded, or does not belong to this path.
@@ -393,7 +414,7 @@ def _manifest(content: bytes, where: object) -> Manifest:
 
 
 def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
-    """Return the items in the order in which they are copied.
+    """Return the items in the order in which they are copied; `where` is the model's path or URL, for errors.
 
     Raises:
         ManifestError: one version has two numbers.
@@ -407,7 +428,9 @@ def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
 
 
 def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
-    """Return an item's objects by their paths in it; None if one is missing or has an unlisted size."""
+    """Return an item's objects by the files' paths in it; None if one is missing or has another size than
+    listed.
+    """
     found = {file.path: model.objects.get(f"{item.path}/{file.path}") for file in item.manifest.files}
     sizes = {file.path: file.bytes_ for file in item.manifest.files}
     whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
@@ -415,10 +438,11 @@ def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
 
 
 def require_sound(item: Item, path: Path) -> None:
-    """Read all files of a publication, and compare them with its manifest.
+    """Read all files of the publication in the directory `path`, and compare them with its manifest.
 
     Raises:
         VerificationError: a file differs.
+        CheckpointError: a file cannot be read, or its index is damaged.
     """
     passage = Passage(item, path)
     passage.check_files()
@@ -436,28 +460,37 @@ class Passage:
 
     @property
     def files(self) -> list[FileEntry]:
-        """Its files, the data shards last, because the index lists them."""
+        """The entries of the publication's files, the data shards last, because the index lists their
+        content.
+        """
         return sorted(self._item.manifest.files, key=lambda file: file.crc32c is None)
 
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
-        """Return a function that checksums blocks of a file, in any order and from several threads."""
+        """Return a function that checksums blocks of a file, given by offset and bytes.
+
+        It may be called in any order and from several threads. The check methods use the checksums.
+        """
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a complete file with the manifest; VerificationError if it differs."""
+        """Compare a complete file with the manifest; VerificationError if it differs.
+
+        It is read unless its blocks were checksummed by `noting`.
+        """
         verify_file(self._path, file, self._passed)
 
     def check_files(self) -> None:
         """Compare all files and the index with the manifest; all must be complete.
 
-        VerificationError if one differs.
+        VerificationError if one differs, CheckpointError if the index is damaged.
         """
         manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_digests(self) -> None:
-        """Read the other files, and compare them with the signed digests, if there is a signature.
+        """Read the files that `compare` has not read, and compare them with the signed digests, if there is a
+        signature.
 
         VerificationError if one differs.
         """
@@ -470,9 +503,11 @@ class Passage:
             verify_digests(self._path, files, anew=True, runner=runner)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None, runner: Runner | None = None) -> None:
-        """Compare the stored values with the index, or only those of some data shards.
+        """Compare the stored values with the index, or only those of some data shards, in tasks of `runner`
+        if given.
 
-        VerificationError if one differs; nothing is compared if there is no index.
+        Nothing is compared if there is no index. VerificationError or CheckpointError if a value differs,
+        EngineFailed if the engine of `runner` fails.
         """
         if self._index is not None:
             wanted = self.files if shards is None else shards
@@ -481,13 +516,15 @@ class Passage:
             verify_bytes(catalog, runner=runner or LOCAL, passed=self._passed, shards=named)
 
     def compare(self, files: Sequence[FileEntry], runner: Runner | None = None) -> None:
-        """Read files that did not come by here, and compare all that the manifest says of their bytes.
+        """Read files that were not copied through `noting`, and compare all that the manifest says of their
+        bytes.
 
-        Of data shards all others must be there, too. What was compared is not read again. Tasks of `runner`
-        read shards, and what is signed.
+        If some are data shards, all other files must be there, too. What was compared is not read again.
+        Tasks of `runner` read shards, and what is signed.
 
         Raises:
             VerificationError, CheckpointError: one differs.
+            EngineFailed: the engine of `runner` failed.
         """
         for file in files:
             self.check_file(file)
@@ -497,11 +534,12 @@ class Passage:
         self._compared.update(files)
 
     def content(self, file: FileEntry) -> object:
-        """Return a value that only files with the same bytes share, from the manifest; None if it says too
+        """Return a value that only files with the same bytes share, by the manifest; None if that says too
         little.
 
         It is the signed SHA-256; else size and checksum or, of a data shard, the checksums of all its values.
         Bytes of a shard outside of any value have no checksum: then the whole index has to be the same, too.
+        VerificationError or CheckpointError if the index is damaged.
         """
         if file.sha256 is not None:
             return file.sha256
@@ -526,7 +564,10 @@ class Passage:
 
     @property
     def _index(self) -> Path | None:
-        """The index, compared with the manifest before it is parsed; None until it exists."""
+        """The path of the index, compared with the manifest before it is parsed; None until it exists.
+
+        VerificationError if it differs.
+        """
         path = index_path(self._prefix)
         named = [file for file in self._item.manifest.files if self._path / file.path == path]
         if not path.exists() or not named:
@@ -543,7 +584,10 @@ class Passage:
 
     @cached_property
     def _contents(self) -> Mapping[Path, tuple[tuple[int, int, int], ...]]:
-        """Offset, size and checksum of each stored run, by shard; no shard need be there."""
+        """Offset, size and checksum of each stored run of bytes, by the shard's path; no shard need be there.
+
+        Empty without an index; VerificationError or CheckpointError if it is damaged.
+        """
         index = self._index
         if index is None:
             return {}

@@ -36,8 +36,10 @@ class OpenModel(Protocol):
         """
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Run `work`, which may publish under `path`, and return its result once the model itself has the
-        change.
+        """Run `work`, which may publish under `path`; return its result once the model itself has the change.
+
+        For a model in a store the publications are uploaded, and `work` may be repeated: see
+        `RemoteModel.carry`.
         """
         ...
 
@@ -55,12 +57,12 @@ class LocalModel:
         return f"LocalModel({str(self.path)!r})"
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """As `OpenModel.carry`."""
+        """Run `work` and return its result: a local model has the change at once. `progress` is not used."""
         return work()
 
 
 def require_apart(ckpt_dir: Path, out: Path) -> None:
-    """Refuse a model and a checkpoint directory that overlap in the same store.
+    """Refuse a model and a checkpoint directory that overlap in the same store; local paths are not compared.
 
     Raises:
         UsageError: both are the same, or one is below the other.
@@ -77,8 +79,9 @@ def require_apart(ckpt_dir: Path, out: Path) -> None:
 
 
 def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
-    """Return how values get into a version of a model: nothing can link to objects, so `auto` becomes
-    `compact`.
+    """Return how values get into a version of a model (path or URL): in a store, `auto` becomes `compact`.
+
+    Nothing can link to objects.
 
     Raises:
         UsageError: links are requested for a model in a store.
@@ -99,10 +102,11 @@ def opened(
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> Iterator[OpenModel]:
-    """Open a model by its path or URL. With `read_only` nothing is ever written to a URL.
+    """Open a model by its path or URL for the block; with `read_only` nothing is ever written to a URL.
 
-    `deciding` is the name of a person's command, which takes precedence over all publishers to the URL. With
-    `signing`, publications are signed; with `trusting`, only publications signed by its keys are read.
+    A URL is shown in a temporary directory, which is removed at the end. `deciding` is the name of a person's
+    command, which takes precedence over all publishers to the URL; empty: it does not. With `signing`,
+    publications are signed; with `trusting`, only publications signed by its keys are read.
 
     Raises:
         UsageError: the URL belongs to no known store, or is a whole bucket; a key cannot be used.
@@ -127,7 +131,10 @@ def opened(
 
 
 def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
-    """Return the key that signs the publications of a model; None: they are not signed."""
+    """Return the key that signs the publications of a model; None: they are not signed.
+
+    UsageError if the key cannot be used, or `signing` also permits unsigned publications.
+    """
     if signing.sign_key is None:
         return None
     if signing.unsigned:
@@ -140,8 +147,11 @@ def _signer(signing: Signing, model: str | os.PathLike[str]) -> Signer | None:
 def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
     """Return the keys trusted to publish a model, by its path or URL; None: everything is accepted.
 
+    For a local copy they accept only the identity that is pinned there, unless another one is named.
+
     Raises:
         UsageError: a key cannot be used.
+        NotTrusted: the pinned identity cannot be read.
     """
     if not trusting.trust:
         return None
@@ -155,7 +165,7 @@ def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """Return the name that signatures have for a model unless another is given: the last part of its path or
+    """Return the name by which signatures know a model, unless another is given: the last part of its path or
     URL.
     """
     url = Url.parse(os.fspath(model))
@@ -174,9 +184,9 @@ def _in_force(
 
 @contextmanager
 def opened_if_model(place: str) -> Iterator[OpenModel | None]:
-    """Open the model at a URL for reading; yield None if no model is there, or if `place` is no URL.
+    """Open the model at a URL for reading; yield None if no model is there, or if `place` is not a URL.
 
-    The place may be a checkpoint's.
+    The URL may be a checkpoint's.
 
     Raises:
         ExportError: the store cannot be read; see errors.py.

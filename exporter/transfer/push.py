@@ -85,14 +85,19 @@ class PushPlan(Struct, frozen=True):
 
 
 def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None = None) -> PushPlan:
-    """Compare a local model with the one in a store, and return the plan of a push.
+    """Compare a local model with the one in a store, and return the plan of a push; nothing is written.
+
+    With `prune`, the plan removes the store's publications that are not here. With `trust`, only what its
+    keys have signed is pushed.
 
     Raises:
-        UsageError: the URL is that of no model in a store.
+        UsageError: the URL is not that of a model in a store; or `model` is not a model base path.
+        NotUpdatable: nothing is published here.
         ForeignLineage: the store has another model, or another publication at the same path.
         PositionMoved: another machine has published or changed holds or tags there since this directory last
-            pushed or pulled.
+            pushed or pulled; or what was taken back here alone, the store has gone on from.
         NotTrusted: `trust` is given, and no trusted key has signed a publication here or there.
+        ManifestError, CheckpointError: a manifest is damaged, or the store cannot be read.
     """
     place = parse(url)
     store = ObjectWriter(place)
@@ -119,7 +124,7 @@ def _ours(model: Path, trust: Trust | None) -> dict[str, Item]:
 
 
 def _trusted(items: dict[str, Item], model: Path, trust: Trust) -> dict[str, Item]:
-    """Return the items that a trusted key has signed.
+    """Return the items, by path, that a trusted key has signed; others are left out.
 
     Raises:
         NotTrusted: servers would accept one of the others.
@@ -187,7 +192,10 @@ def _plan(
 
 
 def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
-    """Return the files of holds and tags to upload; a hold that came from the store is sent unchanged."""
+    """Return the content of the files of holds and tags to upload, by path below the model.
+
+    A hold that came from the store is sent unchanged. ManifestError if the tags cannot be read.
+    """
     found = local_holds(model)
     for name in [name for name in found if PurePosixPath(name).name == HOLD_FILE]:
         decided = Hold((model / name).parent).decided()
@@ -204,9 +212,14 @@ def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
 def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     """Execute a plan, and return the part of it that was done: another push may have done the rest.
 
+    The plan is made again of the newest state, after waiting for other machines' uploads (see
+    `Carrier.await_turn`). The store's head is remembered beside the model.
+
     Raises:
         ForeignLineage, PositionMoved, NotTrusted: as `plan_push`, now of the newest state.
+        ModelHeld: a person's decision about the store's model is in progress.
         VerificationError: a local file differs from its manifest.
+        ManifestError, CheckpointError, PublishError: a manifest is damaged, or the store fails.
     """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store)
@@ -232,16 +245,18 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
 def _remember(model: Path, url: Url, head: Head) -> None:
     """Keep the head for the next push; not if the model is read-only here, where nothing it names is ever
     removed.
+
+    PublishError if it cannot be kept for another reason.
     """
     with suppress(TargetNotWritable):
         remember(model, url, head)
 
 
 def parse(url: str) -> Url:
-    """Return the URL of a model in a store.
+    """Return the URL of a model in a store, from its text.
 
     Raises:
-        UsageError: the text is no such URL.
+        UsageError: the text is not such a URL, or names a whole bucket.
     """
     found = Url.parse(url)
     if found is None:
@@ -263,6 +278,9 @@ def parse(url: str) -> Url:
 def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
     """Remove publications from a store, their manifests first, so that nobody sees one of which files are
     missing.
+
+    `paths` are theirs below the model; their objects are those of `stored`. PublishError or CheckpointError
+    if the store refuses it.
     """
     manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
     files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]
@@ -271,7 +289,10 @@ def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None
 
 
 def _require_ours(plan: PushPlan, head: Head) -> None:
-    """Raise PositionMoved if the head has a publication, or holds, that this directory does not know."""
+    """Raise PositionMoved if the head has a publication, holds or tags that this directory does not know.
+
+    `plan` has what this directory knows; ManifestError if the file of remembered heads is damaged.
+    """
     known = recall(plan.model, plan.url)
     directory = plan.model / head.path
     if (directory / MANIFEST_FILE).is_file():

@@ -37,14 +37,18 @@ class SameFiles(Generic[T]):
     def add(self, item: Item, directory: Path, place: Callable[[FileEntry], T | None]) -> None:
         """Add the files of a version whose index is in a local directory; `place` returns the place of each.
 
-        Nothing is read before `place` is called. A delta is ignored, because its files are like no others.
+        `place` may return None for a file that cannot be used. Nothing is read before the first call of the
+        method `place`. A delta is ignored, because its files are like no others.
         """
         if not item.is_delta:
             with self._lock:
                 self._new.append((item, directory, place))
 
     def place(self, content: object) -> T | None:
-        """Return the place of a file with this content; None if there is none."""
+        """Return the place of a file with this content (see `Passage.content`); None if there is none.
+
+        The files that were added since the last call are read first; damaged versions are skipped.
+        """
         with self._lock:
             while self._new:
                 item, directory, place = self._new.pop(0)
@@ -57,7 +61,7 @@ class SameFiles(Generic[T]):
             return self._places.get(content)
 
     def add_file(self, content: object, place: T) -> None:
-        """Add a file with this content, unless one is known."""
+        """Add the place of a file with this content (see `Passage.content`), unless one is known."""
         with self._lock:
             self._places.setdefault(content, place)
 
@@ -75,7 +79,11 @@ class StoredFiles(SameFiles[RemoteObject]):
             self.add(item, model / item.path, partial(_unchanged, stored, item.path))
 
     def copies_of(self, item: Item, directory: Path) -> int:
-        """Return how many bytes of an item the store can copy; its other files then count as stored."""
+        """Return how many bytes of an item, in a local directory, the store can copy, so that they are not
+        uploaded.
+
+        The item's other files count as stored from then on. 0 for a delta.
+        """
         found, passage = 0, Passage(item, directory)
         for file in () if item.is_delta else passage.files:
             content = passage.content(file)
@@ -87,7 +95,10 @@ class StoredFiles(SameFiles[RemoteObject]):
 
 
 def _unchanged(stored: StoredModel, path: str, file: FileEntry) -> RemoteObject | None:
-    """Return the object of a version's file; None if it is not as published, or the store cannot copy it."""
+    """Return the object of a version's file; None if it is not as published, or the store cannot copy it.
+
+    `path` is the version's, below the model.
+    """
     each, manifest = stored.objects.get(f"{path}/{file.path}"), stored.manifests[path]
     is_same = each is not None and each.size == file.bytes_ and each.modified <= manifest.modified
     return each if is_same and file.bytes_ <= MOST_COPIED else None
@@ -101,7 +112,9 @@ class LocalFiles(SameFiles[Path]):
         self._model = model
 
     def add_version(self, item: Item) -> None:
-        """Add the files of a version in the model."""
+        """Add the files of a version in the model;
+        a file that a trainer may write into is never given out.
+        """
 
         def place(file: FileEntry) -> Path | None:
             path = self._model / item.path / file.path
@@ -116,10 +129,11 @@ class LocalFiles(SameFiles[Path]):
     def lend(self, content: object, path: Path) -> bool:
         """Make `path` a link to a file with this content, or a copy of it; return False if there is none.
 
-        The bytes are not compared: whoever altered the file there has altered it here.
+        A file at `path` is removed first. The bytes are not compared: whoever altered the file there has
+        altered it here.
 
         Raises:
-            OSError: it cannot be written.
+            OSError, PublishError and subclasses: it cannot be written.
         """
         source = self.place(content)
         if source is None:

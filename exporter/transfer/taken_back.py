@@ -43,14 +43,20 @@ class TakenBack(Struct, frozen=True):
         return end_of(self.path)
 
     def withholds(self, item: Item) -> bool:
-        """Return True for a publication of the store that servers of the copy must not get."""
+        """Return True if servers of the copy must not get this publication of the store, because of what was
+        taken back.
+
+        For a version that was published again here, that is only the store's version of its own number.
+        """
         if item.log_path != self.log or not self.log:
             return item.path == self.path
         ends = item.manifest.from_position, item.manifest.position
         return any(one is not None and self.to < one <= self.end for one in ends)
 
     def is_passed_by(self, item: Item, reached: Iterable[int]) -> bool:
-        """Return True for a delta that begins after this, and that none of the positions `reached` takes."""
+        """Return True for a delta of this log that begins after `end`, and applies at none of the positions
+        `reached`.
+        """
         start, position = item.manifest.from_position, item.manifest.position
         if start is None or item.log != self.log or start <= self.end:
             return False
@@ -58,7 +64,9 @@ class TakenBack(Struct, frozen=True):
 
 
 def restored(item: Item) -> int | None:
-    """Return the position whose values a rollback or a resumption published again; None for anything else."""
+    """Return the position whose values a rollback or a resumption published again; None for any other
+    publication.
+    """
     entry, told = item.manifest.incremental, item.manifest.taken_back
     if isinstance(entry, DeltaEntry):
         return entry.back_to if entry.made in (DeltaOrigin.ROLLBACK, DeltaOrigin.RESUME) else None
@@ -66,18 +74,18 @@ def restored(item: Item) -> int | None:
 
 
 def is_restoration(item: Item) -> bool:
-    """Return True for a rollback or its resumption."""
+    """Return True if a publication is a rollback or the resumption of one."""
     return restored(item) is not None
 
 
 def is_merger(item: Item) -> bool:
-    """Return True for what was merged of other publications: it has the values of its last part."""
+    """Return True if a publication was merged of others: it has the values of its last part."""
     entry = item.manifest.incremental
     is_merged = isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.MERGE
     return is_merged or item.manifest.merged_from is not None
 
 
 def is_of_a_canary(item: Item) -> bool:
-    """Return True for the delta of a rollback in a log of which a canary decides."""
+    """Return True if a publication is the delta of a rollback in a log that a canary approves."""
     entry = item.manifest.incremental
     return isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.ROLLBACK and entry.canary
