@@ -620,7 +620,7 @@ class Carrier:
         """Write a file of holds or tags into the store, or remove it if `content` is None; False if it is
         unchanged.
 
-        `name` is its path below the model. CheckpointError or PublishError if the store fails.
+        `name` is its path below the model. PublishError if the store fails.
         """
         if self.shown.get(name) == content:
             return False

@@ -152,9 +152,11 @@ if TYPE_CHECKING:
 def superseded(
     model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
 ) -> list[Item]:
-    """Return the items `here` that are no longer `stored` and can be removed, by position.
+    """Return the items of a copy, `here` by path, that the store no longer has and that can be removed, by
+    position.
 
-    `is_current`: everything that is stored is here.
+    `stored` are the paths of what the store has. `is_current`: everything of that is here. OSError if a
+    manifest here cannot be looked at.
     """
     gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
     if not gone:
@@ -173,7 +175,10 @@ def superseded(
 
 
 def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
-    """Return the items that no hold keeps from servers, and that have been here for GRACE_SECONDS."""
+    """Return the items that no hold keeps from servers, and that have been here for `GRACE_SECONDS`.
+
+    OSError if a manifest cannot be looked at.
+    """
     holds: dict[Path, int | None] = {}
     latest, found = time.time() - GRACE_SECONDS, []
     for item in items:
@@ -220,7 +225,9 @@ class Seen(Struct, frozen=True):
     at: float | None = None
 
     def is_current(self, head: tuple[Head, Tag] | None, now: float) -> bool:
-        """Return True if the head is unchanged since the listing, and the listing is recent."""
+        """Return True if `head` is the one of this listing, and the listing is recent at `now`, a monotonic
+        time (s).
+        """
         return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 
 
@@ -257,7 +264,9 @@ def pull(
     trust: Trust | None = None,
     workers: int = 0,
 ) -> Pulled:
-    """Update a local model from a store once: see `LocalCopy`."""
+    """Update the local model at `model` from the store at `url` once: see `LocalCopy` for parameters and
+    errors.
+    """
     return LocalCopy(url, model, prune=prune, trust=trust, workers=workers).update(progress)
 
 
@@ -293,7 +302,10 @@ class LocalCopy:
         self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
-        """Fetch new publications; with `prune`, also remove those here that the store no longer has.
+        """Fetch new publications, holds and tags, in order; with `prune`, also remove those that the store no
+        longer has.
+
+        Servers see each publication as soon as it is whole. The result says what was fetched and removed.
 
         Raises:
             CheckpointNotFound: the store has no model at this URL.
@@ -301,6 +313,8 @@ class LocalCopy:
             ForeignLineage: the copy has another publication at the same path.
             PublicationDamaged: the next publication is damaged, and none replaces it.
             NotTrusted: no trusted key has signed what is in the store or here.
+            UsageError: `model` cannot be a model base path, or is the trainer's directory.
+            TargetBusy: another pull into this copy, or an exporter, holds its lock.
             ExportError: the store cannot be read, or the copy cannot be written; see errors.py.
         """
         store, self._store = self._store or ObjectWriter(self.url), None
@@ -311,7 +325,8 @@ class LocalCopy:
         return done
 
     def plan(self) -> Pulled:
-        """Return what `update` would do now, and change nothing; the bytes are the most that it would fetch.
+        """Return what `update` would do now, and change nothing; its bytes are the most that would be
+        fetched.
 
         Raises:
             ExportError: as `update`, as far as it can be known before anything is fetched.
@@ -326,7 +341,14 @@ class LocalCopy:
         return job.plan(None if seen.head is None else seen.head[0], prune=self._prune)
 
     def _require_model(self, stored: StoredItems) -> None:
-        """Raise an error if the store has no model, or the copy may not lie in its directory."""
+        """Refuse to go on without a model in the store, or with a local path that cannot be a copy.
+
+        Raises:
+            CheckpointNotFound: the store has no model.
+            NotTrusted: keys are trusted, and all versions there are unsigned.
+            UsageError, TargetNotWritable, ManifestError: see `require_base_path`; or it is the trainer's
+                directory.
+        """
         if self._trust is not None and all(item.is_delta for item in stored.items.values()):
             for error in forged(stored).values():
                 raise error
@@ -338,8 +360,10 @@ class LocalCopy:
 
     @property
     def newest(self) -> tuple[int, datetime] | None:
-        """The position and the time of the newest publication seen in the store; None before the first
-        update.
+        """The position and the publication time of the store's newest publication, as last seen; None before
+        an update.
+
+        The newest is the one with the greatest position.
         """
         seen = [each.manifest for each in self._seen.stored.items.values()]
         return max(((each.position, each.created) for each in seen), default=None)
@@ -370,7 +394,11 @@ class LocalCopy:
         return replace(done, identity=identity or "", is_pinned_now=pinned)
 
     def _published_from_here(self) -> str:
-        """Return the hint that puts back what this copy has, if it has a model, else one from elsewhere."""
+        """Return the hint that puts back what this copy has, if it has a model, else one that publishes from
+        elsewhere.
+
+        ManifestError if the copy cannot be listed.
+        """
         if not version_dirs(self._model):
             return f"publish one: export-model push MODEL {quoted(self.url)}"
         found = f"put back what this copy has: export-model push {quoted(self._model)} {quoted(self.url)}"
@@ -380,19 +408,25 @@ class LocalCopy:
         return found
 
     def _pinned(self) -> Trust | None:
-        """Return the trusted keys, with the identity that was named or is pinned in the copy.
+        """Return the trusted keys, with the identity that was named or is pinned in the copy; None without
+        keys.
 
-        None without keys. NotTrusted if the pinned identity cannot be read.
+        NotTrusted if the pinned identity cannot be read.
         """
         if self._trust is None or self._trust.identity is not None:
             return self._trust
         return replace(self._trust, identity=pinned_identity(self._model))
 
     def _pin(self, stored: StoredItems) -> bool:
-        """Pin the identity of the model in the copy, or in the store; return False if it is not pinned by
-        this call.
+        """Pin the model's identity in the copy, if it can be known; return True if this call has pinned it.
 
-        NotTrusted if keys have signed publications of several models there, and none is named or pinned.
+        It is the identity that was named, else that of the versions here, else that in the store. The file of
+        the identity is written.
+
+        Raises:
+            NotTrusted: keys have signed publications of several models there, and none is named or pinned; or
+                the pinned identity cannot be read.
+            PublishError and subclasses: the file cannot be written.
         """
         if self._trust is None:
             return False
@@ -430,9 +464,9 @@ class LocalCopy:
         return Seen(head, stored, now if head is not None and _is_settled(head[0], stored) else None)
 
     def _keys_now(self, trust: Trust) -> list[str]:
-        """Return the ids of the trusted keys, and the accepted identity.
+        """Return the ids of the trusted keys, sorted, and then the accepted identity ("" for any).
 
-        NotTrusted if a file of keys is missing, or is just being written.
+        NotTrusted if a file of keys cannot be read: it is missing, or is just being written.
         """
         try:
             return [*sorted(trust.keys()), trust.identity or ""]
@@ -441,7 +475,7 @@ class LocalCopy:
 
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:
-    """Return True if everything that a head mentions is visible; that happens a moment after the head is
+    """Return True if everything that a head mentions is in the listing; it is so a moment after the head is
     written.
     """
     holds, there = head.hold_files or {}, stored.holds
@@ -493,9 +527,14 @@ class _Pull:
         self.last, self._taken_back, self._agreed = -1, list[TakenBack](), dict[tuple[str, int], Item]()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch the missing publications, and set the holds; with `prune`, first remove superseded ones.
+        """Fetch the missing publications, and set the holds and tags; with `prune`, first remove superseded
+        ones.
 
-        `head` is that of the store. PositionMoved if something was published here, and something else there.
+        `head` is that of the store, or None.
+
+        Raises:
+            PositionMoved: something was published here, and something else there.
+            ForeignLineage, PublicationDamaged, NotTrusted, ExportError: as `LocalCopy.update`.
         """
         known = recall(self._model, self._url)
         wanted, waiting = self._missing(head, known)
@@ -513,7 +552,11 @@ class _Pull:
         return self._done(removed, incomplete, waiting)
 
     def plan(self, head: Head | None, *, prune: bool) -> Pulled:
-        """Return what `run` would return now, and change nothing; PositionMoved as `run`."""
+        """Return what `run` would return now, and change nothing on disk; PositionMoved and ForeignLineage as
+        `run`.
+
+        The object counts as done afterwards: it cannot `run` any more.
+        """
         wanted, waiting = self._missing(head, recall(self._model, self._url))
         gone = self._superseded(is_current=self._is_current(wanted, waiting), everything=prune)
         removed = [item.path for item in gone]
@@ -526,7 +569,7 @@ class _Pull:
     def _foreseen(self, item: Item) -> Spared:
         """Return which bytes of a publication need not be fetched, as far as its manifest tells.
 
-        What its shards hold is said by its index, which has not come yet, unless they are signed.
+        What its shards hold is said by its index, which has not been fetched yet, unless they are signed.
         """
         passage = Passage(item, self._model / f"{PULL_PREFIX}{item.digest}")
         files = () if item.is_delta else passage.files
@@ -537,13 +580,24 @@ class _Pull:
         return Spared(item.path, linked, why_fetched=merged.why, fetched=left)
 
     def _is_current(self, wanted: list[Item], waiting: tuple[str, ...]) -> bool:
-        """Return True if nothing of the store is missing here."""
+        """Return True if nothing of the store is missing here; False if a hold keeps some away, or keys are
+        trusted.
+
+        `wanted` and `waiting` are what is to be fetched, and what has to wait.
+        """
         return not (wanted or waiting or self._held or self._trust)
 
     def _missing(self, head: Head | None, known: Known | None) -> tuple[list[Item], tuple[str, ...]]:
-        """Return what the store has and this copy lacks, in order, and the paths of what has to wait.
+        """Return the items that the store has and this copy lacks, in order, and the paths of those that have
+        to wait.
 
-        Nothing, with `has_own`, if the copy has gone on from the store. PositionMoved as `run`.
+        If the copy has gone on from the store, both are empty and `has_own` is set. `known` is the store's
+        head as this copy remembers it.
+
+        Raises:
+            PositionMoved: something was published here, and something else there.
+            ForeignLineage: the copy has another publication at the same path.
+            NotTrusted: keys are trusted, and a version that was published again here is not signed.
         """
         self._find_taken_back(known)
         wanted = sorted(
@@ -569,9 +623,12 @@ class _Pull:
         )
 
     def _find_taken_back(self, known: Known | None) -> None:
-        """Find what was taken back here: what the store does not have, beyond all that it ever had.
+        """Note what was taken back here: the rollbacks and resumptions that are not the store's, in `own`;
+        and `last`.
 
-        What was found once is kept with the remembered head: what arrives later reaches beyond it.
+        What was found once is kept with the remembered head, `known`: what arrives later reaches beyond it.
+        NotTrusted if keys are trusted, and a version that was published again here is neither that nor
+        signed.
         """
         before, stored = self._kept(known), self._stored.items
         made = {path: (item, to) for path, item in self.here.items() if (to := restored(item)) is not None}
@@ -615,11 +672,15 @@ class _Pull:
 
     @property
     def own(self) -> dict[str, int]:
-        """What was taken back here, as `Known` keeps it."""
+        """What was taken back here, as `Known` keeps it: by path, the position whose values came back."""
         return {each.path: each.to for each in self._taken_back}
 
     def _fitting(self, wanted: Iterable[Item]) -> tuple[list[Item], set[str], set[str]]:
-        """Return what may come now, the paths of what a hold keeps away, and of what does not fit."""
+        """Return the wanted items that may come now, the paths of those that a hold keeps away, and of
+        unfitting ones.
+
+        The last are kept away because of what was taken back here.
+        """
         coming, held, withheld = list[Item](), set[str](), set[str]()
         lineages = {item.manifest.lineage for item in self.here.values() if not item.is_delta}
         absent, reached = set[str | None](), dict[str, list[int]]()
@@ -642,7 +703,9 @@ class _Pull:
         return coming, held, withheld
 
     def _is_held(self, item: Item) -> bool:
-        """Return True for a version that servers would load by themselves, past the copy's own hold."""
+        """Return True for a version that servers would load by themselves, past the copy's own hold; False
+        for a delta.
+        """
         if item.is_delta:
             return False
         for name in local_holds(self._model, has_tags=False):
@@ -658,7 +721,9 @@ class _Pull:
         return False
 
     def _is_led_to(self, base: Item, position: int) -> bool:
-        """Return True if deltas that are here, or may come, lead from a position to that of a base."""
+        """Return True if deltas that are here, or may come, bring a server from a position to that of a base,
+        or beyond.
+        """
         items = (item for each in (self.here, self._stored.items) for item in each.values())
         deltas = {item.path: item for item in items if item.log == base.log_path}.values()
         for delta in sorted(
@@ -688,7 +753,7 @@ class _Pull:
         )
 
     def _require_trusted(self, trust: Trust) -> None:
-        """Refuse a copy that contains publications which no trusted key has signed.
+        """Refuse a copy that contains publications which no trusted key has signed; note the accepted ones.
 
         Two kinds are accepted: rollbacks and resumptions made here, and what servers leave when they load a
         signed base.
@@ -711,7 +776,11 @@ class _Pull:
                 self._unsigned[path] = error
 
     def _leave_untrusted(self) -> None:
-        """Ignore deltas whose log has no trusted base, and holds that would move servers of the copy back."""
+        """Drop from the listing deltas whose log has no trusted base, tags, and holds that would move servers
+        back.
+
+        Each such hold is noted as not trusted.
+        """
         items, here = self._stored.items, local_holds(self._model, has_tags=False)
         bases = (item for each in (items, self.here) for item in each.values() if not item.is_delta)
         logs = {item.manifest.lineage for item in bases}
@@ -738,18 +807,21 @@ class _Pull:
         self._stored = replace(self._stored, items=items, holds=holds)
 
     def _least_hold(self, name: str, here: bytes | None) -> int:
-        """Return the least position that a hold may state without moving a server of this copy back."""
+        """Return the least position that a hold may state without moving a server of this copy back; -1: any.
+
+        `name` is the path of the hold's number, `here` the bytes of the copy's number (None: no hold).
+        """
         log = name.rpartition("/")[0]
         newest = max((item.manifest.position for item in self.here.values() if item.log == log), default=-1)
         held = None if here is None else position_in(here)
         return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
-        """Return the local items that lead elsewhere than the store: beyond all that it had, as last recorded
-        here, and neither mergers nor taken back.
+        """Return the local items that lead elsewhere than the store: published here, neither merged nor taken
+        back.
 
-        With trusted keys, there are none: what is signed is the publisher's, whatever was removed from the
-        store.
+        They are not in the store, and beyond all that it had, as last recorded here. With trusted keys, there
+        are none: what is signed is the publisher's, whatever was removed from the store.
         """
         if self._trust is not None:
             return []
@@ -758,7 +830,9 @@ class _Pull:
         return [item for item in beyond if item.path not in self.own and not is_merger(item)]
 
     def _position(self, path: str) -> int:
-        """Return the position that the publication at `path` reaches; -1 if it is gone, and was no delta."""
+        """Return the position that the publication at `path` reaches;
+        -1 if it is gone, and was not a delta.
+        """
         item = self.here.get(path) or self._stored.items.get(path)
         if item is not None:
             return item.manifest.position
@@ -767,7 +841,11 @@ class _Pull:
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[str, ...]:
         """Fetch and publish what is missing here, in order, until an item is incomplete in the store.
 
-        Return the paths of the items that were not fetched.
+        Return the paths of the items that were not fetched. `wanted` is sorted by `Item.order`.
+
+        Raises:
+            PublicationDamaged: the next item is damaged, and none replaces it.
+            CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
         """
         self._sweep({item.digest for item in wanted})
         self._set_holds(wanted)
@@ -805,6 +883,8 @@ class _Pull:
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
         """Skip a damaged item, and deltas that need it, if the store has a replacement; return False if it
         has none.
+
+        The skipped paths are added to `passed_by`.
         """
         stored = self._stored.items.values()
         instead = min(
@@ -829,10 +909,12 @@ class _Pull:
         bar: Progress,
         progress: ProgressFactory,
     ) -> Iterator[Callable[[Item], tuple[Path, Spared]]]:
-        """Fetch small publications in parallel, while those before them are fetched and published.
+        """Fetch small publications in parallel during the block; yield a function that returns an item once
+        it is whole.
 
-        Requests have latency, and a copy may be a thousand deltas behind; most deltas are small. Large
-        publications are fetched in parts instead.
+        It takes an item, waits for it or fetches it, and returns and raises as `_staged`. `whole` has the
+        objects of each item by path. Requests have latency, and a copy may be a thousand deltas behind; most
+        deltas are small. Large publications are fetched in parts instead.
         """
         with workers(_AHEAD, "ahead") as pool:
             tasks = {
@@ -862,7 +944,11 @@ class _Pull:
         return True
 
     def _announce(self, item: Item) -> None:
-        """Record that an item came from the store, which may have removed it before the next pull."""
+        """Record beside the copy that an item came from the store, which may have removed it before the next
+        pull.
+
+        ManifestError if the record is damaged, PublishError or a subclass if it cannot be written.
+        """
         head = recall(self._model, self._url) or Head()
         if (coming := head.uploading) is not None and coming.path in self.here:
             head = Head(coming.path, coming.manifest, None, head.holds, head.hold_documents, head.tags)
@@ -870,7 +956,8 @@ class _Pull:
         remember(self._model, self._url, head, self.own, self.last)
 
     def _sweep(self, wanted: set[str]) -> None:
-        """Remove the remains of killed pulls, except of publications that are still wanted, by their digests.
+        """Remove the remains of killed pulls, except of publications that are still wanted, by their
+        manifests' SHA-256.
 
         Errors are ignored.
         """
@@ -881,8 +968,13 @@ class _Pull:
     def _staged(
         self, item: Item, files: dict[str, RemoteObject], bar: Progress, progress: ProgressFactory
     ) -> tuple[Path, Spared]:
-        """Return the directory of a publication, whole and checked, where servers do not look, and the bytes
-        that were not fetched; fetch it if needed.
+        """Fetch a publication, if it is not here yet, into a hidden directory, and check all of it.
+
+        Return the directory, and the bytes that were not fetched. `files` has its objects by path.
+
+        Raises:
+            PublicationDamaged: the store's files are not those of the manifest; that is remembered.
+            CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
         """
         staged = self._model / f"{PULL_PREFIX}{item.digest}"
         objects = frozenset(files.values())
@@ -902,7 +994,7 @@ class _Pull:
         return staged, spared
 
     def _require_sizes(self, item: Item) -> None:
-        """Raise PublicationDamaged if an object's size is not that in its manifest; a missing object may
+        """Raise PublicationDamaged if an object's size is not that in the item's manifest; a missing one may
         still come.
         """
         for file in item.manifest.files:
@@ -928,8 +1020,13 @@ class _Pull:
     ) -> Spared:
         """Bring the missing files of a publication, and compare all its files with the manifest.
 
-        A file comes from a version that is here, or from the store. A file that was there before may be of a
-        pull that was killed before it compared: it is fetched if it differs, as is a file of another version.
+        A file comes from a version that is here, from a merger made here, or from the store. A file that was
+        there before may be of a pull that was killed before it compared: it is fetched if it differs, as is a
+        file of another version. Returns where the bytes came from; `bar` advances by them.
+
+        Raises:
+            VerificationError, CheckpointError: a fetched file differs, or cannot be fetched.
+            PublishError, OSError: the copy cannot be written; DiskFull before anything is fetched.
         """
         passage, said = Passage(item, staged), f"{self._url}/{item.path}/{MANIFEST_FILE}: the file"
         places = {file: below(staged, file.path, said, writes=True) for file in passage.files}
@@ -985,7 +1082,11 @@ class _Pull:
     def _get(
         self, each: RemoteObject, path: Path, bar: Progress, note: Callable[[int, memoryview], None]
     ) -> None:
-        """Fetch an object into a file, which has its name once it is whole and on disk."""
+        """Fetch an object into a file, which has its name once it is whole and on disk.
+
+        `note` gets the offset and bytes of each piece, `bar` their number. CheckpointError if the object
+        cannot be fetched, OSError or PublishError if the file cannot be written.
+        """
         part = path.with_name(f".{path.name}.part")
         with part.open("wb") as opened:
             self._store.copy(each, opened.fileno(), [(0, each.size, 0)], path, bar.advance, note)
@@ -995,9 +1096,10 @@ class _Pull:
         sync(path.parent)
 
     def _clear_way(self, item: Item) -> None:
-        """Remove mergers of this copy that a rollback of the store does not know.
+        """Remove mergers of this copy that the rollback `item` of the store does not know; nothing for other
+        items.
 
-        They begin before it, and lead to values that it takes back.
+        They begin before it, and lead to values that it takes back. OSError if one cannot be moved.
         """
         start = item.manifest.from_position
         if start is None or not is_restoration(item):
@@ -1046,7 +1148,10 @@ class _Pull:
                 hold.set(both, staging)
 
     def _set_holds(self, coming: Iterable[Item] = ()) -> None:
-        """Set the store's holds beside the copy's own, except those that deltas in `coming` contain."""
+        """Set the store's holds beside the copy's own, except those that deltas in `coming` contain.
+
+        TargetBusy, PublishError or a subclass if a hold cannot be set.
+        """
         brought = {(item.hold, item.manifest.position) for item in coming if item.hold is not None}
         for name, content in self._stored.holds.items():
             if PurePosixPath(name).name != HOLD_FILE or name in self._refused:
@@ -1055,7 +1160,12 @@ class _Pull:
                 self._set_hold(name, content)
 
     def _set_hold(self, name: str, content: bytes | None) -> None:
-        """Set the store's hold beside the copy's own, or lift it; `content`: its number's bytes, or None."""
+        """Set the store's hold beside the copy's own, or remove it; `content`: its number's bytes, or None.
+
+        `name` is the path of the number below the model. Writes under the model's lock, and only if anything
+        changes: TargetBusy, PublishError or a subclass if it cannot. ManifestError if `name` is not a path
+        below the model.
+        """
         hold = Hold((self._model / name).parent)
         if self._both(name, hold, content) is None:
             return
@@ -1066,7 +1176,11 @@ class _Pull:
                 hold.set(after, staging, unreadable)
 
     def _both(self, name: str, hold: Hold, content: bytes | None) -> tuple[Decided, bytes | None] | None:
-        """Return both holds as they should be, and a number that states no position; None if unchanged."""
+        """Return both holds as they should be, and the store's number if it states no position (else None).
+
+        The result is None if nothing has to change. `content` has the store's number's bytes, None without
+        one.
+        """
         before, stored = hold.decided(), self._stored_hold(name)
         own = self._own(name, before)
         if stored is not None and own is not None and not own.canary and _is_same(own, stored):
@@ -1078,7 +1192,9 @@ class _Pull:
         return None if is_so else (after, None)
 
     def _stored_hold(self, name: str) -> HeldBy | None:
-        """Return the store's hold at a number's path; None if there is none, or if it states no position."""
+        """Return the store's hold by the path of its number; None if there is none, or if it states no
+        position.
+        """
         document = self._stored.holds.get(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE)))
         held, log = hold_in(self._stored.holds.get(name), document), name.rpartition("/")[0]
         if held is None or held.position < 0:
@@ -1089,10 +1205,11 @@ class _Pull:
         return replace(held.by or unknown, url=str(self._url), values_of=values_of)
 
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
-        """Return the position whose values the rollback at `position` restored, if it is among these items.
+        """Return the position whose values the rollback at `position` of a log restored, if it is among these
+        items.
 
         None without such a rollback, and if any rollback took those values back: the copy's canary may have
-        failed them, or never have judged them.
+        failed them, or never have judged them. `log` is the log's path below the model.
         """
         over = [
             (entry.back_to or 0, item.manifest.position)
@@ -1110,6 +1227,9 @@ class _Pull:
 
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
         """Return the copy's own hold; None if there is none, or if it came from the store.
+
+        `name` is the path of its number, `decided` the holds there. A canary's hold may come back in place of
+        one that its rollback set, as explained here.
 
         A hold that says who set it came from the store only if that had the same hold when the copy was last
         current; or if it is of a rollback that the store has made, too, and decides about from then on: what
@@ -1138,7 +1258,11 @@ class _Pull:
         return own if recall(self._model, self._url) is None or not is_stores else None
 
     def _set_tags(self) -> None:
-        """Copy the tags that have changed in the store; those that have changed here remain."""
+        """Copy the tags that have changed in the store; tags that have changed here only remain.
+
+        Nothing with trusted keys, or while tags cannot be read. Writes under the model's lock: TargetBusy,
+        PublishError or a subclass if it cannot.
+        """
         is_unknown = self.has_own and recall(self._model, self._url) is None
         if self._trust is not None or is_unknown:  # tags are not signed; it is unknown which are older
             return
@@ -1169,7 +1293,7 @@ class _Pull:
         """Set the store's holds and tags, and lift the holds that the store has lifted.
 
         A canary's hold is lifted only if the store had the same canary's hold: any other was set by an agent
-        here.
+        here. TargetBusy, PublishError or a subclass if a file cannot be written.
         """
         self._set_holds()
         self._set_tags()
@@ -1180,13 +1304,16 @@ class _Pull:
     def _had(self, name: str) -> bytes | None:
         """Return a file of holds or tags as the store had it when this copy was last current; None if it had
         none.
+
+        `name` is its path below the model. ManifestError if the file of remembered heads is damaged.
         """
         known = recall(self._model, self._url)
         return None if known is None else (known.hold_files or {}).get(name)
 
     def _superseded(self, *, is_current: bool, everything: bool) -> list[Item]:
-        """Return what `superseded` does, without what tags need; only versions made here unless
-        `everything`.
+        """Return the items that `superseded` returns, except those that tags need.
+
+        Unless `everything`, only versions that a rollback or resumption published again here.
         """
         gone = superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current)
         gone = [item for item in gone if everything or (item.path in self.own and not item.is_delta)]
@@ -1204,7 +1331,11 @@ class _Pull:
         return tuple(removed)
 
     def _tagged(self) -> set[str]:
-        """Return the publications that tags of this copy need; all of them while its tags cannot be read."""
+        """Return the paths of the publications that tags of this copy need; all of them while its tags cannot
+        be read.
+
+        None of them with trusted keys.
+        """
         if self._trust is not None:
             return set()  # tags are not signed: they protect no position
         try:
@@ -1247,10 +1378,14 @@ class _MergedHere(ExitStack):
         self._is_tried = record is None or bool(self.why)
 
     def give(self, file: FileEntry, path: Path) -> bool:
-        """Move a file of the merged base to its place; False if there is none of its size.
+        """Move a file of the merged base to `path`; False if the merger has none of its size, or is not
+        possible here.
+
+        The first call makes the merged base, which may take long.
 
         Raises:
             DiskFull: there is no room for the base.
+            OSError, PublishError: the file cannot be moved.
         """
         if not self._is_tried:
             self._is_tried = True
@@ -1285,11 +1420,14 @@ class _MergedHere(ExitStack):
 
     @property
     def runner(self) -> Runner | None:
-        """What reads the files again, at idle priority; None if none were merged."""
+        """The runner whose tasks read the merged files again, at idle priority; None if none were merged."""
         return None if self._bundle is None else replace(self._runner(0), kept="")
 
     def _runner(self, tasks: int) -> Runner:
-        """What runs the tasks: a job that is kept, so that a pull that was killed goes on with it."""
+        """Return the runner of the merger's tasks; their number is not used.
+
+        Its job is kept on disk, so that the pull after one that was killed goes on with it.
+        """
         from exporter.jobs.engines.process import Asked, ProcessEngine
 
         assert self._item.manifest.merged_from is not None
@@ -1298,7 +1436,10 @@ class _MergedHere(ExitStack):
 
 
 def _why_not(part: MergedPart, ours: Item | None, stored: StoredItems) -> str:
-    """Return why a copy cannot merge a part of a base; empty if it can."""
+    """Return why a copy cannot merge a part of a base; empty if it can.
+
+    `ours` is the copy's publication at the part's path, or None.
+    """
     if ours is None:
         return f"this copy lacks {part.path}{'' if part.path in stored.items else ', as does the store'}"
     return "" if ours.digest == part.manifest else f"{part.path} is another publication here"
@@ -1313,7 +1454,9 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _is_same(own: HeldBy, stored: HeldBy) -> bool:
-    """Return True if a hold of the store was set in this directory, and pushed."""
+    """Return True if two holds have the same position, setter and time: then `stored` was set here, and
+    pushed.
+    """
     return (own.position, own.who, own.when) == (stored.position, stored.who, stored.when)
 
 
@@ -1326,7 +1469,7 @@ def _is_there(path: Path, each: RemoteObject) -> bool:
 
 
 def _require_room(staged: Path, size: int) -> None:
-    """Raise DiskFull if `size` bytes have no room beside `staged`, before anything is fetched.
+    """Raise DiskFull if `size` bytes have no room beside the directory `staged`, before anything is fetched.
 
     A continuous pull would otherwise fetch the same bytes at each update. The part files that a killed pull
     left are overwritten, and count as room.
@@ -1342,7 +1485,8 @@ def _require_room(staged: Path, size: int) -> None:
 
 
 def _is_equal(ours: Item, item: Item) -> bool:
-    """Return True if both are one publication, or a decision that was made here and in the store.
+    """Return True if both are one publication, or equal decisions or mergers made here (`ours`) and in the
+    store.
 
     A rollback or a resumption of the same deltas differs in its reason and its time alone. A merger has the
     values of its last part, however its files divide them.

@@ -279,8 +279,8 @@ def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None
     """Remove publications from a store, their manifests first, so that nobody sees one of which files are
     missing.
 
-    `paths` are theirs below the model; their objects are those of `stored`. PublishError or CheckpointError
-    if the store refuses it.
+    `paths` are theirs below the model; their objects are those of `stored`. PublishError if the store refuses
+    it.
     """
     manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
     files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]

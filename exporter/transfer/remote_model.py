@@ -89,20 +89,26 @@ class _ModelMirror(Mirror):
         """Do nothing: `show` updates the mirror."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Show these objects as `Mirror.show` does, and restore files that a failed command removed."""
+        """Show these objects, by their names, as `Mirror.show` does, and restore files that a failed command
+        removed.
+        """
         with self._lock:
             self._shown = {name: held for name, held in self._shown.items() if (self.root / name).exists()}
             super().show(found)
         self.is_outdated = False
 
     def require_current(self) -> None:
-        """Raise PositionMoved if an object was missing when it was read, even if its reader ignored that."""
+        """Raise PositionMoved if an object was missing when it was read, even if its reader ignored the
+        error.
+        """
         if self.is_outdated:
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Replace CheckpointChanged by PositionMoved in all reads of the model."""
+        """Raise PositionMoved in place of CheckpointChanged in the block, which reads
+        objects, and note it.
+        """
         try:
             yield
         except CheckpointChanged as error:
@@ -139,8 +145,11 @@ class RemoteModel:
     def show(self) -> None:
         """Make the local copy show the store, even during a person's decision; `carry` reads it again later.
 
-        Local publications that are not in the store are removed, and holds are written anew. PositionMoved if
-        another machine's upload takes too long.
+        Local publications that are not in the store are removed, and holds are written anew.
+
+        Raises:
+            PositionMoved: another machine's upload takes too long, or an object vanished while it was read.
+            ManifestError, CheckpointError, PublishError: as `refresh`.
         """
         try:
             self.refresh()
@@ -150,9 +159,13 @@ class RemoteModel:
     def refresh(self) -> None:
         """Show what is in the store now, and remove local publications that were not uploaded.
 
+        Nothing is read again while the head is unchanged, unless the copy is known to be outdated.
+
         Raises:
             ModelHeld: a person's decision is in progress, and this process neither reads only nor makes it.
-            PositionMoved: another machine's upload takes too long.
+            PositionMoved: another machine's upload takes too long, or an object vanished while it was read.
+            ManifestError, CheckpointError, PublishError: something is damaged, or the store or a local file
+                fails.
         """
         carrier = self._carrier
         before = carrier.head
@@ -166,12 +179,17 @@ class RemoteModel:
         self._is_stale = False
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
-        """Run `work`, which may publish, and upload the result; repeat both if another machine published
-        first.
+        """Run `work`, which may publish, upload the result, and return what `work` returned.
 
-        A decision takes precedence over all other publishers from the moment when `work` takes the model's
-        lock, and is repeated for `DECISION_SECONDS`. The error of `work` is raised if the store has not
-        changed, or after the last attempt.
+        Both are repeated if another machine published first, `_ATTEMPTS` times at the most. A decision takes
+        precedence over all other publishers from the moment when `work` takes the model's lock, and is
+        repeated for `DECISION_SECONDS`. The error of `work`, or of the upload, is raised if the store has not
+        changed, or after the last attempt. With `read_only` nothing is uploaded.
+
+        Raises:
+            PositionMoved, ModelHeld: other machines published first each time, or a person's decision is in
+                progress.
+            ManifestError, CheckpointError, PublishError: as `refresh`, or the store cannot be written.
         """
         self._progress, attempt = progress, 0
         deadline = time.monotonic() + (DECISION_SECONDS if self._deciding else 0.0)
@@ -199,7 +217,12 @@ class RemoteModel:
                 return done
 
     def _decide(self) -> None:
-        """Take precedence over all publishers, and show what they have published so far."""
+        """Take precedence over all publishers, and show what they have published so far; nothing if it was
+        done before.
+
+        It is called under the model's lock. A thread renews the decision from then on. Raises as
+        `Carrier.decide`, and PublishError if the store ignores conditions.
+        """
         if self._carrier.is_deciding:
             return
         self._carrier.probe()
@@ -209,13 +232,20 @@ class RemoteModel:
             self._stored = looking_again(self._shown_anew)
 
     def _hold(self) -> None:
-        """Set the store's holds to the local ones, before the values of a rollback are made."""
+        """Set the store's holds to the local ones, before the values of a rollback are made; only during a
+        decision.
+
+        PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the store
+        fails.
+        """
         if self._carrier.is_deciding:
             self._carrier.settle(local_holds(self.path), ends_decision=False)
 
     @contextmanager
     def _withdrawn_on_failure(self) -> Iterator[None]:
-        """If `work` fails, end the decision, and set the store's holds to the local ones as they are then."""
+        """If the block fails, end the decision, set the store's holds to the local ones as they are then, and
+        raise.
+        """
         try:
             yield
         except BaseException as error:
@@ -224,7 +254,9 @@ class RemoteModel:
 
     @contextmanager
     def _ended_on_failure(self) -> Iterator[None]:
-        """If the block fails, end the decision; a hold that it has set remains, which is the safer state."""
+        """If the block fails, end the decision, and raise; a hold that it has set remains, which is the safer
+        state.
+        """
         try:
             yield
         except BaseException as error:
@@ -241,7 +273,9 @@ class RemoteModel:
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """What a decision would find in progress in the store, as last read: sentences; empty if nothing."""
+        """What a decision would meet in progress in the store, as last read: sentences for people; empty if
+        nothing.
+        """
         head, found = self._carrier.head, list[str]()
         files = head.hold_files or {}
         if head.deciding is not None:
@@ -264,7 +298,10 @@ class RemoteModel:
         self._mirror.close()
 
     def _has_moved(self, error: ExportError) -> bool:
-        """Return True if another machine's publication or removal may have caused a failure."""
+        """Return True if another machine's publication or removal may have caused the failure `error`.
+
+        It may read the head again: raises ManifestError or CheckpointError if that fails.
+        """
         if isinstance(error, PositionMoved) or self._mirror.is_outdated:
             return True
         if not isinstance(error, CheckpointChanged):
@@ -296,10 +333,11 @@ class RemoteModel:
             (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in taken))
 
     def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
-        """Return True for files of publications, and for caches.
+        """Return True if the object `name` is to be shown: a publication's file, or a cache (not where keys
+        are trusted).
 
-        For what was published here, this includes the files that tasks wrote: they are at their published
-        place now, and no longer where the tasks wrote them.
+        `ours` are the paths of publications made here. Of these, files that tasks wrote are not shown: the
+        files are at their published place already.
         """
         if _is_cache(name):
             return not is_trusting(self.path)
@@ -307,7 +345,11 @@ class RemoteModel:
         return found in stored.manifests and not (found in ours and self._mirror.is_made_here(name))
 
     def _is_own(self, name: str, each: RemoteObject) -> bool:
-        """Return True if an object is the manifest of a local publication."""
+        """Return True if an object, `each`, is the manifest of the local publication at path `name`.
+
+        The object is read if its tag does not tell. ManifestError if the local manifest cannot be read,
+        CheckpointError if the object cannot.
+        """
         if self._own.get(name) == each:
             return True
         ours = local_item(self.path, self.path / name)
@@ -326,10 +368,11 @@ class RemoteModel:
                 path.write_bytes(content)
 
     def _publish(self, progress: ProgressFactory) -> None:
-        """Upload the difference between the local state and what was shown.
+        """Upload the difference between the local state and what was shown, and end a decision.
 
-        The errors of the first item are raised. Errors of later items, and of the cleaning up, are not: the
-        next command repeats that work.
+        The errors of the first item are raised: PositionMoved, ManifestError, VerificationError,
+        CheckpointError or PublishError. A PositionMoved or PublishError of a later item, and errors of the
+        cleaning up, are not: the next command repeats that work.
         """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
@@ -367,21 +410,28 @@ class RemoteModel:
             self._remove_given_up()
 
     def _stored_versions(self, here: Mapping[str, Path]) -> Iterator[Item]:
-        """Yield the local versions that are also in the store, except unreadable and untrusted ones."""
+        """Yield the local versions that are also in the store, except unreadable and untrusted ones.
+
+        `here` has the directories of local publications by path below the model.
+        """
         for name, path in here.items():
             if name in self._stored.manifests and name.isdecimal():
                 with suppress(ManifestError):
                     yield local_item(self.path, path)
 
     def _remove_jobs(self) -> None:
-        """Remove what tasks wrote, after the store has copied it to its published place."""
+        """Remove from the store what tasks wrote, after the store has copied it to its published place."""
         for key in {each.key.rpartition("/")[0] for each in self._mirror.stand_ins}:
             self._mirror.spent.add(str(replace(self.url, path=key)))
         while self._mirror.spent:
             StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
     def _put_caches_of_next(self) -> None:
-        """Upload, before a delta is published, the caches from which the next delta is made."""
+        """Upload, before a delta is published, the caches from which the next delta is made; not where keys
+        are trusted.
+
+        PublishError if the store refuses it.
+        """
         for prefix in () if is_trusting(self.path) else _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
                 name = path.relative_to(self.path).as_posix()
@@ -389,9 +439,10 @@ class RemoteModel:
                     self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
-        """Upload the hashes after a delta is published; they identify the state that they belong to.
+        """Upload the hashes after a delta is published, and delete from the store caches that no longer exist
+        locally.
 
-        Delete caches that no longer exist locally. Errors are ignored.
+        The hashes identify the state that they belong to. Errors are ignored.
         """
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
@@ -406,6 +457,9 @@ class RemoteModel:
     def _remove_given_up(self) -> None:
         """Remove abandoned uploads, whose paths are never used again; old probes; and, every hour, abandoned
         jobs.
+
+        PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the store
+        fails.
         """
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
@@ -425,7 +479,9 @@ class RemoteModel:
 
 
 def _is_cache(name: str) -> bool:
-    """Return True for caches that are uploaded with a model."""
+    """Return True if the object of this name, its key below the model, is a cache that is uploaded with a
+    model.
+    """
     return _CACHE.fullmatch(name) is not None
 
 
@@ -439,5 +495,8 @@ _CACHE = re.compile(
 
 
 def _is_old_probe(name: str, each: RemoteObject) -> bool:
-    """Return True for a test object that its process, which ended long ago, did not remove."""
+    """Return True for a test object that its process, which ended long ago (a day), did not remove.
+
+    `name` is its key below the model.
+    """
     return name.startswith(".probe-") and time.time() - each.modified > _LONG_GONE_SECONDS
