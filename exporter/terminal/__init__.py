@@ -13,7 +13,11 @@ class Leave(SystemExit):
 
 
 def interrupt_at_once() -> None:
-    """Let Ctrl-C end the process without a traceback: before a command begins there is nothing to unwind."""
+    """Let Ctrl-C (SIGINT) end the process without a traceback: before a command begins there is nothing to
+    unwind.
+
+    A process that ignores SIGINT goes on ignoring it.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a script's `command &` ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -24,9 +28,9 @@ the process of `--config` to those that it started."""
 
 
 def interrupt_by_exception() -> None:
-    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, so that work in progress is unwound.
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, so that work in progress is unwound.
 
-    A second SIGTERM within `ONE_STOP_SECONDS` is ignored.
+    A second SIGTERM within `ONE_STOP_SECONDS` is ignored. A process that ignores SIGINT goes on ignoring it.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,7 +47,8 @@ def interrupt_by_exception() -> None:
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM, which stops a container, unwind the command and end it with exit code 0.
+    """Let SIGTERM, which stops a container, raise `Leave` in the main thread: the command is unwound with
+    exit code 0.
 
     A second SIGTERM ends the process at once.
     """

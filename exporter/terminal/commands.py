@@ -27,7 +27,7 @@ class LateCommand(Struct, frozen=True):
     """The options that `--help` shows, if it is not all."""
 
     def load(self) -> Callable[..., None]:
-        """Import the module and return the function that runs the command."""
+        """Import the command's module and return its function that runs the command."""
         function: Callable[..., None] = getattr(import_module(self.module), self.function)
         return function
 
@@ -60,16 +60,21 @@ class Commands(Mapping[str, Any]):
         return len(self._late)
 
     def summary(self, name: str) -> str:
-        """The first paragraph of a command's help, without its options."""
+        """Return the first paragraph of a command's help as one line; KeyError for an unknown name.
+
+        It imports the command's module.
+        """
         return help_of(self._late[name].load().__doc__ or "").partition("\n")[0]
 
 
 def application(
     help: str, late: Mapping[str, LateCommand], *, invoke_without_command: bool = False
 ) -> typer.Typer:
-    """A program of several commands. `help` is the help text of the program, or of its callback.
+    """Make the Typer application of a program with several commands, `late`, by their names in the order of
+    help.
 
-    A callback that runs without a command has its own help options.
+    `help` is the help text of the program, or of its callback. With `invoke_without_command` the callback
+    runs without a command, too, and has its own help options; otherwise the help is printed then.
     """
 
     class Program(PlainGroup):
@@ -80,7 +85,7 @@ def application(
             super().__init__(**{**settings, "commands": commands})
 
         def list_commands(self, ctx: object) -> list[str]:
-            """The names of all commands, in the order of their declaration."""
+            """The names of all commands, in the order in which they were given."""
             return [*late]
 
     return typer.Typer(
@@ -95,8 +100,9 @@ def application(
 
 
 def without_variables(command: Any) -> Any:
-    """The command, whose help no longer names environment variables: one rule gives all names, and help is
-    long.
+    """Change a Click command so that its help does not name environment variables, and return it.
+
+    One rule gives all their names, and help is long.
     """
     for one in command.params:
         one.show_envvar = False

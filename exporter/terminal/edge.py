@@ -60,7 +60,7 @@ VersionOption = Annotated[bool, _version_option("--version", "-V")]
 
 
 def _exit_codes() -> str:
-    """The table of exit codes for the end of a help text, one per line: two columns do not fit a terminal."""
+    """The list of exit codes for the end of a help text, one per line: two columns do not fit a terminal."""
     rows = (f"  {int(code):<5}{code.meaning}" for code in Exit)
     return "\b\nExit codes:\n" + "\n".join(rows)
 
@@ -73,9 +73,15 @@ NOTES = "notes"
 
 @contextmanager
 def command(flags: OutputFlags) -> Iterator[Output]:
-    """Run a command's body with its sink; any exception ends in a message and an exit code.
+    """Run a command's body, the block, with its output; any exception ends in a message and an exit code.
 
-    SIGTERM is treated like SIGINT: the body is unwound, so that staging is removed.
+    Yields the output. In the block, stdout is redirected to stderr, SIGTERM raises KeyboardInterrupt like
+    SIGINT, so that staging is removed, and imports of TensorFlow are silent. Notes on the command line are
+    printed before.
+
+    Raises:
+        typer.Exit: the block has failed or was interrupted; with the exit code. The error is printed.
+        Leave: as the block raised it.
     """
     sink = Output(flags.mode)
     for note in RENAMED.get():
@@ -115,7 +121,9 @@ def command(flags: OutputFlags) -> Iterator[Output]:
 
 
 def outlived(sink: Output, error: ExportError) -> None:
-    """Print an error that the command survives; one that may pass as a note that the command is waiting."""
+    """Print an error that the command survives; if it may pass (`may_pass`), as a note that the command is
+    waiting.
+    """
     if error.may_pass:
         sink.note(f"waiting: {error.message}")
     else:
@@ -123,7 +131,7 @@ def outlived(sink: Output, error: ExportError) -> None:
 
 
 def watch_ended(sink: Output, why: str) -> None:
-    """Print the last line of a watch: the reason why it ended."""
+    """Print the last line of a watch, a note that tells why it ended."""
     sink.note(f"the watch has ended: {why}")
 
 
@@ -134,15 +142,16 @@ class PublishedSoFar(Struct):
     newest: str = ""
 
     def add(self, place: object) -> None:
-        """Count a publication."""
+        """Count a publication, whose path or URL is `place`, as the newest."""
         self.count, self.newest = self.count + 1, str(place)
 
 
 @contextmanager
 def until_interrupted(sink: Output) -> Iterator[PublishedSoFar]:
-    """Run a watch, which Ctrl-C and SIGTERM end without an error: work in progress is unwound.
+    """Run a watch, the block, which Ctrl-C and SIGTERM end without an error: work in progress is unwound.
 
-    The last line says how many publications there were, and names the newest.
+    Yields a count of publications, which the block keeps up to date. After an interruption the last line
+    printed says how many there were, and names the newest.
     """
     published = PublishedSoFar()
     try:
@@ -170,7 +179,9 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
 
 
 def _say_all_characters() -> None:
-    """Print characters that a stream's encoding lacks as escapes, so that no file's name fails a command."""
+    """Let stdout and stderr print characters that their encodings lack as escapes, so that no file's name
+    fails.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -180,6 +191,7 @@ def _keep_stderr() -> None:
     """Give `sys.stderr` its own descriptor, since number 2 is redirected while a thread imports TensorFlow.
 
     Otherwise another thread's messages at that time, perhaps the reason why the program ends, would be lost.
+    A failure is ignored.
     """
     with suppress(OSError, ValueError):  # it has no descriptor, or there are no more
         if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr.fileno() == 2:
@@ -217,9 +229,15 @@ def run(
     *,
     takes: Sequence[str] = (),
 ) -> NoReturn:
-    """Run an application as a program; Typer's usage errors are printed like all others.
+    """Run an application as a program, and exit; Typer's usage errors are printed like all others.
 
-    `takes` are the options, or a command, that take words typed in place of a command: see `wrong_use`.
+    `name` is the program's, `arguments` are its own (None: those of the process), `rewrite` changes them
+    before they are parsed. `takes` are the options, or a command, that take words typed in place of a
+    command: see `wrong_use`. Environment variables and arguments with old names are renamed, also in
+    `os.environ`.
+
+    Raises:
+        SystemExit: always; with the exit code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     _open_closed_streams()

@@ -34,7 +34,7 @@ class Help(Struct, frozen=True):
     """The topic of each heading."""
 
     def short(self, context: typer.Context) -> Iterator[str]:
-        """The lines of `--help`."""
+        """Yield the lines of `--help`: usage, examples, the most used options, commands and topics."""
         root = context.find_root()
         command: Any = root.command
         yield from (f"{'Usage: ' if at == 0 else '       '}{line}" for at, line in enumerate(self.usage))
@@ -52,7 +52,7 @@ class Help(Struct, frozen=True):
         return [*self.topics.values(), _OUTPUT, _EXIT_CODES]
 
     def topic(self, context: typer.Context, topic: str) -> Iterator[str]:
-        """The lines of a topic's page, or of a command's; UsageError for any other word."""
+        """Yield the lines of a topic's page, or of a command's; UsageError for any other word."""
         root = context.find_root()
         command: Any = root.command
         if topic == _EXIT_CODES:
@@ -82,7 +82,7 @@ class PlainCommand(TyperCommand):
         formatter.write("".join(f"{line}\n" for line in lines))
 
     def shorten(self, short: Sequence[str]) -> None:
-        """Let `--help` show these options alone; `--help-all`, which is added, shows all."""
+        """Let `--help` show only these options; add an option `--help-all`, which shows all."""
 
         def show_all(context: typer.Context, parameter: object, is_asked: bool) -> None:
             if is_asked:
@@ -111,7 +111,11 @@ class PlainGroup(TyperGroup):
 
 
 def _short_of(command: PlainCommand, context: Any) -> Iterator[str]:
-    """Yield the lines of a short page: the first sentence and examples, arguments, and a few options."""
+    """Yield the lines of a command's short page: its usage, first sentence, examples, arguments, and some
+    options.
+
+    The options are those in `command.short`, in that order.
+    """
     text = (command.help or "").partition("\n\n")
     examples = text[2].partition("Examples:\n")[2].splitlines()
     yield from (command.get_usage(context), "", *textwrap.wrap(text[0], _WIDTH), "", "Examples:", *examples)
@@ -126,7 +130,9 @@ def _short_of(command: PlainCommand, context: Any) -> Iterator[str]:
 
 
 def _all_of(command: Any, context: Any) -> Iterator[str]:
-    """Yield the lines of a page: a command's text, each option, and each command of a group."""
+    """Yield the lines of a command's whole page: its text, each option by heading, and each command of a
+    group.
+    """
     yield from (
         re.sub(r"\{(\S+)\}", r"\1", command.get_usage(context)),
         "",
@@ -150,7 +156,9 @@ def _commands(group: Any, context: Any) -> Iterator[str]:
 
 
 def _clause(text: str, width: int) -> str:
-    """A sentence, shortened to as many of its clauses as fit."""
+    """The first sentence of a help text;
+    if it has more than `width` characters, only as many clauses as fit.
+    """
     if len(text) <= width:
         return text
     first = re.split("[:;]", text)[0]
@@ -158,15 +166,18 @@ def _clause(text: str, width: int) -> str:
 
 
 def brief(text: str) -> str:
-    """A help text whose lines after the first tell of a word each, with the words alone."""
+    """A help text in one line; of a text that explains one word per further line, only the words, with
+    commas.
+    """
     first, *words = text.split("\n")
     return " ".join([first, ", ".join(word.partition(": ")[0] for word in words)]).strip()
 
 
 def _options(parameters: Iterable[Any], context: Any, *, is_brief: bool = False) -> Iterator[str]:
-    """Yield lines of help: each option's name, and its text in a second column.
+    """Yield the help lines of options or arguments: each one's name, and its text in a second column.
 
-    A text of several lines has a word on each line but the first: the short help has the words alone.
+    Hidden ones are left out. A text of several lines explains a word on each line but the first: with
+    `is_brief`, only the words are shown.
     """
     for one in parameters:
         if (record := one.get_help_record(context)) is None:

@@ -29,12 +29,13 @@ _SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
 
 def options_in(path: Path) -> Mapping[str, Any]:
-    """The options in a JSON or TOML file; with `FILE#NAME`, those of a model and the shared ones.
+    """Return the options in a JSON or TOML file, by name; with `FILE#NAME`, those of a model and the shared
+    ones.
 
     Empty if the file has models and none is named: each is exported by itself, see `models_in`.
 
     Raises:
-        UsageError: it cannot be read, or has no such model.
+        UsageError: it cannot be read, is not a file of options, or has no such model.
     """
     file, name = _parted(str(path))
     found = _read(Path(file))
@@ -60,7 +61,11 @@ def _with_shared(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def _parted(text: str) -> tuple[str, str]:
-    """A file's path, and the model's name after `#`; the path may contain a `#`, too."""
+    """Split `FILE#NAME` into the file's path and the model's name, "" without one; the path may contain a
+    `#`, too.
+
+    The longest part that is an existing file counts as the path.
+    """
     parts = text.split("#")
     ends = [end for end in range(1, len(parts) + 1) if Path("#".join(parts[:end])).is_file()]
     end = ends[-1] if ends else 1
@@ -68,12 +73,12 @@ def _parted(text: str) -> tuple[str, str]:
 
 
 def models_in(path: Path) -> dict[str, dict[str, Any]]:
-    """The options of each model in a file, with the shared ones; by name, in the file's order.
+    """Return the options of each model in a file, with the shared ones; by model, in the file's order.
 
     Empty if the file has no models, or if `path` names one of them: `FILE#NAME`.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: it cannot be read, or is not a file of options.
     """
     file, name = _parted(str(path))
     if name:
@@ -83,7 +88,7 @@ def models_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _meant(found: Mapping[str, Any]) -> str:
-    """The hint for a file with `[model.NAME]`; empty for any other."""
+    """The hint for a file's content with `[model.NAME]` in place of `[models.NAME]`; empty for any other."""
     named = found.get("model")
     return f"write [{_MODELS}.{next(iter(named), 'NAME')}]: with an s" if isinstance(named, dict) else ""
 

@@ -40,17 +40,20 @@ _ESCAPED_OR_STYLE = re.compile(rf"\\([\\\[])|\[((?:{_STYLE})(?: (?:{_STYLE}))*)\
 
 
 def escape(value: Any) -> str:
-    """A value as text without markup: `[` and backslashes are escaped."""
+    """Return a value as text that is printed as it is: markup characters, `[` and backslash, are escaped."""
     return _SPECIAL.sub(r"\\\g<0>", str(value))
 
 
 def labelled(label: str, value: Any) -> str:
-    """A line of a result: a label, and a value in the second column."""
+    """A line of a result, with markup: a bold label, and an escaped value in the second column."""
     return f"[bold]{label:<14}[/]{escape(value)}"
 
 
 def rendered(line: str, *, coloured: bool) -> str:
-    """A line with its styles as escape sequences, or without styles; other control characters are escaped."""
+    """Return a line with its markup as terminal escape sequences, or without styles unless `coloured`.
+
+    Other control characters are escaped.
+    """
 
     def style(found: re.Match[str]) -> str:
         literal, words = found.groups()
@@ -62,12 +65,17 @@ def rendered(line: str, *, coloured: bool) -> str:
 
 
 def plain(*lines: str) -> bytes:
-    """The body of a text/plain answer; control characters are escaped, as people read it on terminals."""
+    """The body of a text/plain response, one line each, in UTF-8; control characters are escaped.
+
+    People read it on terminals.
+    """
     return "".join(f"{printable(line)}\n" for line in lines).encode()
 
 
 def quote_logs() -> None:
-    """Escape control characters in logged lines, unless the program set up its own handler."""
+    """Escape control characters in lines that Python's `logging` prints by itself, without a configured
+    handler.
+    """
     import logging
 
     class Quoted(logging.Formatter):
@@ -128,10 +136,16 @@ class Output(Struct):
     def result(
         self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
     ) -> None:
-        """Print the command's result, as JSON or as lines for people; `lines` and `brief` may contain markup.
+        """Print the command's result on stdout, as JSON or as lines for people; `lines` and `brief` may
+        contain markup.
 
-        `document` is one of `exporter.cli.documents` or `serving.documents`. `is_done`: the result has
-        happened already, so that a failure to print it is only a warning.
+        `document` is one of `exporter.cli.documents` or `serving.documents`. `brief` is the one line that
+        people get if the output is brief. Nothing is printed with --quiet. `is_done`: the result has happened
+        already, so that a failure to print it is only a warning.
+
+        Raises:
+            BrokenPipeError: the reader of stdout has ended; not with `is_done`.
+            ExportError: it cannot be written for another reason; not with `is_done`.
         """
         with self._writing_stdout(is_done=is_done):
             if self.mode is OutputMode.JSON:
@@ -172,7 +186,14 @@ class Output(Struct):
             ) from error
 
     def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
-        """Print a table for people; `columns` maps headings to "left" or "right"."""
+        """Print a table for people on stdout; `columns` maps headings to "left" or "right", the alignment of
+        cells.
+
+        Nothing with --json or --quiet. An empty title is not printed.
+
+        Raises:
+            BrokenPipeError, ExportError: it cannot be written.
+        """
         if self.mode is not OutputMode.HUMAN:
             return
         from rich import box
@@ -199,17 +220,17 @@ class Output(Struct):
             self.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Print a note for people, on stderr."""
+        """Print a note for people on stderr, not with --json or --quiet; a failure to write is ignored."""
         if self.mode is OutputMode.HUMAN:
             self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def warn(self, text: str) -> None:
-        """Print a warning on stderr, unless --quiet."""
+        """Print a warning on stderr, unless --quiet; a failure to write is ignored."""
         if self.mode is not OutputMode.QUIET:
             self._say(f"[yellow]warning:[/] {escape(bounded(text))}")
 
     def _say(self, *lines: str) -> None:
-        """Print lines on stderr; a failure to write is ignored."""
+        """Print lines, which may contain markup, on stderr; a failure to write is ignored."""
         self.has_spoken = True
         try:
             for line in lines:
@@ -220,7 +241,10 @@ class Output(Struct):
 
     @contextmanager
     def at_work(self, what: str) -> Iterator[None]:
-        """Print on a terminal that the command is at work if nothing else was printed for two seconds."""
+        """Print on a terminal that the block is at work if nothing else was printed for two seconds.
+
+        `what` names the command. Nothing with --json or --quiet, or where stderr is not a terminal.
+        """
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield
             return
@@ -238,7 +262,9 @@ class Output(Struct):
             timer.cancel()
 
     def trouble(self, text: str) -> None:
-        """Print an error that the command survives, on stderr, also with --quiet."""
+        """Print an error that the command survives on stderr, also with --quiet; a failure to write is
+        ignored.
+        """
         self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def close(self) -> None:
@@ -254,7 +280,11 @@ class Output(Struct):
             silence(stream)
 
     def error(self, error: ExportError) -> None:
-        """Print an error with its cause and hint; with --json as one object, the last line of stderr."""
+        """Print an error with its cause and hint on stderr; with --json as one object, the last line of
+        stderr.
+
+        A failure to write is ignored. Cause and hint of a full disk may be changed before.
+        """
         _explain(error)
         if self.mode is OutputMode.JSON:
             failure = Failure(
@@ -273,7 +303,11 @@ class Output(Struct):
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Progress]:
-        """A progress bar on stderr, if that is a terminal and a person reads it; inside another, below it."""
+        """Show a progress bar on stderr during the block, if that is a terminal and a person reads it.
+
+        Yields the object to which the block reports how much is done, of `total` bytes. A bar inside
+        another's block is shown below it.
+        """
         if self.mode is not OutputMode.HUMAN or not self.stderr.isatty():
             yield NoProgress()
             return
@@ -338,21 +372,31 @@ class _Bar(Struct, frozen=True):
 
 
 def as_json(document: Any, indent: int | None = None) -> str:
-    """A document as ASCII JSON without control characters."""
+    """Return a document as ASCII JSON without control characters; structs, times and paths may be in it.
+
+    `indent` is as in `json.dumps`: None is one line. Paths of mirrors are replaced by their URLs.
+    """
     # JSON escapes all control characters except one, DEL.
     text = json.dumps(document, indent=indent, default=to_json)
     return shown(text, lambda url: json.dumps(url)[1:-1]).replace("\x7f", "\\u007f")
 
 
 def to_json(value: Any) -> Any:
-    """A struct, time or path as a value that `json` can write."""
+    """Return a value that `json` cannot write by itself, a struct, time or path, as one that it can.
+
+    TypeError for any other value.
+    """
     if isinstance(value, Path):
         return str(value)
     return value.isoformat() if isinstance(value, datetime) else asdict(value)
 
 
 def silence(stream: IO[str]) -> None:
-    """Redirect a stream that failed to /dev/null, so that its buffer is not written again at exit."""
+    """Redirect the descriptor of a stream to /dev/null, so that after a failure its buffer is not written at
+    exit.
+
+    A failure to do so is ignored.
+    """
     with suppress(OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
@@ -370,7 +414,10 @@ def use_colour(stream: IO[str]) -> bool:
 
 
 def _explain(error: ExportError) -> None:
-    """Name the temporary directory in the error of a full disk, if mirrors fill it."""
+    """Name the temporary directory in the cause and hint of a DiskFull error, in place, if mirrors fill it.
+
+    Other errors are left as they are.
+    """
     import tempfile
 
     if isinstance(error, DiskFull) and shown(error.message) != error.message:

@@ -68,9 +68,15 @@ RENAMED: ContextVar[tuple[str, ...]] = ContextVar("RENAMED", default=())
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """The options that a variable or a file sets, by parameter; the file's values are put into `given`.
+    """Return the options that a variable or a file sets, by parameter name; the file's values are put into
+    `given`.
 
-    UsageError for an unknown option in the file.
+    `context` is Click's, `given` has its parsed values by parameter name. Notes on old names in the file are
+    added to `RENAMED`.
+
+    Raises:
+        UsageError: the file cannot be read, has an unknown option, or a value of the wrong kind.
+        typer.BadParameter: a value in the file cannot be parsed.
     """
     by_name = {max(one.opts, key=len): one for one in context.command.params}
     found = {}
@@ -102,13 +108,19 @@ def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
 
 
 def variable_of(context: Any, parameter: Any) -> str | None:
-    """The environment variable with an option's value; None if the value does not come from one."""
+    """The name of the environment variable with an option's value; None if the value does not come from one.
+
+    `context` and `parameter` are Click's.
+    """
     is_one = _source(context, parameter) == "ENVIRONMENT"
     return f"{context.auto_envvar_prefix}_{parameter.name.upper()}" if is_one else None
 
 
 def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
-    """A value from a file of options, parsed as if it had been typed; an error knows the file."""
+    """Return a value from a file of options, `text`, parsed as if it had been typed for Click's `parameter`.
+
+    typer.BadParameter if it cannot be parsed; it knows the file (`file_of_options`).
+    """
     try:
         return parameter.type_cast_value(context, text)
     except _BadParameter as error:
@@ -117,7 +129,11 @@ def _cast(path: Path, context: Any, parameter: Any, text: Any) -> Any:
 
 
 def misspelt(context: Any) -> Iterator[tuple[str, str]]:
-    """Yield environment variables that nearly name an option, each with the one that was probably meant."""
+    """Yield the names of environment variables that nearly name an option, each with the one probably meant.
+
+    They are sorted. `context` is Click's; all commands are imported if there is any variable of the program
+    that does not name an option of its own.
+    """
     root = context.find_root()
     prefix = f"{root.auto_envvar_prefix}_"
     known = {one.name.upper() for one in root.command.params}
@@ -134,9 +150,10 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Raise UsageError for a file's value that would be misread.
+    """Raise UsageError for a file's value that would be misread, of the option `name` with Click's
+    `parameter`.
 
-    Such are `true` for a number, or a list for one value.
+    Such are `true` for a number, null, or a list or table for one value.
     """
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
@@ -155,7 +172,10 @@ def _source(context: Any, parameter: Any) -> str:
 
 
 def _arguments_of(value: Any) -> Iterator[Any]:
-    """Yield the arguments for a file's value: a flag stays a flag, names and values become `NAME=VALUE`."""
+    """Yield the arguments that a file's value stands for: one, or one for each element of a list or table.
+
+    A flag stays a boolean, a table's names and values become `NAME=VALUE`, all others become text.
+    """
     if isinstance(value, dict):
         yield from (f"{name}={each}" for name, each in value.items())
     elif isinstance(value, list):
@@ -190,12 +210,14 @@ def with_names(error: ExportError) -> ExportError:
 
 
 def with_structs(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose structs are replaced by their options as parameters, sorted by heading.
+    """Return a function for Typer that takes single options in place of the structs that `function` takes.
 
-    A default of the parameter replaces the struct's own default values.
+    The function's parameters are the structs' options, sorted by heading; a call fills the structs from typed
+    values, environment variables and a file, notes these in `TAKEN`, and calls `function`. A default of the
+    struct's parameter replaces the struct's own default values.
 
-    Raises (the returned command):
-        UsageError: an option is given without one that it goes with.
+    Raises (the returned function):
+        UsageError: an option is given without one that it goes with; or a value, or the file, is wrong.
     """
     parameters: list[inspect.Parameter] = []
     structs: dict[str, tuple[Struct, list[str]]] = {}
@@ -247,7 +269,12 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
-    """Reset options that were not typed, and would have no effect, to their defaults."""
+    """Reset options that were not typed, and would have no effect, to their defaults, in both mappings, in
+    place.
+
+    `found` has each option, its struct's parameter and its value, by name; `elsewhere` has the untyped ones
+    by parameter name. UsageError if a value is wrong.
+    """
     while True:
         values = [
             (one, one.default if value is None else _read(one, value, elsewhere))
@@ -263,13 +290,13 @@ def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhe
 
 
 def _hint_word(parameter: inspect.Parameter) -> str:
-    """The word in hints for a parameter's value; empty if there is none."""
+    """The word in hints for a parameter's value, as `MODEL`, by its metavar; empty if there is none."""
     metavars = (getattr(one, "metavar", None) for one in getattr(parameter.annotation, "__metadata__", ()))
     return next((_WORDS[one] for one in metavars if one in _WORDS), "")
 
 
 def _sort_key(parameter: inspect.Parameter) -> int:
-    """The place of the parameter's heading in `HEADINGS`; other headings come last."""
+    """The index of the parameter's heading in `HEADINGS`; their number for any other heading, or none."""
     places = {heading: place for place, heading in enumerate(HEADINGS)}
     headings = (
         getattr(one, "rich_help_panel", None) for one in getattr(parameter.annotation, "__metadata__", ())
@@ -278,7 +305,10 @@ def _sort_key(parameter: inspect.Parameter) -> int:
 
 
 def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
-    """A declared option as Typer's parameter; the parsed value is None unless it was typed."""
+    """Return a declared option as a parameter with Typer's annotation, and with `default`.
+
+    With a parser of its own, or an empty or infinite default, its parsed value is None unless it was typed.
+    """
     option, parser = one.option, None
     kind: Any = option.typed or one.type
     if option.parse is not None:
@@ -310,7 +340,10 @@ def _parameter(one: DeclaredOption, default: Any) -> inspect.Parameter:
 
 
 def _completions(words: Mapping[str, str]) -> Callable[[str], list[tuple[str, str]]]:
-    """Offers the words that go on as typed, each with its meaning; `files=` for `files=DIR`."""
+    """Return a shell completion function for an option's words, each given with its meaning.
+
+    It returns the words, with their meanings, that begin with the typed text; for `files=DIR`, `files=`.
+    """
 
     def completions(incomplete: str) -> list[tuple[str, str]]:
         typed = ((word[: word.find("=") + 1] or word, meaning) for word, meaning in words.items())
@@ -320,7 +353,7 @@ def _completions(words: Mapping[str, str]) -> Callable[[str], list[tuple[str, st
 
 
 def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The parser under a name of its own, which Click requires."""
+    """Return the parser as a function that has a name, as Click requires."""
 
     def value(text: str) -> Any:
         return parse(text)
@@ -329,7 +362,7 @@ def _named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _parameter_name(one: DeclaredOption) -> str:
-    """The parameter's name: `model_arg` for `--model-arg`."""
+    """The Python name of an option's parameter: `model_arg` for `--model-arg`."""
     return one.name.lstrip("-").replace("-", "_")
 
 
@@ -339,7 +372,7 @@ def _enum(kind: Any) -> type[Enum] | None:
 
 
 def _is_several(one: DeclaredOption) -> bool:
-    """True if an option may be repeated."""
+    """True if an option may be repeated: its type is a tuple or a mapping."""
     kind = one.option.typed or one.type
     return get_origin(kind) is tuple or _is_mapping(kind)
 
@@ -349,7 +382,9 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _typer_options(values: Struct) -> list[inspect.Parameter]:
-    """The fields of a struct that are annotated as Typer's own options, with its values as their defaults."""
+    """The fields of a struct that are annotated with `typer.Option`, as parameters with its values as
+    defaults.
+    """
     hints = type_hints(type(values))
     kind = inspect.Parameter.KEYWORD_ONLY
     return [
@@ -362,7 +397,10 @@ def _typer_options(values: Struct) -> list[inspect.Parameter]:
 
 
 def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
-    """The struct with the typed values, given by the path to each field; None means not typed."""
+    """Return a copy of the struct with the typed values, by the path of names to each field; None: not typed.
+
+    A struct's `Fields` value sets several fields. UsageError if a value does not fit its field.
+    """
     changes: dict[str, Any] = {}
     parts: dict[str, dict[tuple[str, ...], Any]] = {}
     for (name, *inner), value in typed.items():
@@ -377,7 +415,11 @@ def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
 
 
 def _read(one: DeclaredOption, typed: Any, elsewhere: Mapping[str, Taken]) -> Any:
-    """The value of an option's field; an error knows the variable or the file that has it."""
+    """Return the value of an option's field, from the typed one; see `_value`.
+
+    `elsewhere` has the untyped options by parameter name: a UsageError for one of them names its variable or
+    file.
+    """
     try:
         return _value(one, typed)
     except UsageError as error:
@@ -389,7 +431,7 @@ def _read(one: DeclaredOption, typed: Any, elsewhere: Mapping[str, Taken]) -> An
 
 
 def _value(one: DeclaredOption, typed: Any) -> Any:
-    """The value of an option's field, from the typed one."""
+    """Return the value of an option's field, converted from the typed one; UsageError if it is wrong."""
     if isinstance(typed, str) and (kind := _enum(one.type)) is not None:
         return kind(typed)  # from a file; Typer converts typed ones
     if _is_several(one) and one.option.parse is not None:
@@ -404,7 +446,7 @@ def _value(one: DeclaredOption, typed: Any) -> Any:
 
 
 def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
-    """Repeated `NAME=VALUE` options as a dict.
+    """Return repeated `NAME=VALUE` options as a dict from name to value; `option` is their name, for errors.
 
     Raises:
         UsageError: no `=`, an empty side, or a name given twice.
@@ -424,7 +466,9 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
 
 
 def help_of(text: str) -> str:
-    r"""A help text with one line per paragraph, as Typer wants it; after a `\b` lines are kept."""
+    r"""Return a docstring as a help text with one line per paragraph, as Typer wants it; after a `\b` lines
+    are kept.
+    """
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(
         each.removeprefix("\b\n") if each.startswith("\b") else " ".join(each.split()) for each in paragraphs

@@ -20,13 +20,16 @@ class Described(Struct, frozen=True):
 
 
 def build_info(prefix: str) -> Described:
-    """The description of a program's `build_info`."""
+    """The description of the metric `PREFIX_build_info`, which tells a program's version."""
     text = "1, with the program's version and Python's as labels."
     return Described(f"{prefix}_build_info", "gauge", ("version", "python"), text)
 
 
 def register_process(registry: Any, prefix: str) -> None:
-    """Add this process to a registry: `PREFIX_build_info`, and prometheus_client's metrics from /proc."""
+    """Add metrics of this process to a Prometheus registry: `PREFIX_build_info`, and those from /proc.
+
+    ValueError (of prometheus_client) if the registry has them already.
+    """
     from prometheus_client import Gauge, ProcessCollector
 
     info = build_info(prefix)

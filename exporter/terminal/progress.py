@@ -38,7 +38,9 @@ no_progress = _NotShown()
 
 
 def human_bytes(count: float) -> str:
-    """`1536` as `1.5 KiB`."""
+    """A number of bytes as text, in the largest binary unit of which it has one or
+    more: 1536 is `1.5 KiB`.
+    """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -47,7 +49,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """`42 s`, `5 min`, `3 h`, `2 d`: in the largest unit that gives at least two."""
+    """Seconds as text, in the largest unit that gives at least two: `42 s`, `5 min`, `3 h`, `2 d`."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -55,5 +57,5 @@ def human_time(seconds: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """`1 delta`, `2 deltas`."""
+    """A number with the noun `thing`, in the plural unless it is 1: `1 delta`, `2 deltas`."""
     return f"{number} {thing}{'s' * (number != 1)}"

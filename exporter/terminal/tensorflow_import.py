@@ -34,7 +34,9 @@ _NIGHTLY = "tf-nightly"
 
 
 def require_tensorflow(purpose: str) -> None:
-    """Refuse to begin unless a supported TensorFlow is installed; `purpose` names the work in the message.
+    """Refuse to go on unless a supported TensorFlow is installed; `purpose` names the work in the message.
+
+    It is not imported.
 
     Raises:
         TensorFlowNeeded: there is none, or an unsupported one.
@@ -45,7 +47,9 @@ def require_tensorflow(purpose: str) -> None:
 
 
 def needed(error: ModuleNotFoundError) -> ExportError:
-    """The named error for a failed import."""
+    """Return the error to report for a failed import: TensorFlowNeeded for TensorFlow or Keras, else
+    ExportError.
+    """
     if not _is_of_tensorflow(error):
         return ExportError(f"unexpected {type(error).__name__}: {error}")
     return TensorFlowNeeded("this runs in TensorFlow, which is not installed", cause=str(error))
@@ -53,12 +57,14 @@ def needed(error: ModuleNotFoundError) -> ExportError:
 
 @contextmanager
 def said_by_name() -> Iterator[None]:
-    """In somebody else's program, raise TensorFlowNeeded if an imported TensorFlow is missing or unsupported.
+    """In somebody else's program, raise TensorFlowNeeded if the block needs a TensorFlow that is not there.
 
     Nothing else changes there: no message is silenced.
 
     Raises:
-        TensorFlowNeeded: the block runs TensorFlow, and there is none, or an unsupported one.
+        TensorFlowNeeded: TensorFlow is imported in the block, and is missing or unsupported; or was imported
+            before, and is unsupported.
+        ModuleNotFoundError: another module is missing.
     """
     if sys.modules.get(_PACKAGE) is not None:
         require_fitting()
@@ -87,7 +93,8 @@ _WATCHED = WhileNeeded(_watched)
 
 
 def require_fitting() -> None:
-    """Refuse an installed TensorFlow that is not supported; none at all is accepted.
+    """Refuse an installed TensorFlow of an unsupported release; none at all is accepted, and it is not
+    imported.
 
     Raises:
         TensorFlowNeeded: it is too old, or too new.
@@ -110,9 +117,10 @@ def require_fitting() -> None:
 
 
 def on_import_of_tensorflow() -> None:
-    """Silence imports of TensorFlow from now on, and let an unsupported one raise TensorFlowNeeded.
+    """Silence imports of TensorFlow in this process from now on, and let an unsupported one raise
+    TensorFlowNeeded.
 
-    It sees no GPU. Settings in the user's environment win.
+    Two environment variables are set, unless the user has set them: it logs errors only, and sees no GPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # an export computes nothing that a device would help

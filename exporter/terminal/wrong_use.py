@@ -27,10 +27,10 @@ _UNKNOWN_COMMAND = re.compile(r"No such command (.*?)\.(?: Did you mean .*)?", r
 def wrong_use(
     error: Any, command: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> UsageError:
-    """The error for a command line that Click refused; `command` is the program's root.
+    """Return the error for a command line that Click refused with `error`; its hint proposes the one meant.
 
-    `takes` are the options, or the command, for words typed in place of a command, in their order: such a
-    word is probably a path.
+    `command` is the program's root, `program` its name. `takes` are the options, or the command, for words
+    typed in place of a command, in their order: such a word is probably a path.
     """
     message = error.format_message()
     for technical, plain in _PLAINLY.items():
@@ -78,14 +78,21 @@ def wrong_use(
 
 
 def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
-    """The context of the typed command, as Click makes it, without parsing its arguments."""
+    """Return the Click context of the typed command, made without parsing its arguments; the root's without
+    one.
+
+    `command` is the program's root, `program` its name.
+    """
     root = command.make_context(program, [], resilient_parsing=True)
     sub = next((one for each in arguments if (one := command.get_command(root, each))), None)
     return root if sub is None else sub.make_context(sub.name, [], parent=root, resilient_parsing=True)
 
 
 def _with_missing(program: str, arguments: Sequence[str], parameter: Any, context: Any) -> str:
-    """The command line with its missing parameter; surplus words become the values of required options."""
+    """The command line with its missing parameter added; surplus words become the values of required options.
+
+    `arguments` begin with the command's name, if there is one; `parameter` and `context` are Click's.
+    """
     own = sum(one.param_type_name == "argument" for one in context.command.params)
     asked, words = arguments[: 1 + own], arguments[1 + own :]
     required = [one for one in context.command.params if one.param_type_name == "option" and one.required]
@@ -103,7 +110,10 @@ def _with_missing(program: str, arguments: Sequence[str], parameter: Any, contex
 
 
 def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line; MODEL@POSITION is split, if the missing option takes a position."""
+    """Yield the words of a command line; MODEL@POSITION is split, if the missing option takes a position.
+
+    `parameter` is that option. The split word becomes the model, the option's name and the position.
+    """
     is_position = parameter.metavar == "POSITION" and parameter.param_type_name == "option"
     for each in arguments:
         model, at, position = each.rpartition("@")
@@ -113,7 +123,11 @@ def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """The first option without its value: name, metavar, and the option that follows; None without one."""
+    """The first option without its value: its name, metavar, and the option that follows it; None without
+    one.
+
+    `context` is Click's, of the typed command.
+    """
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
         one = known.get(name)
@@ -125,7 +139,11 @@ def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, 
 def _unknown_word(
     word: str, context: Any, program: str, arguments: Sequence[str], takes: Sequence[str]
 ) -> str:
-    """The command line with the nearest command for an unknown word, or with options that take the word."""
+    """The command line probably meant, in which an unknown word is replaced, or is the value of an option.
+
+    The word is replaced by the nearest command; without one, it becomes the value of one of the options
+    `takes`.
+    """
     if word in _MEANT:
         command, option = _MEANT[word]
         return f"{_command_line(program, _with_correction(arguments, word, command))} {option}"
@@ -141,7 +159,10 @@ def _unknown_word(
 
 
 def _with_pairs(context: Any, arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line; a NAME=VALUE that was typed with a space between is joined."""
+    """Yield the words of a command line; a NAME=VALUE that was typed with a space between is joined.
+
+    `context` is Click's, of the typed command.
+    """
     options = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     words = iter(arguments)
     name, follows = "", next(words, None)
@@ -159,7 +180,9 @@ _MEANT = {"untag": ("tag", "--delete")}
 
 
 def _usage_of(parameter: Any, context: Any) -> str:
-    """An option or argument in the form in which it is typed: `--keep N`, `MODEL`."""
+    """An option or argument in the form in which it is typed: `--keep N`, `MODEL`; both parameters are
+    Click's.
+    """
     metavar = str(parameter.make_metavar(context))
     if parameter.param_type_name == "argument":
         return metavar.strip("{}[]")
@@ -167,12 +190,17 @@ def _usage_of(parameter: Any, context: Any) -> str:
 
 
 def _told(parameter: Any, context: Any) -> str:
-    """An option as it is typed, and its help."""
+    """An option as it is typed, with its value's form, and its help in one line;
+    both parameters are Click's.
+    """
     return f"{_usage_of(parameter, context)}: {brief(parameter.help)}"
 
 
 def _nearest_choice(parameter: Any, message: str) -> str:
-    """The option with the choice nearest to the typed one; empty if none is near."""
+    """The option with the choice nearest to the typed one, as it is typed; empty if none is near.
+
+    `message` is Click's, about a value that is not one of the choices.
+    """
     typed = re.search(r"'([^']*)' is not one of", message)
     close = nearest(typed[1], getattr(parameter.type, "choices", ())) if typed else ""
     return f"{max(parameter.opts, key=len)} {close}" if close else ""

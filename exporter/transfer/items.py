@@ -474,9 +474,9 @@ class Passage:
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
 
     def check_file(self, file: FileEntry) -> None:
-        """Compare a complete file with the manifest; VerificationError if it differs.
+        """Compare a complete file's size with the manifest, and its checksum unless it is a data shard.
 
-        It is read unless its blocks were checksummed by `noting`.
+        It is read unless `noting` has seen all its bytes. VerificationError if it differs, or does not exist.
         """
         verify_file(self._path, file, self._passed)
 

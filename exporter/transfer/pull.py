@@ -302,10 +302,12 @@ class LocalCopy:
         self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
-        """Fetch new publications, holds and tags, in order; with `prune`, also remove those that the store no
-        longer has.
+        """Fetch new publications, holds and tags from the store, in order; return what was fetched and
+        removed.
 
-        Servers see each publication as soon as it is whole. The result says what was fetched and removed.
+        Servers see each publication as soon as it is whole. With `prune`, publications that the store no
+        longer has are removed here, too, if servers do not need them. A thread or process that updates the
+        copy locks it.
 
         Raises:
             CheckpointNotFound: the store has no model at this URL.
@@ -527,10 +529,11 @@ class _Pull:
         self.last, self._taken_back, self._agreed = -1, list[TakenBack](), dict[tuple[str, int], Item]()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch the missing publications, and set the holds and tags; with `prune`, first remove superseded
-        ones.
+        """Fetch the missing publications, and set the holds and tags; before it, remove superseded
+        publications.
 
-        `head` is that of the store, or None.
+        Without `prune`, only versions that a rollback or resumption published again here are removed. `head`
+        is that of the store, or None.
 
         Raises:
             PositionMoved: something was published here, and something else there.
@@ -555,7 +558,7 @@ class _Pull:
         """Return what `run` would return now, and change nothing on disk; PositionMoved and ForeignLineage as
         `run`.
 
-        The object counts as done afterwards: it cannot `run` any more.
+        It changes this object, so that `run` may not follow. `head` is that of the store, or None.
         """
         wanted, waiting = self._missing(head, recall(self._model, self._url))
         gone = self._superseded(is_current=self._is_current(wanted, waiting), everything=prune)
@@ -676,10 +679,10 @@ class _Pull:
         return {each.path: each.to for each in self._taken_back}
 
     def _fitting(self, wanted: Iterable[Item]) -> tuple[list[Item], set[str], set[str]]:
-        """Return the wanted items that may come now, the paths of those that a hold keeps away, and of
-        unfitting ones.
+        """Return the wanted items that may come now, the paths of held ones, and the paths of withheld ones.
 
-        The last are kept away because of what was taken back here.
+        A hold of this copy keeps the held ones away; the withheld ones do not continue what was taken back
+        here.
         """
         coming, held, withheld = list[Item](), set[str](), set[str]()
         lineages = {item.manifest.lineage for item in self.here.values() if not item.is_delta}
@@ -1228,8 +1231,8 @@ class _Pull:
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
         """Return the copy's own hold; None if there is none, or if it came from the store.
 
-        `name` is the path of its number, `decided` the holds there. A canary's hold may come back in place of
-        one that its rollback set, as explained here.
+        `name` is the path of its number below the model, `decided` the holds there. The hold of a rollback
+        that the store has made, too, in a log that a canary approves, is returned as a canary's.
 
         A hold that says who set it came from the store only if that had the same hold when the copy was last
         current; or if it is of a rollback that the store has made, too, and decides about from then on: what
