@@ -597,7 +597,7 @@ NO_SYNC_HINT = "keep the model on a local disk or NFS and push it from there, if
 
 
 def cannot_sync(model: Path) -> str:
-    """The warning for a model whose file system cannot sync directories."""
+    """The text of the warning for a model whose file system cannot sync directories."""
     return (
         f"the file system of {model} does not say when the names of files are on disk: readers see what is "
         "published whole or not at all, but a power cut of its server may lose the last of it"

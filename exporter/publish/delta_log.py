@@ -180,7 +180,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def bases(self) -> tuple[LogBase, ...]:
-        """The bases of the log that still exist and can be read, newest first."""
+        """The bases of the log that still exist and can be read, the newest first; read once."""
         found = []
         for child in self.versions:
             if not child.has_manifest:
@@ -414,7 +414,7 @@ def read_log(model: Path) -> DeltaLog:
 
 
 def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
-    """The log of the newest of a model's versions, as listed by `version_dirs`.
+    """Read the log of the newest of a model's versions, as listed by `version_dirs`.
 
     Raises:
         NotUpdatable, ManifestError: as `read_log`.

@@ -43,7 +43,8 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
 
 
 def require_base_finite(catalog: Catalog) -> None:
-    """Refuse a new base with NaN or infinity, whose model would refuse them in deltas.
+    """Refuse a new base, by its bundle's catalog, with NaN or infinity: its model would refuse them in
+    deltas.
 
     Every value is read; checksums are not verified.
 

@@ -96,8 +96,8 @@ class HeldBy(Struct, frozen=True):
 
     @property
     def origin(self) -> str:
-        """Who set the hold, where and when, as a phrase for people; it also tells that nothing of this is
-        recorded.
+        """The hold's setter, place and time as a phrase for people; if no setter is recorded, the phrase says
+        so.
         """
         where = f" in {self.url}" if self.url else ""
         if not self.who:
@@ -146,8 +146,9 @@ class Decided(Struct, frozen=True):
 
     @property
     def in_force(self) -> HeldBy | None:
-        """The hold that servers get: the one that reaches less far, of equal ones the store's; None without a
-        hold.
+        """The hold that servers get, the one of lesser `reach`; None without a hold.
+
+        Of two with equal reach it is the one at the greater position, or else the store's.
         """
         if self.own is None or self.stored is None:
             return self.own or self.stored
@@ -265,8 +266,9 @@ class Hold(Struct, frozen=True):
             content = again
 
     def decided(self) -> Decided:
-        """Return the directory's own hold and the store's, each None if not set; an unrecorded author counts
-        as own.
+        """Return the directory's own hold and the store's; each is None if it is not set.
+
+        A hold without a recorded author counts as the directory's own.
         """
         content, said = self.content(), self._said()
         if content is None:
@@ -400,7 +402,7 @@ class Hold(Struct, frozen=True):
         if they stay.
         """
         with writing(self.path):
-            self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)  # first: a document without a number means nothing
             self._document.unlink(missing_ok=True)
             if self.directory.exists():
                 sync(self.directory)
@@ -549,7 +551,9 @@ def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
 
 
 def position_in(content: bytes) -> int | None:
-    """The position in a hold's bytes; None if they are not a position."""
+    """The position in the bytes of a file `hold`: up to 18 digits, maybe after a zero; None for any other
+    content.
+    """
     text = content.decode("ascii", "replace").strip()
     return int(text) if re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII) else None
 

@@ -539,7 +539,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str | bytes) -> Manifest:
-    """The manifest in `text`, every field checked.
+    """Return the manifest in `text`, the content of `manifest.json`, with every field checked.
 
     Raises:
         ManifestError: not JSON, a field is missing, of the wrong type, out of range or given twice, a path
@@ -644,7 +644,9 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
 
 
 def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
-    """Raise DocumentError unless the mapped tables match the files and served variables of the version."""
+    """Raise DocumentError unless the mapped tables match the files and served variables in the version's
+    manifest.
+    """
     base = manifest.incremental if isinstance(manifest.incremental, BaseEntry) else None
     files = {file.path: file.bytes_ for file in manifest.files}
     rows = {each.name: each.shape[0] for each in base.schema.variables if each.is_table} if base else {}

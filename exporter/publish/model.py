@@ -315,8 +315,7 @@ class _Known(Struct):
         return [base for base in found if base.manifest.lineage == lineage]
 
     def log(self, base: LogBase, hold: HeldAt | None, listed: Sequence[LogDelta]) -> Log:
-        """Return the log that `base`, its newest base, belongs to, with those of the `listed` deltas that can
-        be read.
+        """Return the log of `base`, its newest base, with the `listed` deltas that can be read.
 
         `hold` is the log's, or None. Deltas are read once and remembered; after an untrusted delta there are
         none.
@@ -591,7 +590,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def published(self) -> list[Published]:
-        """The known publications of all logs, sorted by time."""
+        """The known publications of all logs, sorted by time, the oldest first."""
         found = [one for log in self.logs.values() for one in tuple(log.commits.values())]
         return sorted(found, key=lambda one: one.created)
 
@@ -645,7 +644,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def listed_tags(self) -> tuple[ListedTag, ...]:
-        """The tags, by their names; none if they cannot be read, which the doctor reports."""
+        """The tags of the model, sorted by name; () if they cannot be read, which the doctor reports."""
         with suppress(ManifestError):
             return listed_tags(self.path)
         return ()

@@ -161,7 +161,8 @@ class Trust(Struct, frozen=True):
         return found
 
     def check(self, content: bytes, path: str, where: object) -> None:
-        """Refuse a manifest that no trusted key has signed for this model and this path below it.
+        """Refuse a manifest that no trusted key has signed for this model and for `path`, its place below the
+        model.
 
         `content` is the manifest's file, `where` names it in errors. If no key is trusted, all are refused. A
         delta may lack its model's identity: the lineage of its base is enough.

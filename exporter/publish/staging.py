@@ -70,7 +70,7 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        remove_tree(self._root)
+        remove_tree(self._root)  # while it is locked: no other process removes it, too
         close_quietly(self._lock)
         if isinstance(error, ExportError):
             _forget_name(error)

@@ -129,7 +129,7 @@ class TagsDocument(Struct, frozen=True):
 
 
 def read_tags(model: Path) -> Mapping[str, PositionTag]:
-    """The tags of a model by their names, sorted; empty without any.
+    """Return the tags of a model by their names, sorted by name; empty without any.
 
     Raises:
         ManifestError: the document cannot be read, or is not one.
@@ -172,7 +172,7 @@ def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> 
 
 
 def tags_document(model: Path) -> bytes | None:
-    """The bytes of the document of a model's tags, unparsed; None without one.
+    """Return the bytes of the document of a model's tags, unparsed; None without one.
 
     Raises:
         ManifestError: they cannot be read, or are too many.
@@ -252,7 +252,9 @@ def _instead(name: str, model: Path | None) -> str:
 
 
 def is_position(text: str) -> bool:
-    """True for numbers, times and names like `latest`, with or without @."""
+    """True if a text is a number, a time or a name like `latest`, with or without @, so that no tag has this
+    name.
+    """
     return re.fullmatch(rf"@?(?:{_RESERVED})", text) is not None
 
 
@@ -284,7 +286,7 @@ class Standing(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, model: Path) -> Standing:
-        """The positions under a model base path.
+        """Read the positions under a model base path.
 
         Raises:
             NotUpdatable: nothing is published.
@@ -467,7 +469,7 @@ def resolve_position(named: int | str, model: Path) -> int:
 
 
 def version_named(named: str, model: Path) -> int:
-    """The version from which the fewest deltas reach a named position; see `Standing.version_at`.
+    """Return the version from which the fewest deltas reach a position, named as `resolve_position` reads it.
 
     Raises:
         UsageError, PositionUnknown, NotUpdatable, ManifestError: as `resolve_position`.

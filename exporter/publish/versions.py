@@ -141,7 +141,8 @@ class VersionDir(Struct, frozen=True):
 
 
 def served_version(name: str) -> int | None:
-    """The version number that TensorFlow Serving reads from a child's name; None if it skips the name.
+    """Return the version number that TensorFlow Serving reads from a name in a model's directory; None if it
+    skips it.
 
     The whole name must be a decimal int64; blanks around it and leading zeros are allowed. Source:
     ParseVersionNumber in tensorflow_serving/sources/storage_path/file_system_storage_path_source.cc.
@@ -174,8 +175,8 @@ def published_versions(model: Path) -> list[VersionDir]:
 
 
 def newest_version(model: Path) -> VersionDir | None:
-    """Return the newest version with a manifest; None if there is none;
-    ManifestError if it cannot be listed.
+    """Return the newest version with a manifest; None without one; ManifestError if the path cannot be
+    listed.
     """
     return newest_of(version_dirs(model))
 
@@ -221,7 +222,7 @@ def require_base_path(model: Path) -> None:
 
 
 def is_of_a_model(name: str) -> bool:
-    """True for names with a meaning below a model base path: a version's, or `deltas`."""
+    """True for names with a meaning below a model base path: a version's number, or `deltas`."""
     return name == DELTAS_DIRECTORY or served_version(name) is not None
 
 
@@ -248,9 +249,10 @@ def itself_a_version(place: object, above: object) -> UsageError:
 
 
 def identities_of(versions: Iterable[VersionDir]) -> tuple[str, ...]:
-    """The identities of the models to which versions belong, newest first: one, unless others were put there.
+    """Return the identities of the models to which versions belong, in the order of the versions, each once.
 
-    Versions are as `version_dirs` lists them; those of earlier releases have no identity.
+    There is one, unless versions of another model were put there; () if all are of earlier releases, which
+    have no identity. Versions are as `version_dirs` lists them; those that cannot be read are skipped.
     """
     found: dict[str, None] = {}
     for child in versions:
@@ -530,7 +532,7 @@ def pinned_identity(model: Path) -> str | None:
 
 
 def signer_of(model: Path) -> Signer | None:
-    """The key that signs publications under a base path; None: nothing is signed."""
+    """Return the key that signs publications under a base path in this process; None: nothing is signed."""
     return _keys_of(os.path.abspath(model)).signer if _in_force else None  # noqa: PTH100
 
 

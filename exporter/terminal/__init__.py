@@ -64,7 +64,7 @@ def sleep_until_a_signal() -> None:
     and the sleep, and the main thread wakes up to run the handler.
     """
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    os.set_blocking(writer, False)  # as `set_wakeup_fd` requires
     signal.set_wakeup_fd(writer)
     os.read(reader, 1)
 

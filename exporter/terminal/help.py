@@ -48,7 +48,7 @@ class Help(Struct, frozen=True):
         yield from ("", *textwrap.wrap(f"{more} {', '.join(self.names())}", _WIDTH))
 
     def names(self) -> list[str]:
-        """The names of all topics."""
+        """The names of all topics, in the order of their headings."""
         return [*self.topics.values(), _OUTPUT, _EXIT_CODES]
 
     def topic(self, context: typer.Context, topic: str) -> Iterator[str]:

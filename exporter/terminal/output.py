@@ -120,8 +120,8 @@ class Output(Struct):
     """A command's output. Streams default to the process's own at the time of the call.
 
     With `json_lines` each document is one line, and people see the time of each result and note: for a
-    command that runs on and has many results. A failure to write is then ignored, and the next result is
-    tried. With `is_brief` people get one line for each result that has one. `has_spoken` is true once
+    command that runs on and has many results. After a failure to write, the next result is then tried
+    again. With `is_brief` people get one line for each result that has one. `has_spoken` is true once
     anything was printed for a person.
     """
 
@@ -404,7 +404,10 @@ def silence(stream: IO[str]) -> None:
 
 
 def use_colour(stream: IO[str]) -> bool:
-    """True if the stream gets colours: NO_COLOR > FORCE_COLOR > isatty; an empty variable counts as unset."""
+    """True if a stream gets colours: NO_COLOR turns them off, else FORCE_COLOR on, else a terminal has them.
+
+    An empty variable counts as unset.
+    """
     # no-color.org
     if os.environ.get("NO_COLOR"):
         return False

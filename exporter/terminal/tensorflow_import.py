@@ -174,7 +174,7 @@ class _QuietLoader:
 def _descriptor_2_turned_away() -> Iterator[None]:
     import tempfile
 
-    sys.stderr.flush()
+    sys.stderr.flush()  # what was written before must not be caught
     original = os.dup(2)
     with tempfile.TemporaryFile() as caught:
         os.dup2(caught.fileno(), 2)

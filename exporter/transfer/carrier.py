@@ -438,8 +438,8 @@ class Carrier:
         return self._show_holds()
 
     def probe(self) -> None:
-        """Raise PublishError, if this process has not tested it yet, if the store ignores the conditions of
-        writes.
+        """Test that the store obeys the conditions of writes, in the first call only; PublishError if it
+        ignores them.
 
         The test writes and removes an object.
         """
@@ -596,7 +596,7 @@ class Carrier:
                 hint=f"remove the wrong one of {MANIFEST_FILE} and {pending.rpartition('/')[2]} there",
             )
         self._show_holds(look_first=is_late)
-        self._store.delete(pending)
+        self._store.delete(pending)  # last: as long as it is there, the next command reveals again
 
     def _show_holds(self, *, look_first: bool = False) -> bool:
         """Set the holds and tags in the store to those of the newest head; return True if any was changed.

@@ -101,11 +101,10 @@ class Item(Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The key by which items are copied: by position, a base before a delta, a merger after its last
-        part.
+        """The key by which items are sorted to be copied: by position, a base before a delta, a merger last.
 
-        A server at the beginning of that part must find the part whenever it finds the merger, and a copy
-        makes a merged base of its parts.
+        A server at the beginning of a merger's last part must find the part whenever it finds the merger, and
+        a copy makes a merged base of its parts.
         """
         rank = 2 if self.manifest.merged_from is not None else int(self.is_delta)
         return self.manifest.position, rank, -(self.manifest.from_position or 0)

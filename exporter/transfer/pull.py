@@ -306,8 +306,8 @@ class LocalCopy:
         removed.
 
         Servers see each publication as soon as it is whole. With `prune`, publications that the store no
-        longer has are removed here, too, if servers do not need them. A thread or process that updates the
-        copy locks it.
+        longer has are removed here, too, if servers do not need them. The copy is locked against other pulls
+        meanwhile.
 
         Raises:
             CheckpointNotFound: the store has no model at this URL.
@@ -873,7 +873,7 @@ class _Pull:
                     if not self._passes_by(item, wanted):
                         raise
                     continue
-                self._announce(item)
+                self._announce(item)  # first: a pull that ends here must not take it for published here
                 self._publish(item, path)
                 self.here[item.path] = item
                 self.last = max(self.last, item.manifest.position)
@@ -991,7 +991,7 @@ class _Pull:
                 remove_tree(staged)  # to be fetched again
                 said = self._damaged[objects] = error.message.replace(str(staged), f"{self._url}/{item.path}")
                 raise self._damage_of(item, said) from error
-            (staged / MANIFEST_FILE).unlink(missing_ok=True)
+            (staged / MANIFEST_FILE).unlink(missing_ok=True)  # of a pull that was killed
             write_durably(staged / MANIFEST_FILE, item.content)
             sync(staged)
         return staged, spared
