@@ -21,11 +21,10 @@ from exporter.publish.staging import Staging
 
 
 def approve(log: Path, model: Path, *, expected: int | None, position: int) -> int | None:
-    """Move the canary's hold in the log's directory `log` from `expected` to `position`; return where it is
-    now.
+    """Move the canary's hold in the log's directory `log` from `expected` to `position`.
 
-    `model` is the model's base path; its lock is held meanwhile. With `expected` None there is no hold yet:
-    then the new hold is at most at the position of the canary's newest rollback.
+    Return where it is now. `model` is the model's base path; its lock is held meanwhile. With `expected` None
+    there is no hold yet: then the new hold is at most at the position of the canary's newest rollback.
 
     None, with nothing changed, if the hold is not at `expected`, a person's or a rollback's hold is in force,
     the hold came from the store of this copy (no canary here moves that one), or, with `expected` None,
@@ -69,9 +68,7 @@ def did_fail(log: DeltaLog, position: int) -> bool:
 
 
 def _last_rollback(log: DeltaLog) -> list[int]:
-    """The position of the canary's newest rollback, if it is not before the oldest base, as a list of one;
-    else [].
-    """
+    """The position of the canary's newest rollback, as a list; [] if there is none since the oldest base."""
     oldest = min(base.at.position for base in log.bases)
     ends = [delta.end for delta in _failed(log) if delta.end >= oldest]
     return [max(ends)] if ends else []

@@ -114,10 +114,9 @@ def _masked_crc(path: Path) -> int:
 
 
 def _set_mode(path: Path, mode: int) -> None:
-    """Set the permission bits of a file or directory to `mode` if they differ; OSError if that is not
-    permitted.
+    """Set the permission bits of a file or directory to `mode` if they differ.
 
-    Temporary files are private, and servers run as other users.
+    OSError if that is not permitted. Temporary files are private, and servers run as other users.
     """
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
@@ -158,8 +157,7 @@ class VersionRule(Struct, frozen=True):
 
     @classmethod
     def parse(cls, asked: str | int | None) -> VersionRule:
-        """The rule for a value of `--version`: `time`, an integer, or None (the version number is the
-        position).
+        """The rule for a value of `--version`: `time`, an integer, or None (number versions by position).
 
         Raises UsageError if it is neither `time` nor an integer from 0 below 2**62.
         """
@@ -273,8 +271,7 @@ TAKING_THE_LOCK = UnderLock()
 
 
 def reserve_position(model: Path, step: int | None) -> ReservedPosition:
-    """Return the next position of a log under `model`: greater than every version and position used or
-    abandoned.
+    """The next position of a log under `model`: greater than every version and position used or abandoned.
 
     `step` is the training step of the values, or None; see `next_position`. Nothing is written: publishing
     checks that the position is still free.
@@ -303,8 +300,7 @@ def next_delta_position(log: DeltaLog, step: int | None) -> int:
 
 
 def _next_of_log(step: int | None, last: int | None) -> int:
-    """Return the next position of a delta, or of a base that takes deltas, after the greatest one in use
-    (`last`).
+    """The next position of a delta, or of a base that takes deltas, after the greatest one in use (`last`).
 
     `step` and `last` are as in `next_position`. Raises PositionError if the result is not below
     `POSITION_LIMIT`, VersionExists if no number is left.
@@ -528,8 +524,9 @@ def _require(model: Path, expected: int | None, found: int | None, *, is_same_lo
 
 
 def _sealed(staging: Staging) -> tuple[FileEntry, ...]:
-    """Seal the staged directory; return its files, with their SHA-256 if a signing key is in force for the
-    model.
+    """Seal the staged directory.
+
+    Return its files, with their SHA-256 if a signing key is in force for the model.
 
     Raises VerificationError, PublishError and its subclasses, and OSError as `seal`.
     """
@@ -572,11 +569,10 @@ def _complete(
 
 
 def _install(staging: Staging, target: Path) -> tuple[ExportError, ...]:
-    """Rename the staged bundle to `target`, sync the parent directory, and return warnings; OSError before
-    that.
+    """Rename the staged bundle to `target`, sync the parent directory, and return warnings, () without any.
 
-    From the rename on readers have it, so that a later failure is a warning, not an error; () without any.
-    That a file system cannot sync is reported once per process and model.
+    From the rename on readers have it, so that a later failure is a warning, not an error. That a file system
+    cannot sync is reported once per process and model. OSError if the rename fails.
     """
     os.rename(staging.path, target)  # noqa: PTH104  the commit: one call, in plain sight
     try:
@@ -606,17 +602,16 @@ def cannot_sync(model: Path) -> str:
 
 @contextmanager
 def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE) -> Iterator[None]:
-    """Hold the lock of a model in the block, against other exporters on any machine that shares the file
-    system.
+    """Hold a model's lock during the block, against other exporters on any machine that shares its files.
 
     Waits up to `seconds`. `name` is the lock file's, made if needed; it gets the name of this process. The
-    default lock of a model in a store also begins a person's decision there, see
-    `exporter.storage.mirror.locked`.
+    default lock of a model in a store also begins a person's decision there, if this process was opened for
+    one: see `exporter.storage.mirror.locked`.
 
     Raises:
         TargetBusy: other exporters held it for `seconds`.
-        PositionError and subclasses: others kept this decision in the store from beginning.
         OSError: the lock file cannot be opened or made.
+        ExportError: this decision could not begin in the store; ModelHeld or PositionMoved because of others.
     """
     path, is_published_to = model / name, name == LOCK_FILE
     lock = open_lock(path)
@@ -635,12 +630,11 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
 
 
 def _lock_in_turn(model: Path, lock: int, seconds: float) -> bool:
-    """Acquire the model's lock (descriptor `lock`) before anybody who comes later; False after `seconds` in
-    vain.
+    """Acquire the model's lock (descriptor `lock`) before anybody who comes later.
 
-    Whoever waits looks every 20 ms, and a process that publishes without a pause would nearly always have the
-    lock again by then. So each locks the turn first, and keeps it until it has the lock. OSError if the file
-    of the turn cannot be opened.
+    False if that takes more than `seconds`. Whoever waits looks every 20 ms, and a process that publishes
+    without a pause would nearly always have the lock again by then. So each locks the turn first, and keeps
+    it until it has the lock. OSError if the file of the turn cannot be opened.
     """
     deadline = time.monotonic() + seconds
     turn = open_lock(model / TURN_FILE)

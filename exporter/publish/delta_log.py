@@ -82,8 +82,9 @@ class LogBase(Struct, frozen=True):
         return Position(self.manifest.position, self.manifest.step)
 
     def stored(self) -> dict[str, RowReader]:
-        """Return readers of the base's served variables, by their names; shards are opened when a reader is
-        used.
+        """Return readers of the base's served variables, by their names.
+
+        Shards are opened when a reader is used.
 
         Raises VerificationError if a signed file (other than a shard) differs, CheckpointError if the bundle
         is damaged or lists other tensors than the manifest.
@@ -112,8 +113,9 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The delta's manifest, read once; ManifestError if it cannot be read, is damaged, or names another
-        place.
+        """The delta's manifest, read once.
+
+        ManifestError if it cannot be read, is damaged, or names another place.
         """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
@@ -121,8 +123,9 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def entry(self) -> DeltaEntry:
-        """The log entry in the delta's manifest; ManifestError if there is none, or the manifest cannot be
-        read.
+        """The log entry in the delta's manifest.
+
+        ManifestError if there is none, or the manifest cannot be read.
         """
         entry = self.manifest.incremental
         if not isinstance(entry, DeltaEntry):
@@ -195,8 +198,9 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """The delta with the greatest end (of several, the shortest); the newest base if no delta ends beyond
-        it.
+        """The delta with the greatest end (of several, the shortest).
+
+        It is the newest base if no delta ends beyond that.
         """
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
@@ -234,8 +238,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         )
 
     def chain(self, start: int, target: int | None = None) -> tuple[LogDelta, ...]:
-        """Return the deltas, in order, that bring a server from position `start` to `target` (None: to the
-        newest).
+        """The deltas, in order, that bring a server from position `start` to `target` (None: to the newest).
 
         Empty if it is there already. Raises DeltaGap if the deltas do not reach it, StaleDelta if `target` is
         before `start`, ManifestError if the manifest of a delta that could be next cannot be read.
@@ -264,10 +267,10 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def row_numbers(self, delta: LogDelta, tables: Collection[str]) -> dict[str, Array]:
-        """Return the numbers of the rows in a delta, by table name (integers), for those of `tables` that the
-        log has.
+        """Return the numbers of the rows in a delta (integers), by the name of their table.
 
-        Checksums are verified; no row's values are read. Raises as `open`.
+        Of `tables`, those that the log does not have are left out. Checksums are verified; no row's values
+        are read. Raises as `open`.
         """
         from exporter.delta.delta_files import row_numbers
 
@@ -299,8 +302,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
-        """Return the values at a position (None: the newest); only of the variables named in `only`, if
-        given.
+        """The values at a position (None: the newest); only of the variables named in `only`, if given.
 
         It opens the deltas from the nearest base on.
 
@@ -372,8 +374,7 @@ def _hinted() -> Iterator[None]:
 
 
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
-    """Read the tensors of a delta and verify their checksums; only those of variables named in `only`, if
-    given.
+    """Read a delta's tensors and verify their checksums, or only those of variables named in `only`.
 
     With `only` the delta must not be packed. Raises CorruptFile if a checksum differs, another
     CheckpointError if a tensor cannot be read.
@@ -388,8 +389,7 @@ def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) ->
 
 
 def _check_listed(catalog: Catalog, manifest: Manifest) -> None:
-    """Raise CorruptFile unless a bundle's index (its catalog) and the manifest beside it list the same
-    tensors.
+    """Raise CorruptFile unless a bundle's index (`catalog`) and the manifest beside it list the same tensors.
 
     No value is read.
     """
@@ -447,8 +447,7 @@ def log_path(model: Path, log: int) -> Path:
 
 
 def list_deltas(log: Path) -> tuple[LogDelta, ...]:
-    """Return the deltas in a log's directory, by their names, sorted by start and end; other names are
-    skipped.
+    """The deltas in a log's directory, by their names, sorted by start and end; other names are skipped.
 
     Empty if there is no such directory; ManifestError if it cannot be listed.
     """

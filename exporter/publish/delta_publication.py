@@ -48,11 +48,11 @@ class Publication(Struct, frozen=True):
         hint: str = "",
         **more: Any,
     ) -> Publication:
-        """A publication in a log; `step` (None: unknown) and `trained` describe the values at the end of the
-        span.
+        """A publication in a log.
 
-        `made` is the operation that makes the delta, `packing` and `hint` are as in the class, and `more` are
-        further fields of its `DeltaEntry`, by name.
+        `step` (None: unknown) and `trained` describe the values at the end of the span. `made` is the
+        operation that makes the delta, `packing` and `hint` are as in the class, and `more` are further
+        fields of its `DeltaEntry`, by name.
         """
         schema = log.schema.digest
         entry = DeltaEntry(log=log.number, schema=schema, made=made, rows=0, trained=trained, **more)
@@ -111,8 +111,7 @@ def publish_written(
     last: int | None,
     under_lock: UnderLock,
 ) -> PublishedDelta:
-    """Publish the staged delta, which holds `rows` rows of all tables together and has `header_of` as its
-    header.
+    """Publish the staged delta, which holds `rows` rows of all tables and has `header_of` as its header.
 
     `last` and `under_lock`: see `publish_delta`. If the log's model wants finite values, the caller has
     checked them (`exporter.publish.finite`).

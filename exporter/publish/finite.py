@@ -43,8 +43,7 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
 
 
 def require_base_finite(catalog: Catalog) -> None:
-    """Refuse a new base, by its bundle's catalog, with NaN or infinity: its model would refuse them in
-    deltas.
+    """Refuse a new base with NaN or infinity, by its bundle's catalog: its model would refuse deltas with it.
 
     Every value is read; checksums are not verified.
 
@@ -81,8 +80,7 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 
 
 def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
-    """Return the numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable
-    name.
+    """The numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable name.
 
     `run` is oldest first. The number of a variable that is not a table is 0. Variables without such rows are
     left out.
@@ -107,8 +105,7 @@ def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
 
 
 def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
-    """Return the deltas, in the given order, that were not checked for finite values and that no checked one
-    spans.
+    """The deltas, in the given order, that were not checked for finite values and that no checked one spans.
 
     ManifestError if a manifest cannot be read.
     """
@@ -120,8 +117,9 @@ def unchecked(deltas: Sequence[LogDelta]) -> tuple[LogDelta, ...]:
 
 
 def refused(log: DeltaLog, delta: LogDelta) -> bool:
-    """True if the log's model refuses a delta because of NaN or infinity; a delta marked as checked is not
-    read.
+    """True if the log's model refuses a delta because of NaN or infinity.
+
+    A delta marked as checked is not read.
 
     Raises:
         CheckpointError, VerificationError: it is damaged, or its manifest cannot be read.

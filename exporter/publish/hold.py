@@ -96,8 +96,9 @@ class HeldBy(Struct, frozen=True):
 
     @property
     def origin(self) -> str:
-        """The hold's setter, place and time as a phrase for people; if no setter is recorded, the phrase says
-        so.
+        """The hold's setter, place and time as a phrase for people.
+
+        If no setter is recorded, the phrase says so.
         """
         where = f" in {self.url}" if self.url else ""
         if not self.who:
@@ -111,15 +112,11 @@ class HeldBy(Struct, frozen=True):
         return self.position if self.values_of is None else self.values_of
 
     def place(self, model: Path) -> str | Path:
-        """The model in which the hold can be changed: the store's URL if it was set there, else the path
-        `model`.
-        """
+        """The model in which the hold can be changed: the store's URL if it was set there, else `model`."""
         return self.url or model
 
     def lifting(self, model: Path) -> list[str]:
-        """The words of the command that lifts the hold in the model where it was set: a store's, or else
-        `model`.
-        """
+        """The words of the command that lifts the hold where it was set: in a store, or else in `model`."""
         return ["export-model", "resume", str(self.place(model)), *(["--lift-canary"] if self.canary else [])]
 
     @property
@@ -175,8 +172,9 @@ class Decided(Struct, frozen=True):
 
 
 def this_user() -> str:
-    """The user and the machine of this process as `user@machine`, at most 200 characters; `uid N` without a
-    name.
+    """The user and the machine of this process as `user@machine`, at most 200 characters.
+
+    A user without a name is `uid` and the number.
     """
     import getpass  # late: most commands read holds, and few set one
 
@@ -223,8 +221,9 @@ class Hold(Struct, frozen=True):
 
     @property
     def by(self) -> HeldBy | None:
-        """Who set the hold, why and when, with its position; None without a hold, or if that is not
-        recorded.
+        """Who set the hold, why and when, with its position.
+
+        None without a hold, or if that is not recorded.
         """
         held = self.for_servers()
         return None if held is None else held.by
@@ -246,8 +245,7 @@ class Hold(Struct, frozen=True):
         return None
 
     def for_servers(self) -> HeldAt | None:
-        """Return the hold as servers read it, with a number and a document that belong together; None without
-        one.
+        """The hold as servers read it, with a number and a document that belong together; None without one.
 
         Its position is -1 if it cannot be read, as while a rollback is published: servers do not move then.
         """
@@ -302,9 +300,7 @@ class Hold(Struct, frozen=True):
         return self.directory / HOLD_DOCUMENT_FILE
 
     def approved(self) -> int | None:
-        """Return the position up to which a canary has approved the log; None if no canary's hold is in
-        force.
-        """
+        """The position up to which a canary has approved the log; None if no canary's hold is in force."""
         held = self.for_servers()
         return held.position if held is not None and held.is_canary else None
 
@@ -328,11 +324,10 @@ class Hold(Struct, frozen=True):
             return b"" if self.is_set else None
 
     def put(self, position: int, staging: Staging, *, canary: bool = False, why: str | None = None) -> None:
-        """Set the directory's own hold atomically: a canary's, or one that also binds publishers; keep the
-        store's.
+        """Set the directory's own hold atomically: a canary's, or one that also binds publishers.
 
-        `why` is the reason that is recorded; None: none. Files are written beside the staged bundle first.
-        The caller has the model's lock.
+        The store's hold is kept. `why` is the reason that is recorded; None: none. Files are written beside
+        the staged bundle first. The caller has the model's lock.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
@@ -341,11 +336,10 @@ class Hold(Struct, frozen=True):
         self.set(Decided(own, self.decided().stored), staging)
 
     def set(self, decided: Decided, staging: Staging, content: bytes | None = None) -> None:
-        """Write both holds, the directory's own and the store's, atomically; without any, remove the hold's
-        files.
+        """Write both holds, the directory's own and the store's, atomically.
 
-        If the store's number cannot be read, its bytes (`content`) are written in place of a position. The
-        caller has the model's lock.
+        Without any, remove the hold's files. If the store's number cannot be read, its bytes (`content`) are
+        written in place of a position. The caller has the model's lock.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: as `exporter.storage.files.writing`.
@@ -398,8 +392,9 @@ class Hold(Struct, frozen=True):
             self.set(Decided(None, stored), staging)
 
     def _remove(self) -> None:
-        """Remove the files `hold` and `hold.json`, in this order, if they exist; PublishError or a subclass
-        if they stay.
+        """Remove the files `hold` and `hold.json`, in this order, if they exist.
+
+        PublishError or a subclass if they stay.
         """
         with writing(self.path):
             self.path.unlink(missing_ok=True)  # first: a document without a number means nothing
@@ -409,12 +404,12 @@ class Hold(Struct, frozen=True):
 
     @contextmanager
     def put_back_on_failure(self, staging: Staging) -> Iterator[None]:
-        """Restore the hold if the block fails, and raise its error; before it, keep a copy of the hold in
-        staging.
+        """Restore the hold as it was before the block if the block fails, and raise its error.
 
-        The copy is written before the block, as disk space may run out: PublishError or a subclass if it
-        cannot be. A hold that cannot be restored stays as the block left it: it binds more than the previous
-        one. A link that points at a published file stays, too: the delta for which it was made is published.
+        A copy of the hold is written in staging before the block, as disk space may run out: PublishError or
+        a subclass if it cannot be. A hold that cannot be restored stays as the block left it: it binds more
+        than the previous one. A link that points at a published file stays, too: the delta for which it was
+        made is published.
         """
         content, document = self.content(), self._said()
         before = None if content is None else _written(staging, content)
@@ -430,8 +425,7 @@ class Hold(Struct, frozen=True):
             raise
 
     def promise(self, name: str, prepared: Path, staging: Staging) -> None:
-        """Make the hold a symbolic link to the hold file in the delta `name`, which is about to appear beside
-        it.
+        """Make the hold a symbolic link to the hold file of the delta `name`, which will appear beside it.
 
         Until the delta appears the hold cannot be read, and no server moves; from then on the delta's file
         counts. On a file system without links the file `prepared` (see `prepare`) becomes the hold at once.
@@ -445,24 +439,25 @@ class Hold(Struct, frozen=True):
         self._replace(link)
 
     def settle(self, prepared: Path) -> None:
-        """Rename the `prepared` file (see `prepare`) over the hold, a link or a canary's; a failure is
-        ignored.
+        """Rename the `prepared` file (see `prepare`) over the hold, a link or a canary's.
+
+        A failure is ignored.
         """
         with suppress(OSError, PublishError):  # the link has the same content, or the file is there already
             self._replace(prepared)
 
     def prepare(self, position: int, staging: Staging) -> Path:
-        """Write a file with a position, beside the staged bundle, that can become the hold later; return its
-        path.
+        """Write a file with a position, beside the staged bundle, that can become the hold later.
 
-        It is removed with the staging unless it becomes a hold. PublishError or a subclass if it cannot be
-        written.
+        Return its path. It is removed with the staging unless it becomes a hold. PublishError or a subclass
+        if it cannot be written.
         """
         return _written(staging, f"{position}\n".encode("ascii"))
 
     def sweep(self) -> None:
-        """Remove temporary files of holds that earlier releases left behind when they were killed; errors are
-        ignored.
+        """Remove temporary files of holds that earlier releases left behind when they were killed.
+
+        Errors are ignored.
         """
         with suppress(OSError), os.scandir(self.directory) as found:
             left = [entry.path for entry in found if _LEFT_OVER.fullmatch(entry.name)]
@@ -496,8 +491,7 @@ def as_set_there(
 
 
 def hold_in(number: bytes | None, document: bytes | None) -> HeldAt | None:
-    """Return the hold in the bytes of `hold` (its number) and `hold.json`; a missing or damaged document is
-    ignored.
+    """The hold in the bytes of `hold` (its number) and `hold.json`; a missing or damaged document is ignored.
 
     None without a number; its position is -1 if the number cannot be read.
     """
@@ -517,8 +511,7 @@ def _document_in(content: bytes) -> HoldDocument:
 
 
 def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
-    """Return the hold of a number's bytes, which must have a position, and of the document beside it (or
-    None).
+    """The hold of a number's bytes, which must have a position, and of the document beside it (or None).
 
     The document counts only if one of its holds is at that position.
     """
@@ -539,9 +532,7 @@ def _of(said: HoldDocument) -> HeldBy:
 
 
 def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
-    """Return the hold of a number without a document: no author, and the time of its file (1970 if that is
-    gone).
-    """
+    """The hold of a number without a document: no author, and the time of its file (1970 if that is gone)."""
     try:
         since = path.lstat().st_mtime
     except OSError:
@@ -551,8 +542,9 @@ def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
 
 
 def position_in(content: bytes) -> int | None:
-    """The position in the bytes of a file `hold`: up to 18 digits, maybe after a zero; None for any other
-    content.
+    """The position in the bytes of a file `hold`: up to 18 digits, maybe after a zero.
+
+    None for any other content.
     """
     text = content.decode("ascii", "replace").strip()
     return int(text) if re.fullmatch(r"0?[0-9]{1,18}", text, re.ASCII) else None
@@ -562,10 +554,9 @@ _encoded = msgspec.json.encode
 
 
 def _written(staging: Staging, content: bytes) -> Path:
-    """Write a file beside the staged bundle, durably, and return its path; PublishError or a subclass if it
-    fails.
+    """Write a file beside the staged bundle, durably, and return its path.
 
-    It is removed with the staging unless it is renamed to a hold.
+    PublishError or a subclass if it fails. It is removed with the staging unless it is renamed to a hold.
     """
     path = _free_name(staging)
     write_durably(path, content)

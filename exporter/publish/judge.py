@@ -186,16 +186,15 @@ def lag(model: Model, served: Served) -> Lag:
 
 
 def seconds_since(time: datetime | None, now: datetime) -> float:
-    """Seconds from `time` to `now`; 0 if `time` is None, or later because the clocks of two machines
-    differ.
+    """The seconds from `time` to `now`, at least 0, even if the clocks of two machines differ.
+
+    0 if `time` is None.
     """
     return 0.0 if time is None else max(0.0, (now - time).total_seconds())
 
 
 def superseded_since(model: Model, served: Served) -> datetime | None:
-    """The time at which the newest log began, if a server must load a version of it to be fresh; else
-    None.
-    """
+    """The time at which the newest log began, if a server needs a version of it to be fresh; else None."""
     newest = model.newest_log
     if newest is None or served.lineage == newest.lineage:
         return None
@@ -254,8 +253,7 @@ class Release(Protocol):
 def code_of(
     served: Distance, model: Release, limits: Limits, error: str, *, is_loading: bool
 ) -> tuple[Code, str]:
-    """Return the state of a server by the version that answers its requests, and why; "" if the code says it
-    all.
+    """The state of a server by the version that answers its requests, and why; "" if the code says it all.
 
     `served` is that version, `model` the published model. `error` is the failure of its last update, empty
     without one. `is_loading`: another version is about to be available.
@@ -313,10 +311,10 @@ class Habit(Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Model) -> Habit:
-        """The time of a model's newest publication and its longest usual pause; both None if it cannot be
-        read.
+        """The time of a model's newest publication and its longest usual pause.
 
-        The pause alone is None after too few publications: see `longest_silence_s`.
+        Both are None if the model cannot be read. The pause alone is None after too few publications: see
+        `longest_silence_s`.
         """
         times = model.times
         return cls(max(times, default=None), longest_silence_s(times))
@@ -324,7 +322,7 @@ class Habit(Struct, frozen=True):
     def silence(
         self, now: datetime, expected_s: float | None = None, in_store: datetime | None = None
     ) -> Silence:
-        """Return the seconds since the newest publication at `now`, and the limit: `expected_s`, or else the
+        """Return the seconds since the newest publication, at `now`, and the limit: `expected_s`, or the
         habit's.
 
         `in_store` is when the newest publication in the store was made, if this is a copy; the later one
@@ -338,8 +336,7 @@ class Habit(Struct, frozen=True):
 def silent(
     model: str | Path, found: Silence, *, is_learned: bool = True, takes_deltas: bool = True
 ) -> Finding:
-    """Return the finding that the publisher of `model` (a path or URL) is silent for too long, as `found`
-    says.
+    """The finding that the publisher of `model` (a path or URL) is silent for too long, as `found` says.
 
     `is_learned`: the limit is its own habit, not a configured one. `takes_deltas`: the model does, for the
     command that the finding proposes.
@@ -355,9 +352,7 @@ def silent(
 
 
 def two_publishers(place: str | Path, machines: Sequence[str]) -> Finding:
-    """Return the finding that several machines publish one model in turn; `place` is the model's path or
-    URL.
-    """
+    """The finding that several machines publish one model in turn; `place` is the model's path or URL."""
     return Finding(
         Code.TWO_PUBLISHERS,
         f"{' and '.join(machines)} publish this model in turn",
@@ -410,8 +405,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
 
 
 def _to_start(model: Model, server: Server, cause: str) -> str:
-    """The command for a server that does not answer: on this machine one that starts it, else one that
-    examines.
+    """The command for a server that does not answer: it starts one on this machine, or examines another.
 
     `cause` is the error of the call: if a host's name was not resolved, the command looks that up.
     """
@@ -472,8 +466,9 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
 
 
 def _age(published: Path, now: datetime) -> float:
-    """Seconds from the publication of the version in directory `published` to `now`; 0 if its manifest is
-    unreadable.
+    """The seconds from the publication of the version in directory `published` to `now`.
+
+    0 if its manifest cannot be read.
     """
     try:
         return seconds_since(read_head(published).created, now)
@@ -490,8 +485,7 @@ _TIMES, _SHORTEST_S = 3.0, 60.0
 
 
 def longest_silence_s(times: Iterable[datetime]) -> float | None:
-    """Return the seconds without a publication after which a publisher is unusually silent, by its
-    publications.
+    """The seconds without a publication after which a publisher is unusually silent, by its publications.
 
     `times` are those of its publications, in any order; None if there are too few (less than nine).
 

@@ -39,10 +39,9 @@ class _Kept(Struct, frozen=True):
 
 
 def _place(model: str | Path) -> Path:
-    """The path of the file with the arguments of a model's export, by the model's path or URL; it need not
-    exist.
+    """The path of the file with the arguments of a model's export, by the model's path or URL.
 
-    RuntimeError if the user's home directory is needed, and not known.
+    It need not exist. RuntimeError if the user's home directory is needed, and not known.
     """
     url = Url.parse(shown(os.fspath(model)))
     if url is None:
@@ -53,9 +52,7 @@ def _place(model: str | Path) -> Path:
 
 
 def _kept(model: str | Path) -> _Kept | None:
-    """Return the arguments that an export of this user kept; None if there are none, or they cannot be
-    read.
-    """
+    """The arguments that an export of this user kept; None if there are none, or they cannot be read."""
     place = _place(model)
     with suppress(OSError, RuntimeError, msgspec.DecodeError):
         if place.lstat().st_uid != os.getuid():
@@ -65,11 +62,10 @@ def _kept(model: str | Path) -> _Kept | None:
 
 
 def keep_command(request: ExportRequest) -> None:
-    """Keep an export's arguments and the current directory in a file, beside its model or, for a URL, in user
-    state.
+    """Keep an export's arguments and the current directory in a file, beside the model or in user state.
 
-    If `--model` was not a name that can be typed, or a name is not UTF-8, a kept file is removed instead. The
-    file is only for people, so that a failure to write it is ignored.
+    The latter is for a URL. If `--model` was not a name that can be typed, or a name is not UTF-8, a kept
+    file is removed instead. The file is only for people, so that a failure to write it is ignored.
     """
     with suppress(OSError, RuntimeError):
         place = _place(request.out)
@@ -124,8 +120,7 @@ def new_base(model: str | Path, ckpt_dir: Path | None = None, manifests: Path | 
 
 
 def export_kept_of(model: str | Path) -> str:
-    """The command for a new base of a model (a path or URL), with the arguments that an export of this user
-    kept.
+    """The command for a new base of a model (path or URL), with the arguments that this user's export kept.
 
     Empty without kept arguments.
     """
@@ -133,19 +128,19 @@ def export_kept_of(model: str | Path) -> str:
 
 
 def look_at_trainer(model: str | Path, *, takes_deltas: bool = True) -> str:
-    """The command that tells how far the trainer has written, and what an export would publish, without
-    publishing.
+    """The command that tells how far the trainer has written, and what an export would publish.
 
-    It is the doctor of the model (a path or URL) if this user has not exported it. `takes_deltas`: the export
-    would publish a delta.
+    It publishes nothing. It is the doctor of the model (a path or URL) if this user has not exported it.
+    `takes_deltas`: the export would publish a delta.
     """
     again = _again(model, *(["--incr"] if takes_deltas else []), "--dry-run")
     return again or f"export-model doctor {quoted(model)}"
 
 
 def _again(model: str | Path, *options: str) -> str:
-    """The command line of this user's kept export of a model, with further `options`; empty if none was
-    kept.
+    """The command line of this user's kept export of a model, with further `options`.
+
+    Empty if none was kept.
     """
     kept = _kept(model)
     if kept is None:

@@ -217,8 +217,7 @@ class LinkedFile(Struct, frozen=True):
         return cls(found.st_ino & _INODE_BITS, found.st_nlink, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_written(self, found: os.stat_result) -> bool:
-        """True if the file with status `found` is the recorded one, and has another modification time than
-        then.
+        """True if the file with status `found` is the recorded one, with another modification time than then.
 
         False for a copy, which is another file.
         """
@@ -248,8 +247,8 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
     linked: Annotated[LinkedFile | None, doc("its status when published, if it is a trainer's, too")] = None
 
     def is_written(self, directory: Path, *, for_sure: bool = True) -> bool:
-        """True if the trainer has a link to this file of a published directory, and wrote to it since it was
-        published.
+        """True if this file of a published directory is a trainer's, too, and was written to since
+        publication.
 
         Judged by its size and times, which a program may set; with `for_sure` false, also True if it may have
         been. False if the file cannot be looked at.
@@ -282,8 +281,9 @@ class Origin(Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, prefix: Path, digest: str | None = None) -> Origin:
-        """The origin for the path prefix of a checkpoint; `digest` tells it from others of that name (None: a
-        delta's).
+        """The origin for the path prefix of a checkpoint.
+
+        `digest` tells it from others of that name (None: a delta's).
         """
         directory = os.fsencode(prefix.absolute().parent.name)
         return cls(directory.decode(errors="backslashreplace"), prefix.name, digest)  # it need not be UTF-8
@@ -376,8 +376,9 @@ class ManifestDraft(Struct, frozen=True, kw_only=True):
     def complete(
         self, *, position: int, created: datetime, files: tuple[FileEntry, ...], publisher: str | None = None
     ) -> Manifest:
-        """Return the manifest to publish: this draft with the given fields; `publisher` is `user@machine` or
-        None.
+        """Return the manifest to publish: this draft with the given fields.
+
+        `publisher` is `user@machine` or None.
         """
         return Manifest(**asdict(self), position=position, created=created, files=files, publisher=publisher)
 
@@ -400,8 +401,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
         return sum(file.bytes_ for file in self.files)
 
     def overwritten(self, version: Path) -> list[Path]:
-        """Return the paths of the files in the directory `version` that the trainer also links and wrote to
-        since.
+        """The paths of the files in the directory `version` that the trainer also links and wrote to since.
 
         They are judged by their sizes and times.
         """
@@ -414,8 +414,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
 
     @property
     def state_id(self) -> str:
-        """An id (32 hex digits) of the values at the manifest's position, by their checksums and publication
-        time.
+        """An id (32 hex digits) of the values at the manifest's position, by their checksums and their time.
 
         So it differs if other values were published there before. A merger of deltas, or of a base and
         deltas, has the id of the delta whose values it has.
@@ -505,9 +504,7 @@ Document: TypeAlias = VersionDocument | DeltaDocument
 
 
 def overwritten_notes(manifest: Manifest, version: Path) -> tuple[str, ...]:
-    """A warning, in a tuple, if the trainer wrote into files of the published version in a directory; else
-    ().
-    """
+    """A warning, in a tuple, if the trainer wrote into files of the version in a directory; else ()."""
     written = manifest.overwritten(version)
     if not written:
         return ()
@@ -524,10 +521,9 @@ def tensor_entries(catalog: Catalog) -> tuple[TensorEntry, ...]:
 
 
 def schema_digest(tensors: Iterable[TensorEntry]) -> str:
-    """The digest of tensors' names, dtypes and shapes: lower-case SHA-256 of compact ASCII JSON, sorted by
-    name.
+    """The digest of tensors' names, dtypes and shapes: a lower-case SHA-256 of compact ASCII JSON.
 
-    The JSON is `[[name, dtype, shape], ...]`.
+    The JSON is `[[name, dtype, shape], ...]`, sorted by name.
     """
     rows = sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return hashlib.sha256(encode(rows)).hexdigest()
@@ -598,8 +594,7 @@ def _text(document: Document) -> bytes:
 
 @cache
 def _head_fields(kind: type[Document]) -> tuple[tuple[str, bool], ...]:
-    """The names of a document's fields before the long lists, in their order, and whether each must be
-    written.
+    """The names of a document's fields before the long lists, in order, and whether each must be written.
 
     They are in the order of their declaration, except that a delta's two positions are next to each other.
     """
@@ -644,9 +639,7 @@ def _check_consistency(manifest: Manifest, schema_digest: str) -> None:
 
 
 def _check_mapped(mapped: MappedRecord, manifest: Manifest) -> None:
-    """Raise DocumentError unless the mapped tables match the files and served variables in the version's
-    manifest.
-    """
+    """Raise DocumentError unless mapped tables match the files and served variables in the manifest."""
     base = manifest.incremental if isinstance(manifest.incremental, BaseEntry) else None
     files = {file.path: file.bytes_ for file in manifest.files}
     rows = {each.name: each.shape[0] for each in base.schema.variables if each.is_table} if base else {}
@@ -675,7 +668,5 @@ def _created(text: str) -> datetime:
 
 
 def is_inside(path: str) -> bool:
-    """True if a manifest may list `path`: a name of a file below its directory, other
-    than `manifest.json`.
-    """
+    """True if a manifest may list `path`: a file's name below its directory, other than `manifest.json`."""
     return not flaw_of(path) and path.partition("/")[0] != MANIFEST_FILE

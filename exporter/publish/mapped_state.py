@@ -57,11 +57,10 @@ _STEP_BYTES = 128 << 10
 
 
 def read_ahead(version: Path, record: MappedRecord, goes_on: Callable[[], bool]) -> int:
-    """Have the kernel read the tables in the directory `version` in advance; return the number of bytes
-    requested.
+    """Have the kernel read the tables in the directory `version` in advance.
 
-    `goes_on` is called before each step of 128 KiB; False ends it early. At most half of the available memory
-    is requested: more would push out what is being served.
+    Return the number of bytes requested. `goes_on` is called before each step of 128 KiB; False ends it
+    early. At most half of the available memory is requested: more would push out what is being served.
 
     Raises:
         OSError, ManifestError: a file is missing, or its name is not below the version.
@@ -100,8 +99,7 @@ def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
 
 
 def tables_state(record: MappedRecord, version: Path) -> str:
-    """The state of a version's tables: `mapped`, `mapped from ` DIRECTORY for a copy, or `restored: ` and
-    why.
+    """The state of a version's tables: `mapped`, `mapped from DIR` for a copy, or `restored: ` and why.
 
     `version` is the directory that is looked at. ManifestError if the name of a table's file is not below it.
     """
@@ -112,10 +110,9 @@ def tables_state(record: MappedRecord, version: Path) -> str:
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The kind of network file system that holds a path, as `nfs4`; "" if it is local, or mounts cannot be
-    read.
+    """The kind of network file system that holds a path, as `nfs4`.
 
-    `mounts` is the file with the mounted file systems.
+    "" if it is local, or mounts cannot be read. `mounts` is the file with the mounted file systems.
     """
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()

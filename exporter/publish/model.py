@@ -187,8 +187,8 @@ class Log(Struct, frozen=True, dict=True):
         return int(self.path.name)
 
     def up_to(self, position: int) -> Log:
-        """The log with `position` as its limit: for a call that names a position, to which the hold does not
-        apply.
+        """The log with `position` as its limit, for a call that names a position: the hold does not apply to
+        it.
         """
         return replace(self, limit=position)
 
@@ -206,8 +206,7 @@ class Log(Struct, frozen=True, dict=True):
         return [span for span in self.deltas if self._allows(span.end)]
 
     def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
-        """Return the deltas within the log's limit that apply to a state at `position`, except those in
-        `without`.
+        """The deltas within the log's limit that apply to a state at `position`, except those in `without`.
 
         They are sorted by their ends.
         """
@@ -249,9 +248,7 @@ class Log(Struct, frozen=True, dict=True):
         return len({span.end for span in self.beyond(self.released)})
 
     def created(self, spans: Iterable[Span]) -> list[datetime]:
-        """Return the times at which these deltas were published, in their order;
-        unknown ones are left out.
-        """
+        """The times at which these deltas were published, in their order; unknown ones are left out."""
         found = (self.commits.get(span.end) for span in spans)
         return [commit.created for commit in found if commit is not None]
 
@@ -280,8 +277,7 @@ class _Known(Struct):
     publishers: dict[int, str] = field(default_factory=dict)
 
     def base(self, path: Path) -> LogBase | None:
-        """Return the base in a version's directory, read again only if its manifest is another file than
-        before.
+        """The base in a version's directory, read again only if its manifest is another file than before.
 
         None if the version takes no deltas, or cannot be read (`doctor` reports that). What was read is
         remembered: bases, rollbacks, times, and errors about untrusted versions.
@@ -349,8 +345,8 @@ class _Known(Struct):
         )
 
     def forget_all_but(self, lineages: Collection[str]) -> None:
-        """Forget what was read of logs other than these, but keep the publication times
-        of those with a base.
+        """Forget what was read of other logs than these, but keep the publication times
+        of logs with a base.
         """
         self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
         self.commits = {
@@ -360,9 +356,7 @@ class _Known(Struct):
         }
 
     def forget_versions_but(self, there: Collection[Path]) -> None:
-        """Forget versions whose directories are not among `there`, and all errors about untrusted
-        publications.
-        """
+        """Forget versions whose paths are not among `there`, and all errors about untrusted publications."""
         self.bases = {path: base for path, base in self.bases.items() if path in there}
         self.plain = {path: created for path, created in self.plain.items() if path in there}
         self.untrusted = {}
@@ -386,10 +380,9 @@ class _Known(Struct):
         return Span(delta.start, delta.end, entry.only_from, entry.parts), manifest.bytes_
 
     def _seen(self, created: datetime) -> datetime:
-        """Return the time of a publication that is read now: the publisher's, corrected where our clock rules
-        it out.
+        """Return when a publication that is read now was made: the publisher's time, if our clock allows it.
 
-        Notes the difference of the two clocks in `skew_s`.
+        Else it is the nearest time that is possible. Notes the difference of the two clocks in `skew_s`.
         """
         if self.since is None:
             return created
@@ -532,10 +525,10 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def untrusted(self) -> tuple[NotTrusted, ...]:
-        """The errors that keep replicas from getting further, the newest version or delta first; empty if
-        there is none.
+        """The errors that keep replicas from getting further, the newest version or delta first.
 
-        Publications before the first version that a trusted key has signed are left out.
+        Empty if there is none. Publications before the first version that a trusted key has signed are left
+        out.
         """
         signed = [path.name for path, (_, base) in self.known.bases.items() if base is not None]
         first = min((int(name) for name in signed if name.isdecimal()), default=-1)
@@ -560,8 +553,9 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def times(self) -> list[datetime]:
-        """The known publication times of all logs and versions, unsorted;
-        empty if the model cannot be read.
+        """The known publication times of all logs and versions, unsorted.
+
+        Empty if the model cannot be read.
         """
         if self.problem:
             return []
@@ -614,8 +608,7 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def at(self) -> Position | None:
-        """The newest position of the newest version's log, or of that version if it takes no deltas, and its
-        step.
+        """The newest position of the newest version's log, or of a version without a log, and its step.
 
         None if its manifest cannot be read.
         """
@@ -717,7 +710,8 @@ def _deltas(deltas: Sequence[LogDelta]) -> Iterator[Event]:
 
 
 def _leads_past(merger: Event, other: Event) -> bool:
-    """True if `merger` spans the delta `other`: it starts no later and ends no earlier;
+    """True if `merger` spans the delta `other`: it starts no later and ends no earlier.
+
     False for a version.
     """
     if merger.from_position is None or other.from_position is None or other.path == merger.path:
@@ -757,8 +751,7 @@ class MadeVersion(Struct, frozen=True):
     newest: int
 
     def is_by(self, plan_digest: str, *, takes_deltas: bool, number: int | None) -> bool:
-        """True if an export by a plan would make this version again, so that it need not be published once
-        more.
+        """True if an export by a plan would make this version again, so that it can be spared.
 
         `plan_digest` and `takes_deltas` are the plan's; `number` is the version number that the export asks
         for, or None. Versions of earlier releases have no plan digest: they only need to take deltas as the

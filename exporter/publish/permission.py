@@ -40,8 +40,7 @@ class Permission(Struct, frozen=True):
     plain: bool = False
 
     def check(self, model: Path, *, takes_deltas: bool, versions: Sequence[VersionDir] | None = None) -> None:
-        """Refuse to publish a version over a hold (ModelHeld), or to end a log (ChainEnds), unless an option
-        permits it.
+        """Refuse to publish a version over a hold, or to end a log, unless an option permits it.
 
         `takes_deltas`: the new version does. The model's `versions` are listed unless they are given.
 
@@ -72,17 +71,17 @@ REFUSING = Permission()
 
 
 def binding(model: Path, log: int | None) -> tuple[Hold, ...]:
-    """The holds that bind publishers: the model's own, then that of the log with
-    number `log` (None: no log).
+    """The holds that bind publishers: the model's own, and that of its log with number `log`, in this order.
+
+    There may be none. With `log` None only the model's own counts.
     """
     return tuple(hold for hold in _holds(model, log) if hold.binds)
 
 
 def hold_in_force(model: Path) -> Hold | None:
-    """The hold that servers do not pass by themselves, a person's or a canary's: the model's, or its newest
-    log's.
+    """The hold that servers do not pass by themselves: the model's own, or else that of its newest log.
 
-    None without one, or if the model cannot be read.
+    It may be a person's or a canary's. None without one, or if the model cannot be read.
     """
     with suppress(ManifestError):
         newest = newest_version(model)
@@ -91,11 +90,10 @@ def hold_in_force(model: Path) -> Hold | None:
 
 
 def require_not_taken_back(model: Path, misfit: PositionError) -> None:
-    """Raise ModelHeld, caused by `misfit`, if the newest version is a rollback's and the model is held; else
-    return.
+    """Raise ModelHeld, caused by `misfit`, if the newest version is a rollback's and the model is held.
 
     The trainer's next publication does not fit the restored values; it fits again after `resume`.
-    ManifestError if that version's manifest cannot be read.
+    ManifestError if that version's manifest cannot be read. Otherwise it returns.
     """
     newest = newest_version(model)
     if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":
@@ -140,8 +138,9 @@ def _passed(spans: Sequence[SpanLike], start: int) -> set[int]:
 
 
 def judged(log: DeltaLog) -> tuple[LogDelta, ...]:
-    """The deltas up to a canary's approval, or all without a canary, in order: only they are merged
-    automatically.
+    """The deltas up to a canary's approval, or all without a canary, in order.
+
+    Only these are merged automatically.
     """
     approved = log.approved
     return tuple(delta for delta in log.deltas if approved is None or delta.end <= approved)

@@ -106,8 +106,7 @@ def _tagged(name: str | None) -> str:
 
 
 def _periodic(ours: Sequence[VersionDir], keep: Keep) -> set[int]:
-    """The numbers of the newest version of each hour and day to keep, and of all versions whose time is
-    unknown.
+    """The numbers of the newest version of each hour and day to keep, and of versions of unknown time.
 
     `ours` is sorted by number, the oldest first. Empty if neither hours nor days are kept.
     """
@@ -194,11 +193,10 @@ def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> lis
 
 
 def _unreadable_bases(log: DeltaLog) -> list[int]:
-    """Positions of the log's possible bases whose manifests cannot be read: servers ignore manifests, and
-    serve them.
+    """The positions of versions that may be bases of the log, and whose manifests cannot be read.
 
-    A version that takes deltas is named by its position, so that older versions than the log cannot be its
-    bases.
+    Servers ignore manifests, and may serve them. A version that takes deltas is named by its position, so
+    that older versions than the log cannot be its bases.
     """
     found = []
     for child in log.versions:
@@ -237,10 +235,10 @@ def retire_logs(log: DeltaLog, *, now: float) -> RetiredDeltas:
 
 
 def logs_without_base(model: Path, current: Path | None) -> list[Path]:
-    """The directories of logs without any existing version, sorted, except `current`, the newest version's
-    own log.
+    """The directories of logs without any existing version, sorted, except `current`.
 
-    Empty while the manifest of a version cannot be read.
+    `current` is the newest version's own log; None: there is none. Empty while the manifest of a version
+    cannot be read.
     """
     others = [
         path
@@ -295,10 +293,9 @@ def _in_grace(successor: VersionDir, now: float, grace_seconds: float) -> str:
 
 
 def move_away(published: Path, model: Path) -> Path:
-    """Rename a version or delta to a hidden directory of the model, and return its path; no lease may be
-    held.
+    """Rename a version or delta to a hidden directory of the model, and return its path.
 
-    No process can get a lease meanwhile.
+    No process may have a lease of it, and none can get one meanwhile.
 
     Raises:
         BlockingIOError: a process has one.

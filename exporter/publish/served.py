@@ -23,10 +23,9 @@ class ServedTables(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The state of the tables as a phrase: `mapped`, or `restored: ` and why, then the overlay's fill
-        from 1 %.
+        """The state of the tables as a phrase: `mapped`, or `restored: ` and why.
 
-        If some are mapped, the number of the restored ones comes first.
+        If some are mapped, the number of the restored ones comes first. The overlay's fill follows from 1 %.
         """
         state = "mapped"
         if self.mapped < self.wanted:
@@ -58,8 +57,9 @@ class Served(Struct, frozen=True):
 
 
 def newest_available(versions: Iterable[Served]) -> Served | None:
-    """The available version with the greatest number, which answers requests without a version; None if there
-    is none.
+    """The available version with the greatest number, which answers requests without a version.
+
+    None if there is none.
     """
     available = (version for version in versions if version.is_available)
     return max(available, key=lambda version: version.number, default=None)

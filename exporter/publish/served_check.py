@@ -35,11 +35,11 @@ class Stored(Struct, frozen=True):
 
 
 def resolved(spec: MappingSpec, schema: Schema) -> MappingSpec:
-    """The recipe with all names and dtypes that its rules produced; releases up to 0.2 recorded only the
-    rules.
+    """The recipe with all names and dtypes that its rules produced.
 
-    `schema` shows which variables were cast, and the names of lookup tables; the rules' `tensors` have a
-    tensor for each variable. A table by keys keeps its own name unless a rule without a pattern renames it.
+    Releases up to 0.2 recorded only the rules. `schema` shows which variables were cast, and the names of
+    lookup tables; the rules' `tensors` have a tensor for each variable. A table by keys keeps its own name
+    unless a rule without a pattern renames it.
     """
     given, dtypes, renamed = spec.given, spec.dtypes, spec.renamed
     if given.casts and not dtypes:

@@ -92,8 +92,7 @@ class Signer:
         return cls(name, _private_key(source), identity)
 
     def require(self, identity: str | None, where: object) -> None:
-        """Refuse to sign publications of another identity than the one that the signer was made for, if it
-        was.
+        """Refuse to sign publications of another identity than the signer's own; it may have none.
 
         Raises:
             NotTrusted: `identity` differs, or is None; `where` is named in the message.
@@ -105,8 +104,9 @@ class Signer:
             )
 
     def trusting(self, files: Iterable[str | Path]) -> Trust:
-        """Return the trust in this signer's key and in the public keys (PEM) in some files; a publisher
-        accepts no others.
+        """Return the trust in this signer's key and in the public keys (PEM) in some files.
+
+        A publisher accepts no others.
 
         Raises:
             UsageError: as `Trust.keys`.
@@ -161,8 +161,7 @@ class Trust(Struct, frozen=True):
         return found
 
     def check(self, content: bytes, path: str, where: object) -> None:
-        """Refuse a manifest that no trusted key has signed for this model and for `path`, its place below the
-        model.
+        """Refuse a manifest that no trusted key has signed for this model and for `path` below the model.
 
         `content` is the manifest's file, `where` names it in errors. If no key is trusted, all are refused. A
         delta may lack its model's identity: the lineage of its base is enough.
@@ -278,8 +277,7 @@ def _digests(paths: list[Path], size: int, digest: Callable[[Path], str]) -> lis
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file; of a pinned object, or a file with a second link, it is computed once and
-    kept.
+    """The SHA-256 of a file; of a pinned object, or a file with a second link, it is computed once and kept.
 
     The second link is the trainer's. Later reads of an object get the version that was listed. OSError or
     CheckpointError if the file cannot be read.

@@ -51,8 +51,9 @@ class Spared(Struct, frozen=True):
 
 
 def note(model: Path, spared: Spared) -> None:
-    """Keep in a file why a copy fetched its newest base; without a reason, remove the file of an earlier
-    base.
+    """Keep in a file why a copy fetched its newest base.
+
+    Without a reason, remove the file of an earlier base.
 
     Raises:
         PublishError and subclasses: the file cannot be written or removed.

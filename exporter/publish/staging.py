@@ -76,10 +76,10 @@ class Staging:
             _forget_name(error)
 
     def _create(self, root: Path) -> bool:
-        """Make the staging directory `root` and lock it; False if another process's cleanup removed it
-        meanwhile.
+        """Make the staging directory `root` and lock it.
 
-        OSError, or PublishError and its subclasses, if it cannot be made; it is removed then.
+        False if another process's cleanup removed it meanwhile. OSError, or PublishError and its subclasses,
+        if it cannot be made; it is removed then.
         """
         root.mkdir()
         with ExitStack() as undone:
@@ -108,8 +108,7 @@ def _forget_name(error: ExportError) -> None:
 
 
 def remove_leftovers(model: Path) -> None:
-    """Remove the staging and trash directories of processes that died, and abandoned jobs, below a model's
-    path.
+    """Remove a model's staging and trash directories of processes that died, and its abandoned jobs.
 
     Several processes may do this at once. What cannot be removed stays for the next run: it only costs space.
     OSError if the directory cannot be listed.
@@ -128,9 +127,7 @@ def remove_leftovers(model: Path) -> None:
 
 
 def dead_leftovers(model: Path) -> list[Path]:
-    """Return the paths that `remove_leftovers` would remove: directories, sorted, then jobs; OSError as
-    there.
-    """
+    """The paths that `remove_leftovers` would remove: directories, sorted, then jobs; OSError as there."""
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
     dead = [path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path)]
     from exporter.jobs.runner import abandoned_jobs

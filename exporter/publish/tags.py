@@ -115,8 +115,9 @@ class ListedTag(Struct, frozen=True):
 
     @property
     def why_gone(self) -> str:
-        """The reason why the tag's values are gone, with the version that stays nevertheless; empty if they
-        are not.
+        """The reason why the tag's values are gone, with the version that stays nevertheless.
+
+        Empty if they are not.
         """
         stays = "" if self.keeps is None else f"; version {self.keeps} stays until the tag is deleted"
         return self.gone and f"{self.gone}{stays}"
@@ -149,12 +150,11 @@ def _tags_in(content: bytes) -> dict[str, PositionTag]:
 
 
 def merged_tags(had: bytes | None, ours: bytes | None, theirs: bytes | None) -> bytes | None:
-    """Merge two tag documents that both derive from the document `had`, tag by tag; return the bytes, or
-    None.
+    """Merge two tag documents that both derive from the document `had`, tag by tag.
 
-    None, in and out, is a document without tags. If both have changed a tag, `theirs` counts. If theirs has
-    changed and any document cannot be read, `theirs` is returned. If the result equals one of the two, its
-    bytes are returned unchanged.
+    Return the bytes, or None. None, in and out, is a document without tags. If both have changed a tag,
+    `theirs` counts. If theirs has changed and any document cannot be read, `theirs` is returned. If the
+    result equals one of the two, its bytes are returned unchanged.
     """
     if theirs == had:
         return ours
@@ -199,8 +199,9 @@ def _no_tags(path: Path, cause: str) -> ManifestError:
 
 
 def write_tags(tags: Mapping[str, PositionTag], staging: Staging) -> None:
-    """Replace the tags of the staging's model by these, atomically and durably; the caller has the model's
-    lock.
+    """Replace the tags of the staging's model by these, atomically and durably.
+
+    The caller has the model's lock.
 
     Raises:
         UsageError: they are too long for one document.
@@ -236,10 +237,10 @@ def require_tag_name(name: str, model: Path | None = None) -> None:
 
 
 def _instead(name: str, model: Path | None) -> str:
-    """The hint for a name that a tag cannot have; it proposes a command for `model`, or only words if that is
-    None.
+    """The hint for a name that a tag cannot have.
 
-    The proposed command changes no existing tag.
+    It proposes a command for `model`, or only words if that is None. The proposed command changes no existing
+    tag.
     """
     of_model = "" if model is None else f"export-model tag {quoted(model)} "
     tag, position = split_position(re.sub("[=:]", "@", name, count=1)) or ("", "")
@@ -252,9 +253,7 @@ def _instead(name: str, model: Path | None) -> str:
 
 
 def is_position(text: str) -> bool:
-    """True if a text is a number, a time or a name like `latest`, with or without @, so that no tag has this
-    name.
-    """
+    """True if a text is a number, a time or a name like `latest`, with or without @: it cannot be a tag."""
     return re.fullmatch(rf"@?(?:{_RESERVED})", text) is not None
 
 
@@ -306,10 +305,10 @@ class Standing(Struct, frozen=True, dict=True):
         return logs_of(self.model, self.versions)
 
     def log_at(self, position: int) -> DeltaLog | None:
-        """Return the log in which a base is at the position or a delta ends there; None if no log with a base
-        has it.
+        """Return the log in which a base is at the position or a delta ends there.
 
-        Of several, the newest version's log counts first, then the newer ones.
+        None if no log with a base has it. Of several, the newest version's log counts first, then the newer
+        ones.
         """
         if self.log is not None and self.log.has(position):
             return self.log
@@ -317,8 +316,9 @@ class Standing(Struct, frozen=True, dict=True):
 
     @cached_property
     def plain(self) -> Mapping[int, Path]:
-        """The paths of the versions that take no deltas, by version number; those that cannot be read are
-        left out.
+        """The paths of the versions that take no deltas, by version number.
+
+        Those that cannot be read are left out.
         """
         found = {}
         for child in self.versions:
@@ -367,8 +367,7 @@ class Standing(Struct, frozen=True, dict=True):
         return "nothing stands there, or no more"
 
     def version_at(self, position: int) -> int:
-        """Return the version from which the fewest deltas reach a position: itself, if a version is at that
-        position.
+        """Return the version from which the fewest deltas reach a position: its own, if there is one.
 
         PositionUnknown if no version reaches it, ManifestError as `loss`.
         """
@@ -500,10 +499,9 @@ def _tagged(name: str, model: Path) -> int:
 
 
 def _meant(text: str, model: Path) -> str:
-    """The hint for an unknown name with @: the tag of that name, which needs no @, or the nearest special
-    name.
+    """The hint for an unknown name with @: the tag of that name, or the nearest special name.
 
-    `text` has no @. ManifestError if the tags cannot be read.
+    A tag needs no @; `text` has none. ManifestError if the tags cannot be read.
     """
     if text in read_tags(model):
         return f"write {text}"
@@ -553,8 +551,9 @@ def _published(path: Path) -> datetime | None:
 
 
 def _moment(text: str, now: datetime) -> datetime | None:
-    """Return the time that a name means (`2h` and `yesterday`: that long before `now`), in UTC; None if not a
-    time.
+    """Return the time that a name means (`2h` and `yesterday`: that long before `now`), in UTC.
+
+    None if it does not mean a time.
     """
     ago = _AGO.fullmatch("1d" if text == "yesterday" else text)
     with suppress(ValueError, OverflowError):
@@ -568,8 +567,7 @@ def _moment(text: str, now: datetime) -> datetime | None:
 
 
 def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionTag]) -> dict[int, str]:
-    """Return the numbers of the versions that tagged positions need, each with the name of one tag that needs
-    it.
+    """The numbers of the versions that tagged positions need, each with the name of one tag that needs it.
 
     It is the version at the tag's position, or else the base before it: the newest before that takes deltas.
     Where a manifest cannot be read, its version counts as one.

@@ -35,8 +35,8 @@ class VariableChange(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The change as a phrase for people: the variable, its rows, how far they moved, and the furthest
-        rows.
+        """The change as a phrase for people: the variable, its rows, how far they
+        moved, the furthest rows.
         """
         rows = "whole" if self.rows is None else count(self.rows, "row")
         moved = "" if self.moved is None else f", moved by {self.moved:.3g}"

@@ -39,8 +39,7 @@ _MOST_RECORD_BYTES = 1 << 22  # a request that people read
 
 
 def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapping[str, tuple[Value, ...]]:
-    """Return an example for the signature `name`, which a server says is `signature`: a request, or keys by
-    input.
+    """An example for the signature `name`, which a server says is `signature`: a request, or keys by input.
 
     It is the first warm-up request that a person gave (for Predict, Classify or Regress); without one, a
     mapping from each input to at most 16 keys that it looks up, empty for inputs whose keys are not known.
@@ -75,8 +74,7 @@ def _types(taken: Proto) -> dict[str, int]:
 
 
 def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
-    """Return the first warm-up request in a version for the signature `name` that was not generated; else
-    None.
+    """The first warm-up request in a version for the signature `name` that was not generated; else None.
 
     CorruptFile if the file of warm-up requests is damaged.
     """

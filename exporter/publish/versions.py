@@ -70,11 +70,10 @@ def nothing_published(model: Path) -> NotUpdatable:
 
 
 def likely_model(model: Path) -> Path | None:
-    """Return the path of a published model near `model`, which has no version: a misspelt neighbour, parent
-    or child.
+    """Return the path of a published model near `model`, which has no version itself.
 
-    MODEL/VERSION and MODEL@POSITION give MODEL. Without one, the nearest existing path; None if `model`
-    exists, nothing is near, or a directory cannot be read.
+    It is its parent, a misspelt neighbour, or a child; MODEL/VERSION and MODEL@POSITION give MODEL. Without
+    one, the nearest existing path; None if `model` exists, nothing is near, or a directory cannot be read.
     """
     place = model if model.exists() else nearest(model)
     tried = [model.parent] if place is None else [place, place.parent]  # it may be MODEL/VERSION
@@ -141,11 +140,11 @@ class VersionDir(Struct, frozen=True):
 
 
 def served_version(name: str) -> int | None:
-    """Return the version number that TensorFlow Serving reads from a name in a model's directory; None if it
-    skips it.
+    """Return the version number that TensorFlow Serving reads from a name in a model's directory.
 
-    The whole name must be a decimal int64; blanks around it and leading zeros are allowed. Source:
-    ParseVersionNumber in tensorflow_serving/sources/storage_path/file_system_storage_path_source.cc.
+    None if it skips the name. The whole name must be a decimal int64; blanks around it and leading zeros are
+    allowed. Source: ParseVersionNumber in
+    tensorflow_serving/sources/storage_path/file_system_storage_path_source.cc.
     """
     if len(name) > 255 or not _INTEGER.fullmatch(name):
         return None
@@ -175,9 +174,7 @@ def published_versions(model: Path) -> list[VersionDir]:
 
 
 def newest_version(model: Path) -> VersionDir | None:
-    """Return the newest version with a manifest; None without one; ManifestError if the path cannot be
-    listed.
-    """
+    """The newest version with a manifest; None without one; ManifestError if the path cannot be listed."""
     return newest_of(version_dirs(model))
 
 
@@ -187,8 +184,7 @@ def newest_of(versions: Iterable[VersionDir]) -> VersionDir | None:
 
 
 def require_base_path(model: Path) -> None:
-    """Refuse a path that cannot be a model base path: a version, a file, a path in a model, a directory of
-    models.
+    """Refuse a path that cannot be a model base path, whether or not it exists.
 
     Raises:
         UsageError: `model` is itself a version, is inside another model, or holds models and no version.
@@ -227,9 +223,7 @@ def is_of_a_model(name: str) -> bool:
 
 
 def inside_a_model(place: object, model: object) -> UsageError:
-    """The error for a model base path, `place`, that is among the versions and deltas
-    of the model `model`.
-    """
+    """The error for a model base path `place` among the versions and deltas of the model `model`."""
     return UsageError(
         f"{place} lies in the published model {model}",
         cause="servers and retention take what is there for versions and deltas of that model",
@@ -238,8 +232,9 @@ def inside_a_model(place: object, model: object) -> UsageError:
 
 
 def itself_a_version(place: object, above: object) -> UsageError:
-    """The error for a version, `place`, that is named as a model base path; `above` is the directory it is
-    in.
+    """The error for a version, `place`, that is named as a model base path.
+
+    `above` is the directory it is in.
     """
     return UsageError(
         f"{place} is itself a version",
@@ -289,8 +284,7 @@ def last_position(model: Path, versions: Iterable[VersionDir]) -> int | None:
 
 
 def unread_positions(versions: Iterable[VersionDir]) -> list[int]:
-    """Return the numbers of versions without a manifest that are newer than every version with one, newest
-    first.
+    """The numbers of versions without a manifest that are newer than every version with one, newest first.
 
     Such a version may be a base that has lost its manifest. A base's number is its position: a server that
     has loaded it would take another publication at that position for it.
@@ -341,8 +335,7 @@ def greatest(*numbers: int | None) -> int | None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a published directory; without trusted keys it is parsed again only if it has
-    changed.
+    """The manifest of a published directory; without trusted keys it is parsed again only if it has changed.
 
     Raises:
         ManifestError: there is none, it cannot be read, it is too long, or it is not a valid manifest.
@@ -353,8 +346,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_place(manifest: Manifest, path: PurePath, where: object = None) -> None:
-    """Refuse a manifest that does not belong to `path`, a version's or a delta's directory, by the
-    directory's name.
+    """Refuse a manifest that, by its positions, does not belong to `path`, a version's or delta's directory.
 
     A delta, or a version that takes deltas, must have the name that its positions give. Other versions may
     have any number. The error names the place as `where`, or else as `path`.
@@ -471,12 +463,11 @@ class _Keys(NamedTuple):
 def in_force(
     model: Path, signer: Signer | None = None, trust: Trust | None = None, *, unsigned: bool = False
 ) -> Iterator[None]:
-    """Inside the block, sign publications under a base path with `signer`, and read only those `trust`
-    accepts.
+    """During the block, sign publications under a base path, and read only those that `trust` accepts.
 
-    None: nothing is signed, or everything is read. `unsigned`: a publication after a signed one may be
-    published without a key. Blocks of several threads may overlap, and count for the whole process: the keys
-    of each are in force until that block ends.
+    `signer` is the key that signs; None: nothing is signed. `trust` None: everything is read. `unsigned`: a
+    publication after a signed one may be published without a key. Blocks of several threads may overlap, and
+    count for the whole process: the keys of each are in force until that block ends.
     """
     place = os.path.abspath(model)  # noqa: PTH100  `resolve` follows links
     keys = _Keys(signer, trust, unsigned)
@@ -498,8 +489,9 @@ _in_force: dict[str, list[_Keys]] = {}
 
 
 def _keys_of(place: str) -> _Keys:
-    """The newest key of each kind that is in force for a base path, given as an absolute path; None without
-    one.
+    """The newest key of each kind that is in force for a base path, given as an absolute path.
+
+    None without one.
     """
     found = _in_force.get(place, [])[::-1]
     return _Keys(
@@ -561,8 +553,7 @@ def require_signer(model: Path, newest: Manifest) -> None:
 
 
 def trust_of(directory: Path) -> tuple[Trust, str] | None:
-    """Return the keys trusted for a version or delta, and its path below its model; None: everything is
-    accepted.
+    """The keys trusted for a version or delta, and its path below its model; None: everything is accepted.
 
     `directory` is the version's or the delta's.
     """
@@ -577,10 +568,10 @@ def trust_of(directory: Path) -> tuple[Trust, str] | None:
 
 
 def require_signed_bytes(directory: Path, manifest: Manifest, *, but_shards: bool = False) -> None:
-    """Compare a version's or delta's files with their signed digests, if keys are trusted there; else do
-    nothing.
+    """Compare a version's or delta's files with their signed digests, if keys are trusted there.
 
-    Call it before the bytes are used; `but_shards` skips shards whose values are not used.
+    Call it before the bytes are used; `but_shards` skips shards whose values are not used. Without trusted
+    keys nothing is read.
 
     Raises:
         VerificationError: a file differs.

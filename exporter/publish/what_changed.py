@@ -58,8 +58,7 @@ def _finite(value: float) -> float | None:
 
 
 def _norms(name: str, change: Rows, before: LayeredState) -> Iterator[Array]:
-    """Yield the norms (float64) of the differences of a table's changed rows from `before`, in parts, in
-    order.
+    """Yield the norms (float64) of the changed rows' differences from `before`, in parts, in order.
 
     Nothing is yielded if values are not numbers.
     """

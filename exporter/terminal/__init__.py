@@ -13,8 +13,7 @@ class Leave(SystemExit):
 
 
 def interrupt_at_once() -> None:
-    """Let Ctrl-C (SIGINT) end the process without a traceback: before a command begins there is nothing to
-    unwind.
+    """Let Ctrl-C (SIGINT) end the process without a traceback: before a command nothing needs unwinding.
 
     A process that ignores SIGINT goes on ignoring it.
     """
@@ -47,10 +46,9 @@ def interrupt_by_exception() -> None:
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM, which stops a container, raise `Leave` in the main thread: the command is unwound with
-    exit code 0.
+    """Let SIGTERM, which stops a container, raise `Leave` in the main thread, with exit code 0.
 
-    A second SIGTERM ends the process at once.
+    The command is unwound. A second SIGTERM ends the process at once.
     """
     signal.signal(signal.SIGTERM, _stop)
 

@@ -121,8 +121,9 @@ def command(flags: OutputFlags) -> Iterator[Output]:
 
 
 def outlived(sink: Output, error: ExportError) -> None:
-    """Print an error that the command survives; if it may pass (`may_pass`), as a note that the command is
-    waiting.
+    """Print an error that the command survives.
+
+    An error that may pass (`may_pass`) is printed as a note that the command is waiting.
     """
     if error.may_pass:
         sink.note(f"waiting: {error.message}")
@@ -179,8 +180,9 @@ def _finish(sink: Output, error: ExportError, debug: bool) -> NoReturn:
 
 
 def _say_all_characters() -> None:
-    """Let stdout and stderr print characters that their encodings lack as escapes, so that no file's name
-    fails.
+    """Let stdout and stderr print characters that their encodings lack as escapes.
+
+    So no file's name fails a command.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":

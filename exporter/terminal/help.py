@@ -111,8 +111,7 @@ class PlainGroup(TyperGroup):
 
 
 def _short_of(command: PlainCommand, context: Any) -> Iterator[str]:
-    """Yield the lines of a command's short page: its usage, first sentence, examples, arguments, and some
-    options.
+    """Yield the lines of a command's short page: usage, first sentence, examples, arguments, some options.
 
     The options are those in `command.short`, in that order.
     """
@@ -130,9 +129,7 @@ def _short_of(command: PlainCommand, context: Any) -> Iterator[str]:
 
 
 def _all_of(command: Any, context: Any) -> Iterator[str]:
-    """Yield the lines of a command's whole page: its text, each option by heading, and each command of a
-    group.
-    """
+    """Yield the lines of a command's whole page: its text, its options by heading, a group's commands."""
     yield from (
         re.sub(r"\{(\S+)\}", r"\1", command.get_usage(context)),
         "",
@@ -156,8 +153,9 @@ def _commands(group: Any, context: Any) -> Iterator[str]:
 
 
 def _clause(text: str, width: int) -> str:
-    """The first sentence of a help text;
-    if it has more than `width` characters, only as many clauses as fit.
+    """The first sentence of a help text, in at most `width` characters.
+
+    If it is longer, only as many of its clauses as fit.
     """
     if len(text) <= width:
         return text
@@ -166,8 +164,9 @@ def _clause(text: str, width: int) -> str:
 
 
 def brief(text: str) -> str:
-    """A help text in one line; of a text that explains one word per further line, only the words, with
-    commas.
+    """A help text in one line.
+
+    Lines after the first explain a word each, `WORD: meaning`: only these words are kept, with commas.
     """
     first, *words = text.split("\n")
     return " ".join([first, ", ".join(word.partition(": ")[0] for word in words)]).strip()

@@ -29,8 +29,7 @@ _SEVERAL = 'write [models.NAME], and below it ckpt-dir = "..." and out = "..."'
 
 
 def options_in(path: Path) -> Mapping[str, Any]:
-    """Return the options in a JSON or TOML file, by name; with `FILE#NAME`, those of a model and the shared
-    ones.
+    """The options in a JSON or TOML file, by name; with `FILE#NAME`, those of a model and the shared ones.
 
     Empty if the file has models and none is named: each is exported by itself, see `models_in`.
 
@@ -61,10 +60,9 @@ def _with_shared(found: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def _parted(text: str) -> tuple[str, str]:
-    """Split `FILE#NAME` into the file's path and the model's name, "" without one; the path may contain a
-    `#`, too.
+    """Split `FILE#NAME` into the file's path and the model's name, "" without one.
 
-    The longest part that is an existing file counts as the path.
+    The path may contain a `#`, too. The longest part that is an existing file counts as the path.
     """
     parts = text.split("#")
     ends = [end for end in range(1, len(parts) + 1) if Path("#".join(parts[:end])).is_file()]

@@ -73,9 +73,7 @@ def plain(*lines: str) -> bytes:
 
 
 def quote_logs() -> None:
-    """Escape control characters in lines that Python's `logging` prints by itself, without a configured
-    handler.
-    """
+    """Escape control characters in lines that `logging` prints by itself, without a configured handler."""
     import logging
 
     class Quoted(logging.Formatter):
@@ -136,12 +134,12 @@ class Output(Struct):
     def result(
         self, document: Struct, lines: Iterable[str] = (), *, brief: str = "", is_done: bool = False
     ) -> None:
-        """Print the command's result on stdout, as JSON or as lines for people; `lines` and `brief` may
-        contain markup.
+        """Print the command's result on stdout, as JSON or as lines for people.
 
-        `document` is one of `exporter.cli.documents` or `serving.documents`. `brief` is the one line that
-        people get if the output is brief. Nothing is printed with --quiet. `is_done`: the result has happened
-        already, so that a failure to print it is only a warning.
+        `lines` and `brief` may contain markup. `document` is one of `exporter.cli.documents` or
+        `serving.documents`. `brief` is the one line that people get if the output is brief. Nothing is
+        printed with --quiet. `is_done`: the result has happened already, so that a failure to print it is
+        only a warning.
 
         Raises:
             BrokenPipeError: the reader of stdout has ended; not with `is_done`.
@@ -186,10 +184,10 @@ class Output(Struct):
             ) from error
 
     def table(self, title: str, columns: Mapping[str, str], rows: Iterable[Iterable[Any]]) -> None:
-        """Print a table for people on stdout; `columns` maps headings to "left" or "right", the alignment of
-        cells.
+        """Print a table for people on stdout.
 
-        Nothing with --json or --quiet. An empty title is not printed.
+        `columns` maps headings to "left" or "right", the alignment of cells. Nothing with --json or --quiet.
+        An empty title is not printed.
 
         Raises:
             BrokenPipeError, ExportError: it cannot be written.
@@ -262,8 +260,9 @@ class Output(Struct):
             timer.cancel()
 
     def trouble(self, text: str) -> None:
-        """Print an error that the command survives on stderr, also with --quiet; a failure to write is
-        ignored.
+        """Print an error that the command survives on stderr, also with --quiet.
+
+        A failure to write is ignored.
         """
         self._say(escape(" ".join([*self._time(), bounded(text)])))
 
@@ -280,10 +279,10 @@ class Output(Struct):
             silence(stream)
 
     def error(self, error: ExportError) -> None:
-        """Print an error with its cause and hint on stderr; with --json as one object, the last line of
-        stderr.
+        """Print an error with its cause and hint on stderr.
 
-        A failure to write is ignored. Cause and hint of a full disk may be changed before.
+        With --json it is one object, the last line of stderr. A failure to write is ignored. Cause and hint
+        of a full disk may be changed before.
         """
         _explain(error)
         if self.mode is OutputMode.JSON:
@@ -392,8 +391,7 @@ def to_json(value: Any) -> Any:
 
 
 def silence(stream: IO[str]) -> None:
-    """Redirect the descriptor of a stream to /dev/null, so that after a failure its buffer is not written at
-    exit.
+    """Redirect a stream's descriptor to /dev/null, so that after a failure its buffer is not written at exit.
 
     A failure to do so is ignored.
     """

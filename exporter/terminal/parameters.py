@@ -68,8 +68,7 @@ RENAMED: ContextVar[tuple[str, ...]] = ContextVar("RENAMED", default=())
 
 
 def untyped(context: Any, given: dict[str, Any]) -> dict[str, Taken]:
-    """Return the options that a variable or a file sets, by parameter name; the file's values are put into
-    `given`.
+    """The options that a variable or a file sets, by parameter name; the file's values are put into `given`.
 
     `context` is Click's, `given` has its parsed values by parameter name. Notes on old names in the file are
     added to `RENAMED`.
@@ -150,10 +149,9 @@ def misspelt(context: Any) -> Iterator[tuple[str, str]]:
 
 
 def _require_fit(path: Path, name: str, value: Any, parameter: Any) -> None:
-    """Raise UsageError for a file's value that would be misread, of the option `name` with Click's
-    `parameter`.
+    """Raise UsageError for the file's value of an option that would be misread, by Click's `parameter`.
 
-    Such are `true` for a number, null, or a list or table for one value.
+    Such are `true` for a number, null, or a list or table for one value. `name` is the option in the file.
     """
     if value is None or (isinstance(value, bool) and not parameter.is_flag):
         expected = "true or false" if parameter.is_flag else "a text or a number"
@@ -269,8 +267,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _drop_ineffective(found: dict[str, tuple[DeclaredOption, str, Any]], elsewhere: dict[str, Taken]) -> None:
-    """Reset options that were not typed, and would have no effect, to their defaults, in both mappings, in
-    place.
+    """Reset options that were not typed, and would have no effect, to their defaults, in both mappings.
 
     `found` has each option, its struct's parameter and its value, by name; `elsewhere` has the untyped ones
     by parameter name. UsageError if a value is wrong.
@@ -382,9 +379,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _typer_options(values: Struct) -> list[inspect.Parameter]:
-    """The fields of a struct that are annotated with `typer.Option`, as parameters with its values as
-    defaults.
-    """
+    """The fields of a struct that `typer.Option` annotates, as parameters with its values as defaults."""
     hints = type_hints(type(values))
     kind = inspect.Parameter.KEYWORD_ONLY
     return [
@@ -466,8 +461,9 @@ def pairs(option: str, values: Iterable[str]) -> dict[str, str]:
 
 
 def help_of(text: str) -> str:
-    r"""Return a docstring as a help text with one line per paragraph, as Typer wants it; after a `\b` lines
-    are kept.
+    r"""Return a docstring as a help text with one line per paragraph, as Typer wants it.
+
+    After a `\b` lines are kept.
     """
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(

@@ -38,9 +38,7 @@ no_progress = _NotShown()
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes as text, in the largest binary unit of which it has one or
-    more: 1536 is `1.5 KiB`.
-    """
+    """A number of bytes as text, in the largest fitting binary unit: 1536 is `1.5 KiB`, 17 is `17 B`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

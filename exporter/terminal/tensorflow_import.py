@@ -47,9 +47,7 @@ def require_tensorflow(purpose: str) -> None:
 
 
 def needed(error: ModuleNotFoundError) -> ExportError:
-    """Return the error to report for a failed import: TensorFlowNeeded for TensorFlow or Keras, else
-    ExportError.
-    """
+    """The error to report for a failed import: TensorFlowNeeded for TensorFlow or Keras, else ExportError."""
     if not _is_of_tensorflow(error):
         return ExportError(f"unexpected {type(error).__name__}: {error}")
     return TensorFlowNeeded("this runs in TensorFlow, which is not installed", cause=str(error))
@@ -93,8 +91,9 @@ _WATCHED = WhileNeeded(_watched)
 
 
 def require_fitting() -> None:
-    """Refuse an installed TensorFlow of an unsupported release; none at all is accepted, and it is not
-    imported.
+    """Refuse an installed TensorFlow of an unsupported release.
+
+    None at all is accepted, and it is not imported.
 
     Raises:
         TensorFlowNeeded: it is too old, or too new.
@@ -117,8 +116,7 @@ def require_fitting() -> None:
 
 
 def on_import_of_tensorflow() -> None:
-    """Silence imports of TensorFlow in this process from now on, and let an unsupported one raise
-    TensorFlowNeeded.
+    """Silence imports of TensorFlow in this process, and let an unsupported one raise TensorFlowNeeded.
 
     Two environment variables are set, unless the user has set them: it logs errors only, and sees no GPU.
     """

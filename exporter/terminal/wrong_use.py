@@ -78,8 +78,7 @@ def wrong_use(
 
 
 def _context(command: Any, program: str, arguments: Sequence[str]) -> Any:
-    """Return the Click context of the typed command, made without parsing its arguments; the root's without
-    one.
+    """The Click context of the typed command, made without parsing its arguments; the root's without one.
 
     `command` is the program's root, `program` its name.
     """
@@ -123,10 +122,9 @@ def _with_position(parameter: Any, arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option_without_value(context: Any, arguments: Sequence[str]) -> tuple[str, str, str] | None:
-    """The first option without its value: its name, metavar, and the option that follows it; None without
-    one.
+    """The first option without its value: its name, metavar, and the option that follows it.
 
-    `context` is Click's, of the typed command.
+    None without one. `context` is Click's, of the typed command.
     """
     known = {name: one for one in context.command.params for name in getattr(one, "opts", ())}
     for name, follows in pairwise(arguments):
@@ -180,8 +178,9 @@ _MEANT = {"untag": ("tag", "--delete")}
 
 
 def _usage_of(parameter: Any, context: Any) -> str:
-    """An option or argument in the form in which it is typed: `--keep N`, `MODEL`; both parameters are
-    Click's.
+    """An option or argument in the form in which it is typed: `--keep N`, `MODEL`.
+
+    Both parameters are Click's.
     """
     metavar = str(parameter.make_metavar(context))
     if parameter.param_type_name == "argument":
@@ -190,8 +189,9 @@ def _usage_of(parameter: Any, context: Any) -> str:
 
 
 def _told(parameter: Any, context: Any) -> str:
-    """An option as it is typed, with its value's form, and its help in one line;
-    both parameters are Click's.
+    """An option as it is typed, with its value's form, and its help in one line.
+
+    Both parameters are Click's.
     """
     return f"{_usage_of(parameter, context)}: {brief(parameter.help)}"
 

@@ -110,8 +110,7 @@ class Carrier:
             self.look()
 
     def decide(self, what: str, progress: ProgressFactory) -> None:
-        """Take precedence over all publishers: none of them commits anything from now on, until
-        `end_decision`.
+        """Take precedence over all publishers: none of them commits anything until `end_decision`.
 
         `what` names the person's command, for messages of others. Writes the decision into the head. Waits
         for another person's decision, until it ends or expires. Tries again for `DECISION_SECONDS`, because
@@ -206,8 +205,7 @@ class Carrier:
         *,
         ends_decision: bool = True,
     ) -> None:
-        """Publish one item of a local model, with these holds: upload its files, commit it in the head,
-        reveal it.
+        """Publish one item of a local model: upload its files, commit it in the head with `holds`, reveal it.
 
         `holds` has the files of holds and tags by path below the model. `bar` advances by the bytes of each
         file. Files that the store has already, `same`, are copied there. Another machine's upload is
@@ -291,10 +289,9 @@ class Carrier:
                 return
 
     def _goes_on(self, upload: Upload, before: Head) -> bool:
-        """Read the head; return True if our upload continues, and only decisions or tags have changed since
-        `before`.
+        """Read the head; return True if our upload continues, and only decisions or tags have changed.
 
-        Raises as `look`.
+        They are compared with `before`. Raises as `look`.
         """
         self.look()
         return self.head.uploading == upload and self.head.is_same_model(before)
@@ -357,12 +354,11 @@ class Carrier:
                 same.add_file(content, each)
 
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
-        """Set the store's holds and tags to these files, by path below the model; at least the head is
-        renewed.
+        """Set the store's holds and tags to these files, by path below the model.
 
-        It is called before published items are removed. The decision ends with it, unless `ends_decision` is
-        False. Raises PositionMoved if another machine has replaced the head, CheckpointError or PublishError
-        if the store cannot be changed.
+        At least the head is renewed. It is called before published items are removed. The decision ends with
+        it, unless `ends_decision` is False. Raises PositionMoved if another machine has replaced the head,
+        CheckpointError or PublishError if the store cannot be changed.
         """
         self.probe()
         head = self.head.holding(holds)
@@ -370,8 +366,7 @@ class Carrier:
         self._show_holds()
 
     def with_tags(self, holds: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return these files, with the tags that other people set during this process's last upload, if they
-        did.
+        """Return these files, with the tags that other people may have set during the last upload.
 
         `holds` has the content of files by path below the model; it is not changed.
         """
@@ -382,8 +377,7 @@ class Carrier:
         return {**others, TAGS_FILE: tags} if tags else others
 
     def completed(self) -> StoredModel:
-        """Reveal what a killed process has published but not revealed; return the model in the store, listed
-        now.
+        """Return the model in the store, listed now; before, reveal what a killed process has only published.
 
         Raises:
             ManifestError: the pending manifest is not the one that the head names.
@@ -403,8 +397,7 @@ class Carrier:
         return found
 
     def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
-        """Return the holds of a listed model, which are the head's: the content of files by path below the
-        model.
+        """The holds of a listed model, which are the head's: the content of files by path below the model.
 
         The last publication may not be visible yet; until it is, no hold is lifted for readers.
         """
@@ -438,10 +431,9 @@ class Carrier:
         return self._show_holds()
 
     def probe(self) -> None:
-        """Test that the store obeys the conditions of writes, in the first call only; PublishError if it
-        ignores them.
+        """Test that the store obeys the conditions of writes, in the first call only.
 
-        The test writes and removes an object.
+        PublishError if it ignores them. The test writes and removes an object.
         """
         if not self._is_probed:
             require_conditions(self._store, self._url.path)
@@ -617,10 +609,9 @@ class Carrier:
         return changed
 
     def _show_hold(self, name: str, content: bytes | None) -> bool:
-        """Write a file of holds or tags into the store, or remove it if `content` is None; False if it is
-        unchanged.
+        """Write a file of holds or tags into the store, or remove it if `content` is None.
 
-        `name` is its path below the model. PublishError if the store fails.
+        False if it is unchanged. `name` is its path below the model. PublishError if the store fails.
         """
         if self.shown.get(name) == content:
             return False
@@ -637,7 +628,5 @@ _Check = Callable[[], None]
 
 
 def _pending(path: str, digest: str) -> str:
-    """Return the name of a manifest while its files are uploaded, by the item's path and the manifest's
-    SHA-256.
-    """
+    """The name of a manifest while its files are uploaded, by the item's path and the manifest's SHA-256."""
     return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

@@ -124,8 +124,7 @@ class Head(Struct, frozen=True):
         return msgspec.json.encode(self)
 
     def holding(self, files: Mapping[str, bytes]) -> Head:
-        """Return the same head with other holds and tags, given as files: their content by their path below
-        the model.
+        """Return the same head with other holds and tags: `files` has their content by path below the model.
 
         Without a file of tags the new head has none.
         """
@@ -136,10 +135,9 @@ class Head(Struct, frozen=True):
 
     @property
     def hold_files(self) -> dict[str, bytes] | None:
-        """The content of the head's files of tags and holds, by path below the model: tags, documents, then
-        numbers.
+        """The content of the head's files of tags and holds, by path: tags, documents, then numbers.
 
-        None if the head does not mention holds.
+        Paths are below the model. None if the head does not mention holds.
         """
         if self.holds is None:
             return None
@@ -148,11 +146,10 @@ class Head(Struct, frozen=True):
         return {name: content.encode("latin-1") for name, content in text.items()}
 
     def files_beside(self, shown: Mapping[str, bytes]) -> dict[str, bytes] | None:
-        """Return `hold_files`; if the head's release knows no tags, with the tags of `shown`, files now in
-        the store.
+        """Return `hold_files`, with the store's file of tags if the head's release knows no tags.
 
-        `shown` has the content of files by their path below the model. None if the head does not mention
-        holds.
+        `shown` has the content of the store's files by path below the model. None if the head does not
+        mention holds.
         """
         found = self.hold_files
         if found is not None and self.tags is None and TAGS_FILE in shown:
@@ -161,8 +158,8 @@ class Head(Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """The paths below the model of the newest publication, then of the upload in progress; those that
-        there are.
+        """The paths of the newest publication and of the upload in progress, in this order, as far as they
+        exist.
         """
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
@@ -190,8 +187,7 @@ class Known(Head, frozen=True):
 
 
 def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
-    """Return the head in a store and its tag, for conditional writes; None if nothing has been published
-    there yet.
+    """The head in a store and its tag, for conditional writes; None if nothing has been published there yet.
 
     Raises:
         ManifestError: the object is not a head, or one of another format version.
@@ -216,9 +212,7 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
 
 
 def files_digest(manifest: Manifest) -> str:
-    """Return the SHA-256 (hex) of all that readers read of a publication, without the
-    time in its manifest.
-    """
+    """The SHA-256 (hex) of all that readers read of a publication, without the time in its manifest."""
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
 
 

@@ -88,8 +88,9 @@ class Item(Struct, frozen=True):
 
     @property
     def log_path(self) -> str:
-        """The path, below the model, of the log that a delta or a base belongs to; "" for a version without
-        deltas.
+        """The path, below the model, of the log that a delta or a base belongs to.
+
+        "" for a version without deltas.
         """
         entry = self.manifest.incremental
         return "" if entry is None else f"{DELTAS_DIRECTORY}/{log_name(entry.log)}"
@@ -111,8 +112,8 @@ class Item(Struct, frozen=True):
 
     @property
     def hold(self) -> str | None:
-        """The path below the model of the hold that the item contains, as the delta of a rollback does; else
-        None.
+        """The path, below the model, of the hold that a rollback's delta contains;
+        None for any other item.
         """
         return (
             f"{self.log}/{HOLD_FILE}" if any(file.path == HOLD_FILE for file in self.manifest.files) else None
@@ -181,8 +182,7 @@ def local_paths(model: Path) -> dict[str, Path]:
 
 
 def path_of(name: str) -> str | None:
-    """Return the path of the version or delta that an object belongs to, given the object's key below the
-    model.
+    """The path of the version or delta that an object belongs to, given the object's key below the model.
 
     None for the keys of other objects.
     """
@@ -216,8 +216,7 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 
 def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
-    """Return the content of the files of holds (numbers and their documents) and tags, by path below the
-    model.
+    """The content of the files of holds (numbers and their documents) and tags, by path below the model.
 
     Raises:
         ManifestError: the tags cannot be read; never without `has_tags`, which leaves them out.
@@ -295,8 +294,7 @@ def stored_items(
     look: Callable[[], StoredModel] | None = None,
     trust: Trust | None = None,
 ) -> StoredItems:
-    """Return the versions and deltas in a store, with their manifests; `look` replaces the listing, for a
-    publisher.
+    """The versions and deltas in a store, with their manifests; `look` replaces the listing, for a publisher.
 
     Manifests that are `ours` (local items by path), or were `known` before, are not read. With `trust`, only
     those that one of its keys has signed are items; of the others nothing else is read, and they are in
@@ -313,8 +311,7 @@ def stored_items(
 
 
 def forged(model: StoredItems) -> dict[str, NotTrusted]:
-    """Return the publications that servers would accept although no trusted key has signed them, with the
-    reasons.
+    """The publications that servers would accept although no trusted key has signed them, with the reasons.
 
     By path, the newest first. These are all that are unsigned after the first version that a trusted key has
     signed: before that version, signing had not begun. If there is no such version, all that are unsigned.
@@ -328,9 +325,7 @@ def forged(model: StoredItems) -> dict[str, NotTrusted]:
 
 
 def end_of(path: str) -> int:
-    """Return the number at the end of a publication's path: a version's number, or the position where a delta
-    ends.
-    """
+    """Return the number at the end of a publication's path: a version's number, or a delta's end."""
     return int(re.split("[-/]", path)[-1])
 
 
@@ -369,8 +364,7 @@ def _with_items(
 
 
 def is_certainly(each: RemoteObject, item: Item | None) -> bool:
-    """Return True if an object certainly is the manifest of an item, without reading it; False if that is
-    unknown.
+    """True if an object certainly is the manifest of an item, without reading it; False if that is unknown.
 
     In most stores the tag of a small object is the MD5 of its bytes. In the other stores it never equals it
     by chance. False also without an item.
@@ -381,8 +375,7 @@ def is_certainly(each: RemoteObject, item: Item | None) -> bool:
 
 
 def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
-    """Return the bytes of a manifest in a store; `path` is the publication's below the model, `each` the
-    object.
+    """The bytes of a manifest in a store; `path` is the publication's below the model, `each` the object.
 
     Raises:
         ManifestError: it is too long.
@@ -394,8 +387,7 @@ def read_stored(store: ObjectReader, path: str, each: RemoteObject) -> bytes:
 
 
 def item_of(path: str, content: bytes, where: str) -> Item:
-    """Return the publication at `path` below a model that a manifest's bytes describe; errors call it
-    `where`.
+    """The publication at `path` below a model that a manifest's bytes describe; errors call it `where`.
 
     Raises:
         ManifestError: the manifest cannot be decoded, or does not belong to this path.
@@ -427,9 +419,7 @@ def _without_copies(items: Iterable[Item], where: object) -> list[Item]:
 
 
 def files_of(model: StoredModel, item: Item) -> dict[str, RemoteObject] | None:
-    """Return an item's objects by the files' paths in it; None if one is missing or has another size than
-    listed.
-    """
+    """An item's objects by the files' paths in it; None if one is missing or has another size than listed."""
     found = {file.path: model.objects.get(f"{item.path}/{file.path}") for file in item.manifest.files}
     sizes = {file.path: file.bytes_ for file in item.manifest.files}
     whole = {path: each for path, each in found.items() if each is not None and each.size == sizes[path]}
@@ -488,8 +478,7 @@ class Passage:
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_digests(self) -> None:
-        """Read the files that `compare` has not read, and compare them with the signed digests, if there is a
-        signature.
+        """Read the files that `compare` has not read, and compare them with the digests, if these are signed.
 
         VerificationError if one differs.
         """
@@ -502,11 +491,10 @@ class Passage:
             verify_digests(self._path, files, anew=True, runner=runner)
 
     def check_values(self, shards: Iterable[FileEntry] | None = None, runner: Runner | None = None) -> None:
-        """Compare the stored values with the index, or only those of some data shards, in tasks of `runner`
-        if given.
+        """Compare the stored values with the index, or only those of the data shards `shards`.
 
-        Nothing is compared if there is no index. VerificationError or CheckpointError if a value differs,
-        EngineFailed if the engine of `runner` fails.
+        Tasks of `runner`, if given, read them. Nothing is compared if there is no index. VerificationError or
+        CheckpointError if a value differs, EngineFailed if the engine of `runner` fails.
         """
         if self._index is not None:
             wanted = self.files if shards is None else shards
@@ -515,8 +503,7 @@ class Passage:
             verify_bytes(catalog, runner=runner or LOCAL, passed=self._passed, shards=named)
 
     def compare(self, files: Sequence[FileEntry], runner: Runner | None = None) -> None:
-        """Read files that were not copied through `noting`, and compare all that the manifest says of their
-        bytes.
+        """Read files that were not copied through `noting`, and compare their bytes with the manifest.
 
         If some are data shards, all other files must be there, too. What was compared is not read again.
         Tasks of `runner` read shards, and what is signed.
@@ -533,8 +520,7 @@ class Passage:
         self._compared.update(files)
 
     def content(self, file: FileEntry) -> object:
-        """Return a value that only files with the same bytes share, by the manifest; None if that says too
-        little.
+        """A value that only files with the same bytes share, by the manifest; None if that says too little.
 
         It is the signed SHA-256; else size and checksum or, of a data shard, the checksums of all its values.
         Bytes of a shard outside of any value have no checksum: then the whole index has to be the same, too.

@@ -165,9 +165,7 @@ def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """Return the name by which signatures know a model, unless another is given: the last part of its path or
-    URL.
-    """
+    """Return the name by which signatures know a model by default: the last part of its path or URL."""
     url = Url.parse(os.fspath(model))
     return os.path.basename(os.path.abspath(model)) if url is None else url.name  # noqa: PTH100, PTH119  `..`
 

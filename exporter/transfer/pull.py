@@ -152,8 +152,7 @@ if TYPE_CHECKING:
 def superseded(
     model: Path, here: Mapping[str, Item], stored: Collection[str], *, is_current: bool
 ) -> list[Item]:
-    """Return the items of a copy, `here` by path, that the store no longer has and that can be removed, by
-    position.
+    """The items of a copy, `here` by path, that the store no longer has and that can be removed, by position.
 
     `stored` are the paths of what the store has. `is_current`: everything of that is here. OSError if a
     manifest here cannot be looked at.
@@ -194,9 +193,7 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
 
 
 def _replaces(new: Item, old: Item) -> bool:
-    """Return True if each server that would have loaded `old` can load `new` instead, and reaches at least as
-    far.
-    """
+    """Return True if each server that could load `old` can load `new` instead, and gets at least as far."""
     if new.manifest.position < old.manifest.position:
         return False
     start, old_start = new.manifest.from_position, old.manifest.from_position
@@ -225,8 +222,9 @@ class Seen(Struct, frozen=True):
     at: float | None = None
 
     def is_current(self, head: tuple[Head, Tag] | None, now: float) -> bool:
-        """Return True if `head` is the one of this listing, and the listing is recent at `now`, a monotonic
-        time (s).
+        """Return True if `head` is still the one of this listing, and the listing is recent.
+
+        `now` is a monotonic time in seconds.
         """
         return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 
@@ -264,8 +262,9 @@ def pull(
     trust: Trust | None = None,
     workers: int = 0,
 ) -> Pulled:
-    """Update the local model at `model` from the store at `url` once: see `LocalCopy` for parameters and
-    errors.
+    """Update the local model at `model` from the store at `url` once.
+
+    Parameters, result and errors are those of `LocalCopy` and its `update`.
     """
     return LocalCopy(url, model, prune=prune, trust=trust, workers=workers).update(progress)
 
@@ -302,12 +301,11 @@ class LocalCopy:
         self._seen = Seen()
 
     def update(self, progress: ProgressFactory = no_progress) -> Pulled:
-        """Fetch new publications, holds and tags from the store, in order; return what was fetched and
-        removed.
+        """Fetch new publications, holds and tags from the store, in order.
 
-        Servers see each publication as soon as it is whole. With `prune`, publications that the store no
-        longer has are removed here, too, if servers do not need them. The copy is locked against other pulls
-        meanwhile.
+        Return what was fetched and removed. Servers see each publication as soon as it is whole. With
+        `prune`, publications that the store no longer has are removed here, too, if servers do not need them.
+        The copy is locked against other pulls meanwhile.
 
         Raises:
             CheckpointNotFound: the store has no model at this URL.
@@ -327,8 +325,7 @@ class LocalCopy:
         return done
 
     def plan(self) -> Pulled:
-        """Return what `update` would do now, and change nothing; its bytes are the most that would be
-        fetched.
+        """Return what `update` would do now, without a change; its bytes are the most that would be fetched.
 
         Raises:
             ExportError: as `update`, as far as it can be known before anything is fetched.
@@ -362,10 +359,9 @@ class LocalCopy:
 
     @property
     def newest(self) -> tuple[int, datetime] | None:
-        """The position and the publication time of the store's newest publication, as last seen; None before
-        an update.
+        """The position and the publication time of the store's newest publication, as last seen.
 
-        The newest is the one with the greatest position.
+        None before an update. The newest is the one with the greatest position.
         """
         seen = [each.manifest for each in self._seen.stored.items.values()]
         return max(((each.position, each.created) for each in seen), default=None)
@@ -396,10 +392,9 @@ class LocalCopy:
         return replace(done, identity=identity or "", is_pinned_now=pinned)
 
     def _published_from_here(self) -> str:
-        """Return the hint that puts back what this copy has, if it has a model, else one that publishes from
-        elsewhere.
+        """Return the hint that puts back what this copy has, or one that publishes from elsewhere.
 
-        ManifestError if the copy cannot be listed.
+        The latter is for a copy without a model. ManifestError if the copy cannot be listed.
         """
         if not version_dirs(self._model):
             return f"publish one: export-model push MODEL {quoted(self.url)}"
@@ -410,8 +405,7 @@ class LocalCopy:
         return found
 
     def _pinned(self) -> Trust | None:
-        """Return the trusted keys, with the identity that was named or is pinned in the copy; None without
-        keys.
+        """The trusted keys, with the identity that was named or is pinned in the copy; None without keys.
 
         NotTrusted if the pinned identity cannot be read.
         """
@@ -477,8 +471,9 @@ class LocalCopy:
 
 
 def _is_settled(head: Head, stored: StoredItems) -> bool:
-    """Return True if everything that a head mentions is in the listing; it is so a moment after the head is
-    written.
+    """Return True if everything that a head mentions is in the listing.
+
+    That is so from a moment after the head was written.
     """
     holds, there = head.hold_files or {}, stored.holds
     if head.hold_documents is None:  # of an earlier release, which leaves documents that it does not know
@@ -529,11 +524,10 @@ class _Pull:
         self.last, self._taken_back, self._agreed = -1, list[TakenBack](), dict[tuple[str, int], Item]()
 
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
-        """Fetch the missing publications, and set the holds and tags; before it, remove superseded
-        publications.
+        """Fetch the missing publications, and set the holds and tags; return what was done.
 
-        Without `prune`, only versions that a rollback or resumption published again here are removed. `head`
-        is that of the store, or None.
+        Superseded publications are removed before it; without `prune`, only versions that a rollback or
+        resumption published again here. `head` is that of the store, or None.
 
         Raises:
             PositionMoved: something was published here, and something else there.
@@ -555,10 +549,10 @@ class _Pull:
         return self._done(removed, incomplete, waiting)
 
     def plan(self, head: Head | None, *, prune: bool) -> Pulled:
-        """Return what `run` would return now, and change nothing on disk; PositionMoved and ForeignLineage as
-        `run`.
+        """Return what `run` would return now, without a change on disk.
 
         It changes this object, so that `run` may not follow. `head` is that of the store, or None.
+        PositionMoved and ForeignLineage as `run`.
         """
         wanted, waiting = self._missing(head, recall(self._model, self._url))
         gone = self._superseded(is_current=self._is_current(wanted, waiting), everything=prune)
@@ -583,16 +577,15 @@ class _Pull:
         return Spared(item.path, linked, why_fetched=merged.why, fetched=left)
 
     def _is_current(self, wanted: list[Item], waiting: tuple[str, ...]) -> bool:
-        """Return True if nothing of the store is missing here; False if a hold keeps some away, or keys are
-        trusted.
+        """True if nothing of the store is missing here; False if a hold keeps some away, or keys are trusted.
 
         `wanted` and `waiting` are what is to be fetched, and what has to wait.
         """
         return not (wanted or waiting or self._held or self._trust)
 
     def _missing(self, head: Head | None, known: Known | None) -> tuple[list[Item], tuple[str, ...]]:
-        """Return the items that the store has and this copy lacks, in order, and the paths of those that have
-        to wait.
+        """Return the items of the store that this copy lacks, in order, and the paths of those that must
+        wait.
 
         If the copy has gone on from the store, both are empty and `has_own` is set. `known` is the store's
         head as this copy remembers it.
@@ -626,12 +619,11 @@ class _Pull:
         )
 
     def _find_taken_back(self, known: Known | None) -> None:
-        """Note what was taken back here: the rollbacks and resumptions that are not the store's, in `own`;
-        and `last`.
+        """Note the rollbacks and resumptions of this copy that are not the store's (`own`), and `last`.
 
-        What was found once is kept with the remembered head, `known`: what arrives later reaches beyond it.
-        NotTrusted if keys are trusted, and a version that was published again here is neither that nor
-        signed.
+        `last` is the greatest position that came from the store. What was found once is kept with the
+        remembered head, `known`: what arrives later reaches beyond it. NotTrusted if keys are trusted, and a
+        version that was published again here is neither that nor signed.
         """
         before, stored = self._kept(known), self._stored.items
         made = {path: (item, to) for path, item in self.here.items() if (to := restored(item)) is not None}
@@ -706,8 +698,9 @@ class _Pull:
         return coming, held, withheld
 
     def _is_held(self, item: Item) -> bool:
-        """Return True for a version that servers would load by themselves, past the copy's own hold; False
-        for a delta.
+        """Return True for a version that servers would load by themselves, past the copy's own hold.
+
+        False for a delta.
         """
         if item.is_delta:
             return False
@@ -724,8 +717,8 @@ class _Pull:
         return False
 
     def _is_led_to(self, base: Item, position: int) -> bool:
-        """Return True if deltas that are here, or may come, bring a server from a position to that of a base,
-        or beyond.
+        """Return True if deltas that are here, or may come, bring a server from a position to a base's, or
+        beyond.
         """
         items = (item for each in (self.here, self._stored.items) for item in each.values())
         deltas = {item.path: item for item in items if item.log == base.log_path}.values()
@@ -779,8 +772,7 @@ class _Pull:
                 self._unsigned[path] = error
 
     def _leave_untrusted(self) -> None:
-        """Drop from the listing deltas whose log has no trusted base, tags, and holds that would move servers
-        back.
+        """Drop from the listing tags, deltas whose log has no trusted base, and holds that move servers back.
 
         Each such hold is noted as not trusted.
         """
@@ -820,8 +812,7 @@ class _Pull:
         return newest if held is None else min(newest, held)
 
     def _published_here(self) -> list[Item]:
-        """Return the local items that lead elsewhere than the store: published here, neither merged nor taken
-        back.
+        """The local items that lead elsewhere than the store: published here, neither merged nor taken back.
 
         They are not in the store, and beyond all that it had, as last recorded here. With trusted keys, there
         are none: what is signed is the publisher's, whatever was removed from the store.
@@ -833,9 +824,7 @@ class _Pull:
         return [item for item in beyond if item.path not in self.own and not is_merger(item)]
 
     def _position(self, path: str) -> int:
-        """Return the position that the publication at `path` reaches;
-        -1 if it is gone, and was not a delta.
-        """
+        """The position that the publication at `path` reaches; -1 if it is gone, and was not a delta."""
         item = self.here.get(path) or self._stored.items.get(path)
         if item is not None:
             return item.manifest.position
@@ -884,10 +873,9 @@ class _Pull:
         return tuple(item.path for item in left)
 
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
-        """Skip a damaged item, and deltas that need it, if the store has a replacement; return False if it
-        has none.
+        """Skip a damaged item, and deltas that need it, if the store has a replacement.
 
-        The skipped paths are added to `passed_by`.
+        Return False if it has none. The skipped paths are added to `passed_by`.
         """
         stored = self._stored.items.values()
         instead = min(
@@ -912,12 +900,12 @@ class _Pull:
         bar: Progress,
         progress: ProgressFactory,
     ) -> Iterator[Callable[[Item], tuple[Path, Spared]]]:
-        """Fetch small publications in parallel during the block; yield a function that returns an item once
-        it is whole.
+        """Fetch small publications in parallel during the block.
 
-        It takes an item, waits for it or fetches it, and returns and raises as `_staged`. `whole` has the
-        objects of each item by path. Requests have latency, and a copy may be a thousand deltas behind; most
-        deltas are small. Large publications are fetched in parts instead.
+        Yield a function that returns an item once it is whole. It takes an item, waits for it or fetches it,
+        and returns and raises as `_staged`. `whole` has the objects of each item by path. Requests have
+        latency, and a copy may be a thousand deltas behind; most deltas are small. Large publications are
+        fetched in parts instead.
         """
         with workers(_AHEAD, "ahead") as pool:
             tasks = {
@@ -947,8 +935,7 @@ class _Pull:
         return True
 
     def _announce(self, item: Item) -> None:
-        """Record beside the copy that an item came from the store, which may have removed it before the next
-        pull.
+        """Record beside the copy that an item came from the store, which may remove it before the next pull.
 
         ManifestError if the record is damaged, PublishError or a subclass if it cannot be written.
         """
@@ -959,8 +946,7 @@ class _Pull:
         remember(self._model, self._url, head, self.own, self.last)
 
     def _sweep(self, wanted: set[str]) -> None:
-        """Remove the remains of killed pulls, except of publications that are still wanted, by their
-        manifests' SHA-256.
+        """Remove the remains of killed pulls, except of publications whose manifest's SHA-256 is in `wanted`.
 
         Errors are ignored.
         """
@@ -997,8 +983,9 @@ class _Pull:
         return staged, spared
 
     def _require_sizes(self, item: Item) -> None:
-        """Raise PublicationDamaged if an object's size is not that in the item's manifest; a missing one may
-        still come.
+        """Raise PublicationDamaged if an object's size is not that in the item's manifest.
+
+        A missing one may still come.
         """
         for file in item.manifest.files:
             each = self._stored.objects.get(f"{item.path}/{file.path}")
@@ -1099,10 +1086,10 @@ class _Pull:
         sync(path.parent)
 
     def _clear_way(self, item: Item) -> None:
-        """Remove mergers of this copy that the rollback `item` of the store does not know; nothing for other
-        items.
+        """Remove mergers of this copy that the rollback `item` of the store does not know.
 
-        They begin before it, and lead to values that it takes back. OSError if one cannot be moved.
+        They begin before it, and lead to values that it takes back. Nothing for other items. OSError if one
+        cannot be moved.
         """
         start = item.manifest.from_position
         if start is None or not is_restoration(item):
@@ -1195,9 +1182,7 @@ class _Pull:
         return None if is_so else (after, None)
 
     def _stored_hold(self, name: str) -> HeldBy | None:
-        """Return the store's hold by the path of its number; None if there is none, or if it states no
-        position.
-        """
+        """The store's hold by the path of its number; None if there is none, or if it states no position."""
         document = self._stored.holds.get(str(PurePosixPath(name).with_name(HOLD_DOCUMENT_FILE)))
         held, log = hold_in(self._stored.holds.get(name), document), name.rpartition("/")[0]
         if held is None or held.position < 0:
@@ -1208,8 +1193,7 @@ class _Pull:
         return replace(held.by or unknown, url=str(self._url), values_of=values_of)
 
     def _values_of(self, items: Mapping[str, Item], log: str, position: int) -> int | None:
-        """Return the position whose values the rollback at `position` of a log restored, if it is among these
-        items.
+        """The position whose values the rollback at `position` of a log restored, if it is among these items.
 
         None without such a rollback, and if any rollback took those values back: the copy's canary may have
         failed them, or never have judged them. `log` is the log's path below the model.
@@ -1231,16 +1215,17 @@ class _Pull:
     def _own(self, name: str, decided: Decided) -> HeldBy | None:
         """Return the copy's own hold; None if there is none, or if it came from the store.
 
-        `name` is the path of its number below the model, `decided` the holds there. The hold of a rollback
-        that the store has made, too, in a log that a canary approves, is returned as a canary's.
+        `name` is the path of its number below the model, `decided` the holds there. In a log where something
+        was taken back here, a hold is always the copy's own. Elsewhere, compared with the store's when the
+        copy was last current:
 
-        A hold that says who set it came from the store only if that had the same hold when the copy was last
-        current; or if it is of a rollback that the store has made, too, and decides about from then on: what
-        a canary approved remains. One that does not, of an earlier release, is the copy's own in a log that
-        was rolled back here. Elsewhere, it counts as the store's if the copy has published nothing of its
-        own, or if the store had a hold at the same position then. A canary's hold counts as the store's only
-        if the store had a canary's hold there, and this one does not say who set it: with the setter, its
-        document also says whether it came from the store.
+        - a canary's hold came from the store only if the store had a canary's hold at its position, and this
+          one does not say who set it (else its document also says whether it came from the store);
+        - another hold that says who set it came from the store if the store had the same one; or if it is of
+          a rollback that the store has made, too. In a log that a canary approves the latter is returned as a
+          canary's: when the store's hold goes, the canary decides again;
+        - one that does not say it, of an earlier release, came from the store if the copy has published
+          nothing of its own, or if the store had a hold at its position.
         """
         own, log = decided.own, name.rpartition("/")[0]
         if own is None or any(each.log == log for each in self._taken_back):
@@ -1305,8 +1290,7 @@ class _Pull:
                 self._set_hold(name, None)
 
     def _had(self, name: str) -> bytes | None:
-        """Return a file of holds or tags as the store had it when this copy was last current; None if it had
-        none.
+        """A file of holds or tags as the store had it when this copy was last current; None if it had none.
 
         `name` is its path below the model. ManifestError if the file of remembered heads is damaged.
         """
@@ -1334,10 +1318,9 @@ class _Pull:
         return tuple(removed)
 
     def _tagged(self) -> set[str]:
-        """Return the paths of the publications that tags of this copy need; all of them while its tags cannot
-        be read.
+        """Return the paths of the publications that tags of this copy need; () with trusted keys.
 
-        None of them with trusted keys.
+        All of them while the copy's tags cannot be read.
         """
         if self._trust is not None:
             return set()  # tags are not signed: they protect no position
@@ -1381,10 +1364,10 @@ class _MergedHere(ExitStack):
         self._is_tried = record is None or bool(self.why)
 
     def give(self, file: FileEntry, path: Path) -> bool:
-        """Move a file of the merged base to `path`; False if the merger has none of its size, or is not
-        possible here.
+        """Move a file of the merged base to `path`.
 
-        The first call makes the merged base, which may take long.
+        False if the merger has none of its size, or is not possible here. The first call makes the merged
+        base, which may take long.
 
         Raises:
             DiskFull: there is no room for the base.
@@ -1457,9 +1440,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _is_same(own: HeldBy, stored: HeldBy) -> bool:
-    """Return True if two holds have the same position, setter and time: then `stored` was set here, and
-    pushed.
-    """
+    """True if two holds have the same position, setter and time: then `stored` was set here, and pushed."""
     return (own.position, own.who, own.when) == (stored.position, stored.who, stored.when)
 
 
@@ -1488,8 +1469,7 @@ def _require_room(staged: Path, size: int) -> None:
 
 
 def _is_equal(ours: Item, item: Item) -> bool:
-    """Return True if both are one publication, or equal decisions or mergers made here (`ours`) and in the
-    store.
+    """True if both are one publication, or equal decisions or mergers made here (`ours`) and in the store.
 
     A rollback or a resumption of the same deltas differs in its reason and its time alone. A merger has the
     values of its last part, however its files divide them.

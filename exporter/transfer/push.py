@@ -95,7 +95,7 @@ def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None
         NotUpdatable: nothing is published here.
         ForeignLineage: the store has another model, or another publication at the same path.
         PositionMoved: another machine has published or changed holds or tags there since this directory last
-            pushed or pulled; or what was taken back here alone, the store has gone on from.
+            pushed or pulled; or the store has gone on from what was taken back here alone.
         NotTrusted: `trust` is given, and no trusted key has signed a publication here or there.
         ManifestError, CheckpointError: a manifest is damaged, or the store cannot be read.
     """
@@ -243,10 +243,10 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
 
 
 def _remember(model: Path, url: Url, head: Head) -> None:
-    """Keep the head for the next push; not if the model is read-only here, where nothing it names is ever
-    removed.
+    """Keep the head for the next push, beside the model.
 
-    PublishError if it cannot be kept for another reason.
+    In a model that is read-only here nothing is kept: what it names is never removed. PublishError if it
+    cannot be kept for another reason.
     """
     with suppress(TargetNotWritable):
         remember(model, url, head)
@@ -276,8 +276,7 @@ def parse(url: str) -> Url:
 
 
 def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
-    """Remove publications from a store, their manifests first, so that nobody sees one of which files are
-    missing.
+    """Remove publications from a store, their manifests first, so that nobody sees one without its files.
 
     `paths` are theirs below the model; their objects are those of `stored`. PublishError if the store refuses
     it.

@@ -89,8 +89,8 @@ class _ModelMirror(Mirror):
         """Do nothing: `show` updates the mirror."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Show these objects, by their names, as `Mirror.show` does, and restore files that a failed command
-        removed.
+        """Show these objects, by name, as `Mirror.show` does; files that a failed command removed are
+        restored.
         """
         with self._lock:
             self._shown = {name: held for name, held in self._shown.items() if (self.root / name).exists()}
@@ -98,17 +98,13 @@ class _ModelMirror(Mirror):
         self.is_outdated = False
 
     def require_current(self) -> None:
-        """Raise PositionMoved if an object was missing when it was read, even if its reader ignored the
-        error.
-        """
+        """Raise PositionMoved if an object was missing when it was read, even if that error was ignored."""
         if self.is_outdated:
             raise PositionMoved(f"another machine published to {self.url} meanwhile")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Raise PositionMoved in place of CheckpointChanged in the block, which reads
-        objects, and note it.
-        """
+        """Replace CheckpointChanged by PositionMoved in the block, which reads objects, and note it."""
         try:
             yield
         except CheckpointChanged as error:
@@ -217,11 +213,10 @@ class RemoteModel:
                 return done
 
     def _decide(self) -> None:
-        """Take precedence over all publishers, and show what they have published so far; nothing if it was
-        done before.
+        """Take precedence over all publishers, and show what they have published so far.
 
-        It is called under the model's lock. A thread renews the decision from then on. Raises as
-        `Carrier.decide`, and PublishError if the store ignores conditions.
+        If that was done before, nothing happens. It is called under the model's lock. A thread renews the
+        decision from then on. Raises as `Carrier.decide`, and PublishError if the store ignores conditions.
         """
         if self._carrier.is_deciding:
             return
@@ -232,8 +227,7 @@ class RemoteModel:
             self._stored = looking_again(self._shown_anew)
 
     def _hold(self) -> None:
-        """Set the store's holds to the local ones, before the values of a rollback are made; only during a
-        decision.
+        """During a decision, set the store's holds to the local ones, before a rollback's values are made.
 
         PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the store
         fails.
@@ -243,8 +237,9 @@ class RemoteModel:
 
     @contextmanager
     def _withdrawn_on_failure(self) -> Iterator[None]:
-        """If the block fails, end the decision, set the store's holds to the local ones as they are then, and
-        raise.
+        """If the block fails, end the decision, set the store's holds to the local ones, and raise.
+
+        The local holds are those after the failure.
         """
         try:
             yield
@@ -254,8 +249,9 @@ class RemoteModel:
 
     @contextmanager
     def _ended_on_failure(self) -> Iterator[None]:
-        """If the block fails, end the decision, and raise; a hold that it has set remains, which is the safer
-        state.
+        """If the block fails, end the decision, and raise.
+
+        A hold that it has set remains, which is the safer state.
         """
         try:
             yield
@@ -273,8 +269,9 @@ class RemoteModel:
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """What a decision would meet in progress in the store, as last read: sentences for people; empty if
-        nothing.
+        """What is in progress in the store, as last read, that a decision would meet: sentences for people.
+
+        Empty if nothing is.
         """
         head, found = self._carrier.head, list[str]()
         files = head.hold_files or {}
@@ -333,11 +330,10 @@ class RemoteModel:
             (self.path / TAKEN_FILE).write_text("".join(f"{path}\n" for path in taken))
 
     def _is_shown(self, name: str, stored: StoredModel, ours: set[str]) -> bool:
-        """Return True if the object `name` is to be shown: a publication's file, or a cache (not where keys
-        are trusted).
+        """Return True if the object `name` is to be shown: a publication's file, or a cache.
 
-        `ours` are the paths of publications made here. Of these, files that tasks wrote are not shown: the
-        files are at their published place already.
+        Caches are not shown where keys are trusted. `ours` are the paths of publications made here. Of these,
+        files that tasks wrote are not shown: the files are at their published place already.
         """
         if _is_cache(name):
             return not is_trusting(self.path)
@@ -427,10 +423,9 @@ class RemoteModel:
             StoredJob(self._mirror.spent.pop(), is_begun=True).remove()
 
     def _put_caches_of_next(self) -> None:
-        """Upload, before a delta is published, the caches from which the next delta is made; not where keys
-        are trusted.
+        """Upload, before a delta is published, the caches from which the next delta is made.
 
-        PublishError if the store refuses it.
+        Where keys are trusted, none is uploaded. PublishError if the store refuses it.
         """
         for prefix in () if is_trusting(self.path) else _WITH_STATE:
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{CACHES_DIRECTORY}/{prefix}*"):
@@ -439,8 +434,7 @@ class RemoteModel:
                     self._store.upload(self.url.key(name), path)
 
     def _put_caches(self) -> None:
-        """Upload the hashes after a delta is published, and delete from the store caches that no longer exist
-        locally.
+        """Upload the hashes after a delta is published; delete from the store caches that are gone locally.
 
         The hashes identify the state that they belong to. Errors are ignored.
         """
@@ -455,11 +449,10 @@ class RemoteModel:
             self._store.delete(*map(self.url.key, old))
 
     def _remove_given_up(self) -> None:
-        """Remove abandoned uploads, whose paths are never used again; old probes; and, every hour, abandoned
-        jobs.
+        """Remove from the store abandoned uploads, old probes and, every hour, abandoned jobs.
 
-        PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the store
-        fails.
+        The paths of abandoned uploads are recorded in the head, and never used again. PositionMoved if
+        another machine has replaced the head, CheckpointError or PublishError if the store fails.
         """
         stored, carrier = self._stored, self._carrier
         old = [name for name, each in stored.objects.items() if _is_old_probe(name, each)]
@@ -479,9 +472,7 @@ class RemoteModel:
 
 
 def _is_cache(name: str) -> bool:
-    """Return True if the object of this name, its key below the model, is a cache that is uploaded with a
-    model.
-    """
+    """True if the object of this name, its key below the model, is a cache that is uploaded with a model."""
     return _CACHE.fullmatch(name) is not None
 
 

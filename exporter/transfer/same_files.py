@@ -79,8 +79,7 @@ class StoredFiles(SameFiles[RemoteObject]):
             self.add(item, model / item.path, partial(_unchanged, stored, item.path))
 
     def copies_of(self, item: Item, directory: Path) -> int:
-        """Return how many bytes of an item, in a local directory, the store can copy, so that they are not
-        uploaded.
+        """Return how many bytes of an item, in a local directory, the store can copy in place of an upload.
 
         The item's other files count as stored from then on. 0 for a delta.
         """
@@ -112,8 +111,9 @@ class LocalFiles(SameFiles[Path]):
         self._model = model
 
     def add_version(self, item: Item) -> None:
-        """Add the files of a version in the model;
-        a file that a trainer may write into is never given out.
+        """Add the files of a version in the model.
+
+        A file that a trainer may write into is never given out.
         """
 
         def place(file: FileEntry) -> Path | None:

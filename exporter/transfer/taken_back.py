@@ -43,8 +43,7 @@ class TakenBack(Struct, frozen=True):
         return end_of(self.path)
 
     def withholds(self, item: Item) -> bool:
-        """Return True if servers of the copy must not get this publication of the store, because of what was
-        taken back.
+        """Return True if what was taken back keeps this publication of the store from the copy's servers.
 
         For a version that was published again here, that is only the store's version of its own number.
         """
@@ -54,7 +53,7 @@ class TakenBack(Struct, frozen=True):
         return any(one is not None and self.to < one <= self.end for one in ends)
 
     def is_passed_by(self, item: Item, reached: Iterable[int]) -> bool:
-        """Return True for a delta of this log that begins after `end`, and applies at none of the positions
+        """Return True for a delta of this log that begins after `end` and applies at no position in
         `reached`.
         """
         start, position = item.manifest.from_position, item.manifest.position
@@ -64,8 +63,9 @@ class TakenBack(Struct, frozen=True):
 
 
 def restored(item: Item) -> int | None:
-    """Return the position whose values a rollback or a resumption published again; None for any other
-    publication.
+    """Return the position whose values a rollback or a resumption published again.
+
+    None for any other publication.
     """
     entry, told = item.manifest.incremental, item.manifest.taken_back
     if isinstance(entry, DeltaEntry):
