@@ -182,9 +182,11 @@ def retire_deltas(
 
 
 def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> list[int]:
-    """The positions that must stay within reach: the newest, the tagged and the approved ones.
+    """The positions that must stay within reach: the newest ones, then the tagged ones, then the approved
+    one.
 
-    ManifestError if the tags cannot be read.
+    The newest are the last `rollback_positions` of the log's deltas and of `bases`. ManifestError if the tags
+    cannot be read.
     """
     tagged = {tag.position for tag in read_tags(log.model).values()}
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}

@@ -75,12 +75,13 @@ NOTES = "notes"
 def command(flags: OutputFlags) -> Iterator[Output]:
     """Run a command's body, the block, with its output; any exception ends in a message and an exit code.
 
-    Yields the output. In the block, stdout is redirected to stderr, SIGTERM raises KeyboardInterrupt like
-    SIGINT, so that staging is removed, and imports of TensorFlow are silent. Notes on the command line are
-    printed before.
+    Yields the output. Notes on the command line are printed before. In the block, stdout is redirected to
+    stderr, and SIGTERM raises KeyboardInterrupt like SIGINT, so that staging is removed. From then on imports
+    of TensorFlow are silent: see `on_import_of_tensorflow`.
 
     Raises:
-        typer.Exit: the block has failed or was interrupted; with the exit code. The error is printed.
+        typer.Exit: the block has failed or was interrupted; with the exit code. The error is printed, unless
+            the reader of stdout has ended.
         Leave: as the block raised it.
     """
     sink = Output(flags.mode)

@@ -571,7 +571,7 @@ class Carrier:
 
         Raises:
             PositionMoved: another manifest is in its place.
-            CheckpointError, PublishError: the store cannot be read, or refuses a request.
+            ManifestError, CheckpointError, PublishError: the head is damaged, or the store fails.
         """
         is_late = False
         for name, content in (self.head.files_beside(self.shown) or {}).items():

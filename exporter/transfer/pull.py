@@ -1318,7 +1318,7 @@ class _Pull:
         return tuple(removed)
 
     def _tagged(self) -> set[str]:
-        """Return the paths of the publications that tags of this copy need; () with trusted keys.
+        """Return the paths of the publications that tags of this copy need; none with trusted keys.
 
         All of them while the copy's tags cannot be read.
         """

@@ -128,6 +128,7 @@ def _trusted(items: dict[str, Item], model: Path, trust: Trust) -> dict[str, Ite
 
     Raises:
         NotTrusted: servers would accept one of the others.
+        UsageError: a key cannot be used.
     """
     found, others = dict[str, Item](), dict[str, NotTrusted]()
     for path, item in items.items():

@@ -364,11 +364,12 @@ class RemoteModel:
                 path.write_bytes(content)
 
     def _publish(self, progress: ProgressFactory) -> None:
-        """Upload the difference between the local state and what was shown, and end a decision.
+        """Upload the difference between the local state and what was shown, set the holds, and end a
+        decision.
 
-        The errors of the first item are raised: PositionMoved, ManifestError, VerificationError,
-        CheckpointError or PublishError. A PositionMoved or PublishError of a later item, and errors of the
-        cleaning up, are not: the next command repeats that work.
+        Raised are the errors of `Carrier.publish` and `Carrier.settle`. Once the first item is published, a
+        PositionMoved or PublishError of a later one ends the work without an error, and errors of the
+        cleaning up are ignored: the next command repeats that work.
         """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
