@@ -102,11 +102,10 @@ def opened(
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> Iterator[OpenModel]:
-    """Open a model by its path or URL for the block; with `read_only` nothing is ever written to a URL.
+    """Open a model by its path or URL. With `read_only` nothing is ever written to a URL.
 
-    A URL is shown in a temporary directory, which is removed at the end. `deciding` is the name of a person's
-    command, which takes precedence over all publishers to the URL; empty: it does not. With `signing`,
-    publications are signed; with `trusting`, only publications signed by its keys are read.
+    `deciding` is the name of a person's command, which takes precedence over all publishers to the URL. With
+    `signing`, publications are signed; with `trusting`, only publications signed by its keys are read.
 
     Raises:
         UsageError: the URL belongs to no known store, or is a whole bucket; a key cannot be used.
