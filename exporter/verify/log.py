@@ -173,7 +173,7 @@ def _verify_versions(
 
 
 def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
-    """Yield, as damage, each base of a log from which deltas reach neither the newest position nor a newer base.
+    """Yield, as damage, each base from which deltas reach neither the newest position nor a newer base.
 
     Servers load the newest base by themselves, wherever they stand. In a copy that was rolled back, what lies
     before it can end where the copy's own deltas end. Raises CheckpointChanged, PositionMoved or DiskFull,
