@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from exporter.errors import ExportError, UsageError
+from exporter.errors import ExportError, ManifestError, UsageError
 from exporter.publish.versions import version_dirs
 from exporter.storage.local_paths import local_path, require_no_pattern
 from exporter.wire.protos import Proto
@@ -229,7 +229,10 @@ def absent(entry: Proto) -> str:
     if not path.is_dir():
         return f"{path} is not a directory, but {path.parent} is"
     wanted = set(entry.model_version_policy.specific.versions)
-    found = {child.version for child in version_dirs(path)}
+    try:
+        found = {child.version for child in version_dirs(path)}
+    except ManifestError:  # it cannot be listed: the server may see more
+        return ""
     if not found or (wanted and not wanted & found):
         return f"{path} holds no version" + (f" {', '.join(map(str, sorted(wanted)))}" if wanted else "")
     return ""
