@@ -72,9 +72,10 @@ def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -
 
 
 def _require_listed(path: Path, place: str, entry: Entry) -> None:
-    """Raise CodeRefused for an entry that is not in `harmless_names.txt`, or carries or calls other code.
+    """Raise CodeRefused for an entry that is not in `harmless_names.txt`, or that brings or calls other code.
 
-    `path` is the archive and `place` the entry's path in its config, both for the message alone.
+    An entry calls other code if its config names a function or operation that the file does not list. `path`
+    is the archive and `place` the entry's path in its config, both for the message alone.
     """
     name = str(entry["class_name"])
     if name in _CARRIES_CODE:

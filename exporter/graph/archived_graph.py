@@ -106,7 +106,10 @@ def _work(request: GraphRequest) -> LimitedWork:
 
 
 def _error(path: Path, ended: Ended) -> ExportError:
-    """Return the error for an archive whose process ended: BuilderError if it refused, else UnsafeArchive."""
+    """Return the error for an archive whose process ended.
+
+    It is a BuilderError if the process wrote a reason before it ended (`Ended.refusal`), else UnsafeArchive.
+    """
     if (refusal := ended.refusal) is not None:
         return BuilderError(f"{path}{refusal['message']}", cause=refusal["cause"], hint=refusal["hint"])
     ending = f"came to no end with it in {ended.limit}" if ended.limit else f"ended its process {ended.how}"
@@ -126,8 +129,8 @@ def _graph_here(path: Path, request: GraphRequest) -> Built:
     """Make the graph of the model that an archive describes in this process, without limits.
 
     Raises BuilderError if Keras cannot make it, CodeRefused or AccessRefused if it asks for what is not
-    allowed, UsageError if it holds no model or a module of custom objects cannot be imported, and
-    CheckpointError and subclasses if it cannot be read.
+    allowed, UsageError if it holds no model or a module of custom objects cannot be imported, ImportError if
+    TensorFlow is not installed, and CheckpointError and subclasses if it cannot be read.
     """
     with importable(), recording():
         make = archive_builder(

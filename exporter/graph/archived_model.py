@@ -53,9 +53,10 @@ from exporter.wire.dtypes import DType
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
     """Return {variable's node: the tensors that a weights file has for it}, in the order of loading.
 
-    A file has several tensors of a variable that several layers hold; the last one counts. `node_of` names
-    the variables of a model that was built outside of a graph. Variables without a fully known shape are left
-    out. Empty if `model` is not a Keras model, or if a layer's own save method fails.
+    A file has several tensors of a variable that several layers hold; the last one counts. `node_of` returns
+    a variable's node for a model that was built outside of a graph; None: the node of the variable's handle.
+    Variables without a fully known shape are left out. Empty if `model` is not a Keras model, or if a layer's
+    own save method fails.
     """
     import tensorflow as tf
 
@@ -80,8 +81,8 @@ def _walk(model: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield (path in a weights file, names of the layers around it, value) for each variable of a model.
 
     The names are joined by slashes, "" if the innermost one is unknown. The value is the variable; a lookup
-    that weighs tokens (tf-idf) is its own value. Yields nothing for other objects. Raises whatever a layer's
-    own save method raises.
+    that weighs tokens (tf-idf) is its own value. Yields nothing if `model` is not a Keras model. Raises
+    whatever a layer's own save method raises.
     """
     store = _Recorder()
     if (keras := keras_of(model)) is not None:
@@ -201,12 +202,13 @@ def archive_builder(
     `custom_objects` are modules, or paths of files, that are imported here; what they define, the archive may
     use. With `allow_code` it may use all code, and the modules that it names are imported, too. `trust` says
     which files its layers may read. The function raises BuilderError if Keras cannot make the model, and
-    CheckpointError and subclasses if its vocabularies cannot be read.
+    CheckpointError and subclasses if its vocabularies cannot be read, and OSError if their scratch files
+    cannot be written.
 
     Raises:
         UsageError: the archive has weights alone, or one of the modules cannot be imported.
         BuilderError: its Keras is not installed, its config is not JSON, or it mixes Keras 2 and 3.
-        CodeRefused: it names code that is not allowed.
+        CodeRefused: it names code that is not allowed, or its config is nested more than 200 deep.
         AccessRefused: it names a file that it may not read.
         CheckpointError: it cannot be read (and subclasses).
     """
@@ -258,7 +260,8 @@ def names_registered(path: Path) -> bool:
     """True if an archive names a class or function that this program registered with Keras.
 
     False if no Keras is imported, or if the archive has weights alone. Raises CheckpointError and subclasses
-    if it cannot be read, BuilderError if its config is not JSON, CodeRefused if that is nested too deeply.
+    if it cannot be read, BuilderError if its config is not JSON, CodeRefused if the config is nested more
+    than 200 deep.
     """
     imported = [sys.modules[name] for name in KERASES if name in sys.modules]
     if not imported or (described := read_config(path)) is None:
@@ -270,9 +273,10 @@ def names_registered(path: Path) -> bool:
 def model_builder(model: Any) -> Builder:
     """Return a function that makes a Keras model of this program again, in the default graph.
 
-    That model has the same vocabularies, but other weights. The vocabularies are written to a temporary
-    directory, which is deleted with the function. BuilderError if Keras cannot describe the model; the
-    function raises it if Keras cannot make it again, or a layer refuses its vocabulary.
+    The new model has the same vocabularies, but other weights. The vocabularies are written to a temporary
+    directory at once, which is deleted with the function. BuilderError if Keras cannot describe the model,
+    OSError if the vocabularies cannot be written; the function raises BuilderError if Keras cannot make the
+    model again, or a layer refuses its vocabulary.
     """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
@@ -309,8 +313,8 @@ def model_digest(path: Path, *, as_written: bool = False) -> str:
 
     Vocabularies count. The model's own name and the numbers in names that Keras gave to layers count only
     with `as_written`, as in the releases before 0.3.0. BuilderError if the archive has weights alone or its
-    config is not JSON, CodeRefused if that is nested too deeply, CheckpointError and subclasses if it cannot
-    be read.
+    config is not JSON, CodeRefused if the config is nested more than 200 deep, CheckpointError and subclasses
+    if the archive cannot be read.
     """
     described = read_config(path)
     if described is None:
@@ -356,7 +360,8 @@ def _count_anew(config: Any) -> None:
     """Rename, in place, the layers of a config that Keras named, as if the program had made no other model.
 
     Their numbers begin at 0 for each kind and keep their order; number 0 is not written. Names that a program
-    gave stay as they are, and so do all names if two layers would get the same one.
+    gave stay as they are, and so do all names if two layers would get the same one. CodeRefused if the config
+    is nested more than 200 deep.
     """
     found: dict[str, tuple[str, int]] = {}
     given = set[str]()
@@ -424,7 +429,7 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
 
     Weights of lookups that weigh tokens become zeros of the archive's shapes. Does nothing if the archive has
     no such files. BuilderError if a layer refuses its vocabulary; CheckpointError and subclasses if the
-    archive cannot be read.
+    archive cannot be read; OSError if scratch files cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
@@ -517,8 +522,8 @@ def _parsed(path: Path, described: ModelConfig) -> Any:
 def _named_files(config: Any) -> Iterator[str]:
     """Yield each string in a config that names a file which its layer reads while it is made.
 
-    These are vocabularies and models of tokenizers, as the config has them. CodeRefused if the config is
-    nested more than 200 deep.
+    These are vocabularies and models of tokenizers, as the config has them. CodeRefused, during the
+    iteration, if the config is nested more than 200 deep.
     """
     for _, entry in entries(config):
         given = entry.get("config")
@@ -529,8 +534,9 @@ def _named_files(config: Any) -> Iterator[str]:
 def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Import modules and yield (name, object) for everything callable in them.
 
-    Each is `pkg.mod` or the path of a file. Importing runs its code, which may register classes with Keras.
-    UsageError if one cannot be imported.
+    Each module is `pkg.mod` or the path of a file, and is imported when the iteration reaches it. Importing
+    runs its code, which may register classes with Keras. UsageError, during the iteration, if one cannot be
+    imported.
     """
     for name in modules:
         try:
@@ -546,7 +552,10 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _named_modules(config: Any) -> list[str]:
-    """Return the modules outside of Keras and `builtins` that a config names, each once, in its order."""
+    """Return the modules outside of Keras and `builtins` that a config names, each once, in order.
+
+    The order is that of the config, outer objects first. CodeRefused if it is nested more than 200 deep.
+    """
     named = dict.fromkeys(entry.get("module") for _, entry in entries(config))
     foreign = (name for name in named if isinstance(name, str))
     return [name for name in foreign if name.partition(".")[0] not in KERASES | {"builtins"}]
@@ -555,10 +564,11 @@ def _named_modules(config: Any) -> list[str]:
 def _require_one_keras(
     path: Path, described: ModelConfig, config: Any, known: Mapping[str, Any], keras: Any
 ) -> None:
-    """Raise BuilderError if a config names, in `known`, a layer class of the other Keras.
+    """Raise BuilderError if a config names a class in `known` that is a layer of the other Keras.
 
     Keras 2 and 3 do not mix. `keras` is the Keras that the archive needs, `known` the custom objects by name.
-    Does nothing if the other one is not imported. `path` and `described` are for the message.
+    Does nothing if the other Keras is not imported. `path` and `described` are for the message. CodeRefused
+    if the config is nested more than 200 deep.
     """
     other = sys.modules.get("keras" if keras.__name__ == "tf_keras" else "tf_keras")
     for _, entry in entries(config):

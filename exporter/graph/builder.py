@@ -140,8 +140,8 @@ def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
     `label` names the builder in messages; without it `pkg.mod:fn` does. UsageError if the request names
     tensors, too, or gives arguments that the builder does not take, or if TensorFlow Serving could not answer
     a signature; BuilderError if the builder cannot be imported, fails, or its files are edited meanwhile;
-    GraphError and subclasses if its signatures cannot be served. An ExportError of its own code passes
-    unchanged.
+    GraphError and subclasses if its signatures cannot be served; ImportError if TensorFlow is not installed.
+    An ExportError of its own code passes unchanged.
     """
     require_no_tensors(request)
     return source_of(run_builder(request, label), request)
@@ -176,8 +176,8 @@ def run_builder(request: GraphRequest, label: str = "") -> Built:
 
     `label` names it in messages; without it `pkg.mod:fn` does. UsageError for arguments that it does not
     take, or a signature that TensorFlow Serving could not answer; BuilderError if it cannot be imported,
-    fails, returns something else, or its files are edited meanwhile. An ExportError of its own code passes
-    unchanged.
+    fails, returns something else, or its files are edited meanwhile; ImportError if TensorFlow is not
+    installed. An ExportError of its own code passes unchanged.
     """
     import tensorflow  # noqa: F401  # a builder runs in it: that it is missing is not the builder's error
 
@@ -193,8 +193,8 @@ def run_builder(request: GraphRequest, label: str = "") -> Built:
 def source_of(built: Built, request: GraphRequest) -> SourceGraph:
     """Return what a builder made as a source graph, with its signatures, objects, tables and code.
 
-    The MetaGraphDef in `built` is changed. UsageError if there are no signatures; GraphError and subclasses
-    if they cannot be served.
+    The MetaGraphDef in `built` is changed. UsageError if there are no signatures, or an option of the request
+    does not fit the graph; GraphError and subclasses if the signatures cannot be served.
     """
     source = with_signatures(built.meta_graph, request, label=built.label, directory=Path.cwd())
     source = replace(source, code=built.code)
@@ -295,7 +295,7 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
     """Convert the text of `--model-arg NAME=TEXT` to the parameter's bool, int or float.
 
     The type is the annotation's, else the default's. It stays text for other types, and if `parameter` is
-    None. UsageError if it cannot be converted.
+    None. A bool is `true`, `false`, `1` or `0`, in any case. UsageError if the text cannot be converted.
     """
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):

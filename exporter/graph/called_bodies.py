@@ -111,9 +111,11 @@ class CalledBody:
         return self._values[tensor]
 
     def number(self, tensor: str) -> Any:
-        """Return the one number that a tensor always holds, or that all its elements are, as a Python scalar.
+        """Return a tensor's constant value as a Python scalar, if the value has one element; else None.
 
-        None if it may vary, or if there are several numbers.
+        For a tensor whose own value is not known, but which repeats a constant of one element
+        (`repeated_value`), it is that element. None for a known value of several elements, even if they are
+        equal.
         """
         value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
@@ -122,7 +124,8 @@ class CalledBody:
         """Return the constant value of a tensor, or else of the constant that it repeats or rearranges.
 
         The value has the shape of that constant. For zeros or ones like another tensor this is an array of 0
-        or 1 without a dimension. None if the value may vary.
+        or 1 without a dimension. None if the value may vary, is above 32 KiB, or is more than 64 operations
+        away.
         """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -292,9 +295,10 @@ class CalledBody:
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """Return the inputs, also control inputs, that a running node needs; of a call those that are used.
+        """Return the inputs that a running node needs, of a call those that the called function uses.
 
-        Control inputs are without `^`. The call is recorded.
+        Control inputs are among them, without `^`, only of nodes that are not a call, a Merge or a batch
+        normalisation. A call is recorded, for `bodies`.
         """
         inputs = input_names(node)
         if node.op in MERGES:
@@ -331,7 +335,10 @@ class CalledBody:
         return (name, inputs) if name in self._library else None
 
     def _constant_inputs(self, node: Proto, inputs: list[str]) -> list[str]:
-        """Return the tensor that each argument of a node's functions gets in every call; "" if it differs."""
+        """Return the tensor that each argument of a node's functions gets in every call, in order.
+
+        It is "" for an argument that may differ between calls, as in a loop.
+        """
         if node.op in _CONDITIONALS:
             return inputs[1:]
         body = self._library.get(attr(node, "body").func.name) if node.op in LOOPS else None

@@ -77,10 +77,13 @@ class _Cast(Struct, frozen=True):
 def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     """Store variables in the dtypes of `stored` ({VarHandleOp: dtype}), in place, and cast them when read.
 
-    Variables that it lacks, or that have this dtype, are not changed. In int8 a row gets longer by its scale.
+    Variables that `stored` lacks, or that have the dtype already, are not changed; names in it that the graph
+    lacks are ignored. In int8 a row gets longer by its scale. After an error the graph may be changed in
+    part.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
+        GraphError: a variable has an unknown dtype.
     """
     handles = {}
     for node in graph_def.node:

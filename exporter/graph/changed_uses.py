@@ -76,8 +76,9 @@ _Here = tuple[UseChange, tuple[str, ...]]
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
     """Change, in place, all uses of variables in a graph, and in copies of the functions that it calls.
 
-    `changes` is {VarHandleOp: its change}. Raises a change's `refusal` or `returned`, whose message names the
-    use that cannot be changed.
+    `changes` is {VarHandleOp: its change}; names that the graph lacks are ignored. Raises a change's
+    `refusal` or `returned`, whose message names the use that cannot be changed. The graph may then be changed
+    in part.
     """
     if changes:
         handles = {f"{node}:0": (change, change.extra_handles) for node, change in changes.items()}
@@ -167,7 +168,7 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
     """Add to `handles` every tensor that forwards one of them, with its change.
 
     For further handles, twins of the forwarding nodes are added to the body. Raises the change's `refusal` if
-    a loop returns a handle that has further ones and something reads it.
+    a loop returns a handle whose change needs further handles, and a node or result uses the returned one.
     """
     found = True
     while found:
@@ -193,7 +194,10 @@ def _follow(body: Body, handles: dict[str, _Here]) -> None:
 
 
 def _forwarded(body: Body, node: Proto) -> Iterator[tuple[str, str]]:
-    """Yield (output, input) for each output of a node that is the same handle as an input."""
+    """Yield (output, input) for each output of a node that forwards the handle in an input.
+
+    An output is a tensor's name in `body`. Yields nothing for operations that forward no handle.
+    """
     if node.op in _FORWARDS:
         for index in range(_FORWARDS[node.op]):
             yield body.output(node, index), body.canonical(node.input[0])

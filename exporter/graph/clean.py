@@ -246,10 +246,10 @@ def _servable_copies(
 def _with_constants(
     index: GraphIndex, source: SourceGraph, signatures: Iterable[SignatureEnds]
 ) -> dict[str, Proto]:
-    """Return the graph's nodes by name, with constants for assets' paths and fixed placeholders.
+    """Return the graph's nodes by name, assets' paths and placeholders of `--feed` replaced by constants.
 
-    `--feed` fixes these. `signatures` are the tensors of the signatures. UsageError if one has such a
-    placeholder as input.
+    The graph is not changed. `signatures` are the tensors of the signatures. UsageError if one has a
+    placeholder of `--feed` as an input; GraphError if a placeholder's dtype is unknown.
     """
     both = source.feeds.keys() & {tensor.node for ends in signatures for tensor in ends.inputs}
     if both:
@@ -269,7 +269,8 @@ def _cut(
 
     Returns {input: its placeholder}, without inputs that are placeholders already or that another signature
     computes. `foreign` are operations that stock TensorFlow lacks. NotServable, or its subclass
-    ForeignOperations, if a server cannot run a node; GraphError if one reads a node that is missing.
+    ForeignOperations, if a server cannot run a node; GraphError if a node reads one that is missing, or an
+    input's dtype is unknown.
     """
     computed: set[str] = set()
     given: dict[Endpoint, str] = {}
@@ -293,7 +294,8 @@ def _settled(
 
     It runs in a process of its own. Constants that fix training's batch size are made dynamic in `kept`, in
     place. `moved` is {tensor of the source: the tensor in `kept` with its values}; `filling` says how the
-    graph's tables are filled. GraphError if an input's dtype is unknown.
+    graph's tables are filled. GraphError if an input's dtype is unknown, or a function is called that the
+    graph lacks.
     """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
@@ -416,9 +418,9 @@ def _meta_graph(
 ) -> Proto:
     """Make a MetaGraphDef of the nodes `kept`, whose devices and hints for training are removed in place.
 
-    It has the functions that they call, pruned, and what still applies of the description of `source`.
-    `filling` are the names of the nodes that run at load. GraphError and subclasses if a function cannot be
-    served: unless `allow_foreign`, also if it has an operation that TensorFlow lacks.
+    It has the functions that they call, pruned, and from `source` the versions and the OpDefs that are still
+    used. `filling` are the names of the nodes that run at load. GraphError and subclasses if a function
+    cannot be served: unless `allow_foreign`, also if it has an operation that TensorFlow lacks.
     """
     meta_graph = protos.MetaGraphDef()
     graph_def = meta_graph.graph_def
@@ -515,9 +517,9 @@ class StateMakers(Struct, frozen=True):
         ]
 
     def require_filled(self, nodes: Mapping[str, Proto], filling: Iterable[str]) -> None:
-        """Raise NotServable if none of the nodes named `filling` takes the handle of some such resource.
+        """Raise NotServable if a resource of the makers is filled by none of the nodes named `filling`.
 
-        Each resource is to be filled by one of them. `nodes` has the graph's nodes by name.
+        A node fills a resource if it takes the resource's handle. `nodes` has the graph's nodes by name.
         """
         filled = {identity for name in filling for identity in self.taken_by(nodes[name])}
         for name, identity in self.identities.items():
@@ -572,7 +574,8 @@ def _written_out(
 ) -> list[str]:
     """Copy the nodes of a called function that take makers' handles, and what they read, into `nodes`.
 
-    Returns the names of the copies that take handles. NotServable if an output to copy cannot be numbered.
+    Returns the names of the copies that take handles. NotServable if a copied node reads from an operation
+    with several outputs.
     """
     body = {node.name: node for node in index.functions[function].node_def}
     arguments = [argument.name for argument in index.functions[function].signature.input_arg]
@@ -607,11 +610,11 @@ def _written_out(
 
 
 def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str) -> tuple[str, ...]:
-    """Let the RestoreV2 nodes before others read, in place, only tensors that these use.
+    """Let the RestoreV2 nodes that `importing` depend on read, in place, only tensors that are used.
 
-    `importing` are the others, `prefix` is the node with the checkpoint's path. Returns the tensors' names in
-    the checkpoint, each once. NotServable if anything but RestoreV2 reads the path, or it is unknown what a
-    RestoreV2 reads.
+    `importing` are nodes that import state; a tensor is used if one of them, or a node between, reads it.
+    `prefix` is the node with the checkpoint's path. Returns the tensors' names in the checkpoint, each once.
+    NotServable if anything but RestoreV2 reads the path, or it is unknown what a RestoreV2 reads.
     """
 
     def sources(name: str) -> list[str]:
@@ -629,8 +632,9 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
     """Let a RestoreV2 node read, in place, only tensors that the nodes `before` use.
 
-    Returns the tensors' names in the checkpoint, in the order of the node's outputs. NotServable if the names
-    and slices are not constants.
+    These are replaced by copies that read the renumbered outputs, and constants with the remaining names are
+    added to `nodes`. Returns the tensors' names in the checkpoint, in the order of the node's outputs.
+    NotServable if the names and slices are not constants.
     """
     node = nodes[name]
     names, slices = (

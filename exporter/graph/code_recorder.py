@@ -65,9 +65,9 @@ def import_code(where: str) -> Any:
     """Import and return the module `pkg.mod`, or the file `path/file.py` as a module.
 
     It is imported anew if files of builders were edited since; all their modules are then removed from
-    `sys.modules`, and so are other builders' modules whose names its directory has, too. Waits while another
-    thread imports a builder. Raises whatever the import raises: ImportError, FileNotFoundError, or an error
-    of the module's own code.
+    `sys.modules`, and so are other builders' modules whose names its directory has, too. The directory of a
+    file is put first on `sys.path`. Waits while another thread imports a builder. Raises whatever the import
+    raises: ImportError, FileNotFoundError, or an error of the module's own code.
     """
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import will report the error
@@ -93,9 +93,10 @@ def _forget_edited() -> None:
 
 
 def _forget_namesakes(root: Path) -> None:
-    """Remove modules that another builder imported from its own directory from `sys.modules`.
+    """Remove other builders' modules from `sys.modules` whose names the directory `root` has, too.
 
-    That is only if `root`, the directory of the next builder, has modules or packages of the same names.
+    `root` is the directory of the next builder. A module that a builder imported from elsewhere is removed if
+    `root` has a directory or .py file of its top-level name; all others stay.
     """
     for name, module in [*sys.modules.items()]:
         if (file := file_of(module)) not in _imported or Path(file).resolve().is_relative_to(root):
@@ -115,8 +116,9 @@ def _forget_module(name: str) -> None:
 def _import_file(path: Path) -> Any:
     """Import a file as a module, in `sys.modules`, with its directory first on the path, and return it.
 
-    It has the file's name, or `builder_<name>` if that is in use. FileNotFoundError or ImportError if it is
-    not a Python file; also whatever its code raises.
+    The module has the file's name without `.py`, or `builder_<name>` if a module of the program has that
+    name. FileNotFoundError if there is no such file, ImportError if it is not a Python file; also whatever
+    its code raises, after which the module stays in `sys.modules`.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
@@ -221,7 +223,8 @@ class Recorder:
 
         The modules' own files and files above 16 MiB do not. A file below `root` has its path there as name,
         another the shortest end of its path that is not taken. Of the files that libraries opened, only those
-        below `root` count. `modules` are the resolved paths of modules.
+        below `root` count, without hidden ones (a part of the path begins with a dot). Files that cannot be
+        read are left out. `modules` are the resolved paths of modules.
         """
         names = set[str]()
         for file, is_by_user in self.opened.items():
@@ -455,9 +458,10 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _modules_of(value: object, *, inside: bool = True) -> Iterator[ModuleType]:
-    """Yield the module that a value is, or the loaded modules of its class or function, and of its items'.
+    """Yield `value` itself if it is a module, else the loaded module that its `__module__` names, if any.
 
-    With `inside`, at most 1,000 items (values of a dict) of a collection are looked at, one level deep.
+    With `inside`, also the modules of the items of a collection (of a dict its values): of the first 1,000,
+    one level deep.
     """
     if isinstance(value, ModuleType):
         yield value
@@ -478,10 +482,11 @@ _MOST_ITEMS = 1000  # of a registry of layers; longer ones are data
 
 
 def _modules_of_builder(model: object) -> Iterator[ModuleType]:
-    """Yield the loaded modules that the code of a builder comes from: a function or model; of a text, none.
+    """Yield the loaded modules that a builder's code comes from; none if it is given as text (`pkg.mod:fn`).
 
     For a function these are its own module, the modules of values that it names, and of a partial's
-    arguments; for a model the modules of its classes and its layers'.
+    arguments; for a model the modules of its classes and of its layers' classes. A module may be yielded
+    several times.
     """
     if isinstance(model, str):
         return
@@ -519,9 +524,9 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 
 def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
-    """Return the digests of a module's file and of its code; () if the file is not what was imported.
+    """Return (digest of a module's file, digest of its code), or () if they do not belong to the module.
 
-    `real` is the file's resolved path.
+    That is if the file cannot be read, or is not what was imported. `real` is the file's resolved path.
     """
     content = content_of(file)
     if content is None or not _is_as_imported(module, file, content):

@@ -24,8 +24,8 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
     """Compute one output of a node from the values of its inputs, in order; it may be a view of one of them.
 
     `output` is the number of the output. Raises KeyError if `is_computed` is False for the operation,
-    ValueError if the value has more than `most_bytes`, and ValueError, TypeError, IndexError or
-    ArithmeticError if the inputs do not fit the operation.
+    ValueError if the value has more than `most_bytes` (this is not checked of operations with several
+    outputs), and ValueError, TypeError, IndexError or ArithmeticError if the inputs do not fit the operation.
     """
     with np.errstate(all="ignore"):  # kernels divide by 0 without a warning
         if node.op in _OUTPUTS:

@@ -105,8 +105,9 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
 
     `absent_keys` is {regular expression for names of variables: the number that absent keys read}. Returns
     the tables that these variables become, in the graph's order, and notes; both empty if the graph is not
-    DeepRec's. NotServable for a variable that cannot become a table; UsageError if `absent_keys` has
-    something else than an expression and a number, or an expression that no variable's name matches.
+    DeepRec's. GraphError if the graph is damaged, its subclass NotServable for a variable that cannot become
+    a table; UsageError if `absent_keys` has something else than an expression and a number, or an expression
+    that no variable's name matches.
     """
     if not absent_keys and not is_deeprecs(meta_graph.graph_def.node):
         return Converted()
@@ -172,7 +173,7 @@ class _Conversion:
         return self._index.nodes | {node.name: node for node in added}
 
     def handle_of(self, gather: Proto) -> str | None:
-        """Return the handle's node of the variable that a gather reads from: the first part's.
+        """Return the handle node of the variable that a gather reads; of a partitioned one the first part's.
 
         None if the node reads no embedding variable, or has fewer than three inputs.
         """
@@ -468,7 +469,11 @@ class AbsentKeys:
     """A request's numbers for absent keys, by regular expressions for the names of tables."""
 
     def __init__(self, texts: Mapping[str, str], names: Collection[str]) -> None:
-        """Parse the rules; UsageError for one that matches none of the embedding variables `names`."""
+        """Parse `texts`, which are {regular expression: number}, with the number as text.
+
+        UsageError if one is not a regular expression and a number, or if the expression matches the whole
+        name of none of the embedding variables `names`.
+        """
         self._rules: list[tuple[re.Pattern[str], float]] = []
         for text, number in texts.items():
             try:

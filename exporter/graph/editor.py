@@ -72,7 +72,8 @@ class GraphEditor(Struct):
     ) -> str:
         """Add a node in the editor's scope and return its full name, which is its first output as well.
 
-        `after` are its control inputs; `attrs` are as for `new_node`.
+        `name` is not to be in use: the same name twice gives two nodes of one name. `after` are its control
+        inputs; `attrs` are as for `new_node`.
         """
         full = f"{self.scope}/{self._spell(name)}"
         self.graph_def.node.append(new_node(full, op, inputs, after=after, device=device, **attrs))
@@ -102,7 +103,7 @@ class GraphEditor(Struct):
         """Add, for each device that some of the handles are on, a vector of those handles, in order.
 
         Returns {numbers of a vector's handles, by their positions in `handles`: the vector's name}. The
-        vectors wait for the nodes `after`.
+        vectors wait for the nodes `after`. KeyError for a handle that the graph lacks.
         """
         nodes = {node.name: node for node in self.graph_def.node}
         by_device: dict[str, list[int]] = {}
@@ -237,7 +238,10 @@ class PlacedFunction(Struct, frozen=True):
 
 
 def _merge_constants(function: Proto) -> None:
-    """Merge a function's equal constants, in place: tracing makes one for each use."""
+    """Merge a function's equal constants, in place: tracing makes one for each use.
+
+    The first of them stays. Constants with inputs or colocation are left as they are.
+    """
     kept: dict[bytes, str] = {}
     merged: dict[str, str] = {}
     nodes = []
@@ -318,7 +322,7 @@ def privately_named(library: Proto, nodes: Iterable[Proto]) -> Proto:
 def rename_functions(function: Proto, renames: Mapping[str, str]) -> None:
     """Rename a function and the functions that it calls, in place, by `renames` ({old name: new name}).
 
-    A name that it lacks and that `privately_named` made becomes the function's own again.
+    A name that `privately_named` made and `renames` lacks becomes the function's own again.
     """
     function.signature.name = _renamed(function.signature.name, renames)
     for node in function.node_def:

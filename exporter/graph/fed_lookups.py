@@ -119,7 +119,10 @@ class _Graph:
         return tuple(dict.fromkeys(lookup for lookup in found if lookup is not None))
 
     def _by_keys(self, reader: str) -> ByKeys | None:
-        """Return the table by keys that the node `reader` looks keys up in, joined or separate; else None."""
+        """Return the table by keys that the node `reader` looks keys up in; None if it does not.
+
+        That is the one node of a joined lookup, or the node `key` of a separate one.
+        """
         node = self._nodes[reader].proto
         if JOINED in node.attr:
             return ByKeys(attr_text(node, TABLE))

@@ -24,8 +24,9 @@ _SPARSE = "DeserializeSparse"  # the operation after an iterator that gives a sp
 def parse_feeds(index: GraphIndex, feeds: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return {placeholder: constant in its dtype} from `--feed NAME=VALUE`; `feeds` is {NAME: VALUE}.
 
-    A single value fills a known shape. UsageError if a name is not a placeholder's, or if its value does not
-    fit; UnknownTensor if the graph lacks it.
+    A value that begins with `[` is JSON. A single value fills a known shape. If two names are of one
+    placeholder, the last counts. UsageError if a name is not a placeholder's, or if its value does not fit;
+    UnknownTensor if the graph lacks the tensor, GraphError if its dtype is unknown.
     """
     return dict(_feed(index, name, text) for name, text in feeds.items())
 
@@ -105,7 +106,10 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def fix_constants(index: GraphIndex, nodes: dict[str, Proto], feeds: Mapping[str, np.ndarray]) -> None:
-    """Replace the nodes named in `feeds` by constants of these values, in `nodes`, in place."""
+    """Replace the nodes named in `feeds` by constants of these values, in `nodes`, in place.
+
+    GraphError if a node's dtype is unknown.
+    """
     for name, value in feeds.items():
         nodes[name] = constant(name, value, index.dtype(Endpoint(name, 0)))
 
@@ -115,8 +119,9 @@ def cut_inputs(
 ) -> dict[Endpoint, Endpoint]:
     """Add a placeholder to `nodes`, named after its alias, for each input that the graph computes.
 
-    `inputs` is {tensor: alias}. Returns {input: its placeholder}, without inputs that are placeholders.
-    GraphError if an input's dtype is unknown.
+    `inputs` is {tensor: alias}. The placeholder's name is made unique, and characters that a name cannot have
+    become `_`. Returns {input: its placeholder}, without inputs that are placeholders. GraphError if an
+    input's dtype is unknown.
     """
     replaced: dict[Endpoint, Endpoint] = {}
     for tensor, alias in inputs.items():
@@ -160,7 +165,8 @@ def pipeline_batches(index: GraphIndex) -> set[int]:
 def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return {placeholder: "false"} for booleans that may switch training on.
 
-    These are all that have a default value, and those that `feeds` gives nothing but true.
+    These are all boolean placeholders with a default value, and those whose value in `feeds` has nothing but
+    true.
     """
     defaults = (node for node in graph_def.node if node.op == "PlaceholderWithDefault")
     found = {node.name: "false" for node in defaults if attr_dtype(node, "dtype") is DType.BOOL}

@@ -64,7 +64,10 @@ class _FunctionNames:
 
 
 def _forget_own_name(function: Proto) -> None:
-    """Remove a function's name and number from its arguments' names that have them, in place."""
+    """Remove the prefix `<function's name>___` from the names of a function's arguments, in place.
+
+    The prefix is in lower case; arguments without it stay.
+    """
     # `<function>___redundant_placeholder0`: while_v2.py makes the inputs of condition and body alike.
     own = f"{function.signature.name.lower()}___"
     for argument in function.signature.input_arg:

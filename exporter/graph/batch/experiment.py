@@ -79,7 +79,8 @@ class Experiment:
     """A graph of a fixed batch size that is to answer requests of any.
 
     `filling` are the operations that fill its lookup tables, `files` the files that these read, by the nodes
-    of their paths. NoLaboratory if it cannot be run without its checkpoint.
+    of their paths. NoLaboratory if it cannot be run without its checkpoint, GraphError if a function is
+    called that it lacks.
     """
 
     def __init__(
@@ -548,7 +549,11 @@ def _is_float(node: Proto) -> bool:
 
 
 def _close(expected: Array, found: Array) -> bool:
-    """True if two arrays are equal, floats up to rounding; NaN equals NaN."""
+    """True if two arrays have the same shape, dtype and values; floats may differ by rounding.
+
+    A float may differ by 1e-4 (of 16 bits by 2e-2) of the greatest value in its row, or of a usual row's
+    greatest if that is more. NaN equals NaN.
+    """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if not is_floating(expected):

@@ -103,7 +103,10 @@ def sparse_inputs(
 
 
 def _sparse(group: Mapping[Endpoint, InputKind]) -> tuple[Endpoint, Endpoint, Endpoint] | None:
-    """Return the (indices, values, dense shape) that three inputs are; None if they are something else."""
+    """Return the (indices, values, dense shape) that a group of inputs is; None if it is something else.
+
+    Something else is a group of other than three inputs, or with dtypes or shapes that do not fit.
+    """
     int64 = [tensor for tensor, kind in group.items() if kind.dtype is DType.INT64]
     indices = [tensor for tensor in int64 if len(group[tensor].shape or ()) == 2]
     vectors = [tensor for tensor, kind in group.items() if len(kind.shape or (0,)) == 1]
@@ -128,7 +131,8 @@ def laboratory(nodes: Mapping[str, Proto], filled: Sequence[str]) -> Laboratory:
     """Return the nodes, changed ones as copies, with operations that give variables small random values.
 
     Tables of which only rows are gathered have 61 rows, and ids are taken modulo 61; their heights before are
-    returned, too. The handles `filled` get their values from other operations.
+    returned, too. Unknown lengths become 61. Booleans, and integers other than int32 and int64, are zeros.
+    The handles `filled` get their values from other operations.
 
     Raises:
         NoLaboratory: the variables are too large, of unknown shape, or of a dtype without random numbers.
@@ -176,9 +180,10 @@ def _take_modulo(nodes: dict[str, Proto], gather: Proto) -> None:
 
 
 def _assign(nodes: dict[str, Proto], name: str, shape: tuple[int, ...], dtype: DType, seed: int) -> str:
-    """Add operations to `nodes` that give the variable `name` random values; returns the name of the last.
+    """Add operations to `nodes` that give the variable `name` random values; return the last one's name.
 
-    `seed` makes them differ between variables. NoLaboratory for a dtype without random numbers.
+    `seed` makes them differ between variables. Booleans, and integers other than int32 and int64, are zeros
+    instead. NoLaboratory for a dtype without random numbers.
     """
 
     def add(what: str, op: str, inputs: Sequence[str], **attrs: Any) -> str:
