@@ -225,7 +225,7 @@ def _operation(config: Entry) -> str | None:
     """Return a phrase for the operation of a layer's NodeDef; None if it is harmless and calls no function.
 
     `config` is the config of a TensorFlowOpLayer, with the NodeDef under "node_def", as a JSON object or as
-    serialized text. For one that cannot be parsed the phrase says so.
+    serialized text. The phrase is `the operation <its kind>`; for one that cannot be parsed it says so.
     """
     text = config.get("node_def")
     try:

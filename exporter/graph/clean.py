@@ -504,7 +504,7 @@ class StateMakers(Struct, frozen=True):
         return not called_functions(node).isdisjoint(self.foreign)
 
     def initialisers(self, init_op: str | None) -> list[str]:
-        """Return the names of the nodes under the init op that fill such state, in the graph's order.
+        """Return the names of the nodes under the init op that fill the makers' state, in the graph's order.
 
         If outputs need a foreign operation, all foreign operations under the init op are among them. Empty
         without an init op.
@@ -534,7 +534,7 @@ class StateMakers(Struct, frozen=True):
 def keep_restores(
     index: GraphIndex, nodes: dict[str, Proto], makers: StateMakers, saver_def: Proto
 ) -> KeptState:
-    """Let `nodes`, in place, restore the makers' state, reading only the tensors that are imported.
+    """Make `nodes` restore the makers' state, in place, and read only the tensors that are imported.
 
     Functions that restore are written out into `nodes`, and a placeholder is added for the checkpoint's
     prefix. Returns the nodes that import, the placeholder, and the tensors' names; an empty KeptState if
@@ -700,9 +700,10 @@ def remember_paths(
 def _part_from_loading(
     nodes: dict[str, Proto], served: Mapping[str, object], filling: list[str], paths: list[str]
 ) -> None:
-    """Give the nodes `filling` copies, in place, of the nodes that read a path and that requests run as well.
+    """Copy, in place, the nodes that read a path and that both the nodes `filling` and requests need.
 
-    `served` has the nodes that requests run, `paths` the constants with the paths.
+    Nodes that run only at load then read the copies, and requests the originals. `served` has the nodes that
+    requests run, `paths` the constants with the paths. A node reads a path directly or through others.
     """
     loading = reach(nodes, filling).inputs
     changed = {*paths}

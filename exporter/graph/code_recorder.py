@@ -245,9 +245,9 @@ class Recorder:
 
 
 def _beside(builder: Path, place: Path) -> str:
-    """Return the path from a builder's directory to `place`, with or without links resolved.
+    """Return the relative path from the directory of the file `builder` to `place`.
 
-    It is the one with fewer `..`.
+    Of the paths with and without links resolved it is the one with fewer `..`, without if both have as many.
     """
     ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
     return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
@@ -260,8 +260,8 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 def recording() -> Iterator[Recorder]:
     """Yield a recorder of the modules and files that this thread uses in the block.
 
-    A nested block yields the outer one's. In the block, Python's functions that import modules and open files
-    are replaced for all threads.
+    A nested block yields the recorder of the outer one. Python's functions that import modules and open files
+    are replaced, for all threads, until the last block of any thread ends.
     """
     if (outer := _RECORDER.get()) is not None:
         yield outer
@@ -408,7 +408,10 @@ class _Reached:
                 self.libraries.add(_name_of(module).partition(".")[0])
 
     def _is_builders(self, file: str) -> bool:
-        """True for a file of the builder's own package, a user's even if it is installed."""
+        """True for the builder's own file and the files of its package, even if the package is installed.
+
+        False if the builder is in no package.
+        """
         if self._main is None or not self._main.package:
             return False
         path = Path(file).resolve()
@@ -573,7 +576,10 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, object]]:
 
 
 def _name_of(module: ModuleType) -> str:
-    """Return the name by which other programs import a module; for `__main__` that of its spec or file."""
+    """Return the name by which other programs import a module.
+
+    For `__main__` that is the name of its spec, else of its file without the suffix.
+    """
     name = str(vars(module).get("__name__"))
     if name != "__main__":
         return name

@@ -249,7 +249,10 @@ class _Conversion:
 
 
 def _embedding_variables(meta_graph: Proto, index: GraphIndex) -> dict[str, list[Proto]]:
-    """Return {embedding variable: the handle nodes of its parts, in order}."""
+    """Return {embedding variable: the handle nodes of its parts, in order}.
+
+    The order is that of the parts' offsets or numbers; of several handles of one part the first is kept.
+    """
     collected = dict(_from_collections(meta_graph))
     found: dict[str, dict[int, Proto]] = {}
     for node in index.nodes.values():
@@ -440,10 +443,10 @@ def _lookup(
 def _default_rows(
     index: GraphIndex, name: str, parts: list[Proto], dtype: DType, dim: int, given: float | None
 ) -> tuple[Array, str]:
-    """Return the rows [d, dim] that absent keys read in a table of these parts, and a note, often "".
+    """Return the rows [d, dim] that absent keys read in a table of these parts, and a note for the user.
 
-    With `given` there is one row of this number. NotServable if the graph does not have default rows, or if
-    the parts have different ones.
+    The note is "" unless the graph's own default rows cannot be computed. With `given` there is one row of
+    this number. NotServable if the graph does not have default rows, or if the parts have different ones.
     """
     if given is not None:
         return _constant(given, dtype, dim), ""

@@ -83,8 +83,8 @@ def served_library(
     """Return a FunctionDefLibrary of the functions that a graph calls, pruned, in the order of `library`.
 
     `inference` are the nodes that requests run; functions of the nodes `initialisers` lose only assignments.
-    With `allow_foreign` they may use operations that TensorFlow lacks. GraphError and subclasses if a
-    function cannot be served.
+    With `allow_foreign` all functions may use operations that TensorFlow lacks. GraphError and subclasses if
+    a function cannot be served.
     """
     for_init = reachable(initialisers, library)
     served = protos.FunctionDefLibrary()
@@ -403,8 +403,9 @@ def _arguments_that_are(
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
     """Make every variable a VarHandleOp with explicit reads, in place.
 
-    Operations on references become plain ones. Returns {reference variable's tensor: the tensor with its
-    value}. Nodes with equal container and shared name get the name of the first as shared name.
+    Operations on references become plain ones, and nodes that read variables are added. Returns {reference
+    variable's tensor: the tensor with its value}. Nodes with equal container and shared name get the name of
+    the first as shared name.
     """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
@@ -466,8 +467,9 @@ def graph_variables(
 ) -> tuple[GraphVariable, ...]:
     """Return the variables of a graph's VarHandleOps, each once, in order, except the nodes `without`.
 
-    `keys` is {node: the name that its variable has in a checkpoint}, by default the node's own; a name that
-    several whole variables have becomes the node's. NotServable if one has no static shape.
+    A VarHandleOp whose shared name is not its own name is another node's variable and left out. `keys` is
+    {node: the name that its variable has in a checkpoint}, by default the node's own; a name that several
+    whole variables have becomes the node's. NotServable if one has no static shape.
     """
     found = []
     for name, node in nodes.items():

@@ -230,7 +230,7 @@ class Experiment:
     def _rarely(self, session: GraphSession, ends: Ends, population: Population) -> Iterator[_Trial]:
         """Yield trials of unusual rows, which a graph may treat in another way; none of rows that it refuses.
 
-        Failed if the graph mixes these rows, Ended if a run exceeds its limits.
+        During the iteration: Failed if the graph mixes these rows, Ended if a run exceeds its limits.
         """
         for strange in stranger(population, self._batch):
             with suppress(RunFailed):
@@ -275,9 +275,10 @@ class Experiment:
         return _Trial(population, answers)
 
     def _behind(self, ends: Ends) -> Iterator[str]:
-        """Yield the tensors of floats from which outputs of other types are made.
+        """Yield the tensors of floats that outputs of other types are computed from, such as scores.
 
-        A class hides what its scores show.
+        A class hides what its scores show. Tensors in TF1 loops and branches are left out; one may be yielded
+        more than once.
         """
         nodes, inside = self._laboratory.nodes, self._in_branches()
         for output in ends.outputs:
@@ -310,8 +311,9 @@ class Experiment:
     def _by_rows(self, name: str, chunks: Sequence[Array]) -> Array:
         """Return the answers of the tensor `name` by rows, joined from its values for successive requests.
 
-        The first value alone if its first length is not a multiple of the graph's own size. RunFailed if
-        shapes differ between requests; Failed if such a value differs between requests.
+        The shape is [2 * size + 1, k, ...], where each row of a request has k rows of the tensor. Returns the
+        first value alone if its first length is not a multiple of the graph's own size. RunFailed if shapes
+        differ between requests; Failed if such a value differs between requests.
         """
         first = chunks[0]
         if any(chunk.shape != first.shape for chunk in chunks):  # as where nothing is for an empty last row
@@ -551,8 +553,8 @@ def _is_float(node: Proto) -> bool:
 def _close(expected: Array, found: Array) -> bool:
     """True if two arrays have the same shape, dtype and values; floats may differ by rounding.
 
-    A float may differ by 1e-4 (of 16 bits by 2e-2) of the greatest value in its row, or of a usual row's
-    greatest if that is more. NaN equals NaN.
+    A float may differ by 1e-4 (of 16 bits by 2e-2) of the greatest magnitude in its row, of the median row's
+    greatest, or of 0.01, whichever is the most. NaN equals NaN.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False

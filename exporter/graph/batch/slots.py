@@ -69,7 +69,8 @@ class Slot(NamedTuple):
 def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
     """Yield the slots of a node: its numbers that may be the batch size or a multiple of it.
 
-    Of a batch size of 1 only ones are. `scope` is the function that the node is in, "" for the graph.
+    With a batch size of 1 only numbers equal to 1 are. `scope` is the function that the node is in, "" for
+    the graph.
     """
     if node.op == "Const":
         yield from _slots_of_constant(node, batch, scope)
@@ -81,7 +82,10 @@ def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
 
 
 def _multiple(number: int, batch: int) -> int:
-    """Return how many times the batch size is in a number; 0 if the number cannot come from it."""
+    """Return how many times the batch size is in a number; 0 if the number cannot come from it.
+
+    That is if it is no multiple or not positive, and for a batch size of 1 if it is not 1.
+    """
     is_one = number == batch if batch == 1 else number > 0 and number % batch == 0
     return number // batch if is_one else 0
 
@@ -170,7 +174,8 @@ def opened(
 
     Changed nodes are copies. `counters` has, for each signature, the nodes that it reaches and what counts
     its requests' rows. Functions with slots, and those that lead to them, are added under new names, with the
-    number of rows as their last argument. CannotOpen for a slot that cannot be opened.
+    number of rows as their last argument; the loops' bodies among them return it, too. CannotOpen for a slot
+    that cannot be opened.
     """
     by_scope: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
@@ -249,8 +254,8 @@ class _Scope:
     def count(self, name: str, each: int, dtype: DType) -> str:
         """Return a tensor with `each` times the number of the request's rows, for use by the node `name`.
 
-        It is a scalar of `dtype`. The nodes that compute it are added. CannotOpen if nothing counts the rows
-        there.
+        It is a scalar of `dtype`. The nodes that compute it are added. CannotOpen if no tensor counts the
+        rows for that node.
         """
         raise NotImplementedError
 
