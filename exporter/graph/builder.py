@@ -257,9 +257,10 @@ def keyword_arguments(builder: Builder, given: Mapping[str, str], label: str) ->
     """Return the keyword arguments to call a builder with, by name.
 
     `given` has the texts of `--model-arg` by name: they are converted to the type of the annotation or
-    default. Parameters `training` and `is_training` that are not given are False. `label` names the builder
-    in messages. UsageError for an argument that the builder does not accept, a text that does not convert, or
-    a required argument without a value.
+    default. A builder with `**kwargs` accepts any name, with its text. Parameters `training` and
+    `is_training` that are not given are False. `label` names the builder in messages. UsageError for an
+    argument that the builder does not accept, a text that does not convert, or a required argument without a
+    value.
     """
     parameters = _parameters(builder)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -298,7 +298,8 @@ class CalledBody:
         """Return the inputs that a running node needs, of a call those that the called function uses.
 
         Control inputs are among them, without `^`, only of nodes that are not a call, a Merge or a batch
-        normalisation. A call is recorded, for `bodies`.
+        normalisation. Of a call that may run one of several functions all inputs count. Calls are recorded,
+        for `bodies`.
         """
         inputs = input_names(node)
         if node.op in MERGES:
@@ -337,7 +338,7 @@ class CalledBody:
     def _constant_inputs(self, node: Proto, inputs: list[str]) -> list[str]:
         """Return the tensor that each argument of a node's functions gets in every call, in order.
 
-        It is "" for an argument that may differ between calls, as in a loop.
+        It is "" for an argument that may differ between calls, as most arguments of a loop do.
         """
         if node.op in _CONDITIONALS:
             return inputs[1:]
@@ -355,8 +356,8 @@ class CalledBody:
         """Return the body of the function `name` as called with `inputs`, and record the call.
 
         `inputs` has the tensor of each argument, "" if it may differ between calls; `is_asked` says whether
-        these depend on the request, `is_chosen` whether the request decides that the call runs. None if calls
-        are nested more than 48 deep.
+        arguments that may differ depend on the request, `is_chosen` whether the request decides that the call
+        runs. None if calls are nested more than 48 deep.
         """
         body = self._body(name, self._passed(name, inputs, is_asked=is_asked), is_chosen=is_chosen)
         if body is not None:

@@ -36,7 +36,7 @@ class _Cast(Struct, frozen=True):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """True if it is stored as codes and scales, with another shape than the graph's."""
+        """True if the variable is stored in int8, as codes and scales, with longer rows than the graph's."""
         return self.stored is DType.INT8
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:

@@ -173,9 +173,10 @@ class _Conversion:
         return self._index.nodes | {node.name: node for node in added}
 
     def handle_of(self, gather: Proto) -> str | None:
-        """Return the handle node of the variable that a gather reads; of a partitioned one the first part's.
+        """Return the name of the handle node of the variable that a gather reads.
 
-        None if the node reads no embedding variable, or has fewer than three inputs.
+        Of a variable in parts it is the first part's handle. None if the node reads no embedding variable, or
+        has fewer than three inputs.
         """
         inputs = data_inputs(gather)
         handle = through_identities(self._index.nodes, inputs[0].node) if len(inputs) > 2 else ""

@@ -177,7 +177,7 @@ class _Parts:
     def nodes(self) -> list[Proto]:
         """Return the nodes to replace the group; the last has its name and outputs.
 
-        Their names are added to the set given at the beginning. To be called once.
+        Their names are unique in the set `names` of the constructor and are added to it. To be called once.
         """
         group = self._group
         if group.shapes:

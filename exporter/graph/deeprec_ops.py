@@ -36,25 +36,31 @@ def is_deeprec(op: str) -> bool:
 
 
 def is_convertible(op: str) -> bool:
-    """True for an operation of DeepRec's, except groups, that `deeprec_conversion` rewrites if needed."""
+    """True for DeepRec's handle of an embedding variable, and for its gathers, by the name of the operation.
+
+    `deeprec_conversion` rewrites these if outputs need them.
+    """
     return op == HANDLE or op in GATHERS
 
 
 def is_fused(op: str) -> bool:
-    """True for an operation, by its name, by which DeepRec fuses a whole lookup, or a group of lookups."""
+    """True for the name of an operation by which DeepRec fuses a whole lookup, or a group of lookups."""
     return _FUSED.fullmatch(op) is not None
 
 
 def is_deeprecs(nodes: Iterable[Proto]) -> bool:
-    """True if DeepRec made a graph: it has an operation of DeepRec's, or a SaveV2 with its attribute."""
+    """True if DeepRec made a graph: it has an operation of DeepRec's, or a node with the attribute `has_ev`.
+
+    DeepRec gives this attribute to every SaveV2.
+    """
     return any(is_deeprec(node.op) or _SAVES_KEYS in node.attr for node in nodes)
 
 
 def drop_foreign_attributes(nodes: Iterable[Proto], op_defs: Iterable[Proto]) -> None:
     """Remove DeepRec's attributes of stock operations from nodes, in place.
 
-    `op_defs` are the graph's own OpDefs. ForeignOperations if an attribute is not their default, so that it
-    may have an effect.
+    `op_defs` are the graph's own OpDefs. ForeignOperations if an attribute differs from its default in these,
+    or has none, because it may have an effect; nodes before that one are changed already.
     """
     # An attribute with the default value in the graph's own OpDefs has no effect.
     defaults = {op.name: {a.name: a.default_value for a in op.attr} for op in op_defs}

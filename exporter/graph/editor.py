@@ -37,8 +37,9 @@ class GraphEditor(Struct):
     def onto(cls, graph_def: Proto, wanted: str, owner: str) -> GraphEditor:
         """Return an editor that adds nodes under `wanted`, or `wanted_<n>` if the graph has names there.
 
-        `wanted` is in lower case, as names that differ in case alone count as one; `owner` becomes part of
-        the names of resources.
+        A scope is taken if a node is in it, or the name of a function begins with it. `wanted` is to be in
+        lower case, as names that differ in case alone count as one; `owner` becomes part of the names of
+        resources.
         """
         taken = {node.name.partition("/")[0].lower() for node in graph_def.node}
         functions = [function.signature.name.lower() for function in graph_def.library.function]
@@ -80,7 +81,10 @@ class GraphEditor(Struct):
         return full
 
     def constant(self, name: str, value: Any, dtype: DType) -> str:
-        """Add a constant of this dtype on the CPU and return its name."""
+        """Add a constant of this dtype on the CPU and return its name.
+
+        `value` is a number, a list or an array; strings are bytes.
+        """
         tensor = message_class("TensorProto")()
         fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))
         return self.node(name, "Const", device=CPU, dtype=dtype, value=tensor)
@@ -205,7 +209,7 @@ class TracedFunction(Struct, frozen=True):
 def trace(
     part: Callable[..., Any], inputs: Mapping[str, tuple[DType, Any]], *, as_written: bool = False
 ) -> TracedFunction:
-    """Trace the functions of a part, as in `GraphEditor.function`, to be added to any graph by `place`.
+    """Trace a part, as `GraphEditor.function` does, into functions that `place` adds to any graph.
 
     `inputs` is {argument: (dtype, static shape)}. Imports TensorFlow; raises whatever `part` raises.
     """

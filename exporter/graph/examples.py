@@ -47,7 +47,7 @@ class Feature(Struct, frozen=True):
 
     @property
     def is_sparse(self) -> bool:
-        """True if the graph takes it as indices, values and dense shape."""
+        """True if the graph takes the feature as three tensors: indices, values and dense shape."""
         return len(self.tensors) > 1
 
 
@@ -118,8 +118,8 @@ def add_parser(meta_graph: Proto, index: GraphIndex, features: Iterable[Feature]
     """Let the readers of the features' tensors read, in place, tensors parsed from a new placeholder.
 
     Returns the placeholder's tensor, and the parsed ones. UsageError if a feature does not fit its tensors,
-    or two features name the same tensor; GraphError, or its subclass UnknownTensor, if the graph does not
-    describe or have one.
+    or two features name the same tensor; UnknownTensor if the graph lacks a tensor, GraphError if a tensor's
+    dtype is unknown.
     """
     resolved = [_Resolved.of(index, feature) for feature in features]
     taken: dict[Endpoint, str] = {}
