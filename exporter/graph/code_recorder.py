@@ -66,8 +66,9 @@ def import_code(where: str) -> Any:
 
     It is imported anew if files of builders were edited since; all their modules are then removed from
     `sys.modules`, and so are other builders' modules whose names its directory has, too. The directory of a
-    file is put first on `sys.path`. Waits while another thread imports a builder. Raises whatever the import
-    raises: ImportError, FileNotFoundError, or an error of the module's own code.
+    file is put first on `sys.path`, until the `importable` block around the call ends, if any. Waits while
+    another thread imports a builder. Raises whatever the import raises: ImportError, FileNotFoundError, or an
+    error of the module's own code.
     """
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import will report the error
@@ -168,7 +169,7 @@ class Recorder:
 
         `main` is the builder's own file, None if it has none. With `is_loaded` this process imported it for
         this purpose: then BuilderError if a file was edited meanwhile. Otherwise modules that differ from
-        their files have no digest.
+        their files have no digest. Opened files that cannot be read are left out.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])

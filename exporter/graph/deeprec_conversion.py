@@ -386,7 +386,8 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
     """Let nodes read, in place, the tensors that are put into stages, instead of those that are taken out.
 
-    A stage of which `given` has a tensor taken out, and one that nothing fills, stay as they are.
+    A stage of which `given` has a tensor taken out, and one that nothing fills with as many tensors as are
+    taken, stay as they are.
     """
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:

@@ -53,7 +53,8 @@ _KEYS = (DType.INT64, DType.INT32)
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
     """Split, in place, the group lookups among the nodes `needed` into one lookup for each table.
 
-    Those that cannot be split stay. Returns the index of the graph as it is then: a new one if any was split.
+    A lookup that cannot be split, or of which outputs other than rows are used, stays. Returns the index of
+    the graph as it is then: a new one if any was split.
     """
     read = _outputs_read(index, meta_graph, needed)
     groups = {
@@ -77,9 +78,10 @@ def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[s
 
 
 def group_handles(node: Proto) -> list[str]:
-    """Return the handles' nodes of the embedding variables that a group lookup reads, in order.
+    """Return the names of the nodes from which a group lookup gets its variables' handles, in order.
 
-    Empty for any other node, a group of ordinary variables, and a group that cannot be split.
+    A node may forward the handle of an embedding variable. Empty for any other node, a group of ordinary
+    variables, and a group that cannot be split.
     """
     group = _Group.of(node)
     return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []

@@ -83,7 +83,7 @@ class GraphEditor(Struct):
     def constant(self, name: str, value: Any, dtype: DType) -> str:
         """Add a constant of this dtype on the CPU and return its name.
 
-        `value` is a number, a list or an array; strings are bytes.
+        `value` is a number, text, bytes, a list of these or an array.
         """
         tensor = message_class("TensorProto")()
         fill(tensor, np.asarray(value, object if dtype is DType.STRING else dtype.numpy))

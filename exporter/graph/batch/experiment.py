@@ -136,7 +136,7 @@ class Experiment:
 
         Raises:
             Failed: rows are mixed, or no slots make the graph answer requests of other sizes.
-            RunFailed: it does not run where its random numbers are replaced.
+            RunFailed: it does not run with other numbers in place of random ones.
             Ended: a run exceeded its limits, or the session's process ended otherwise.
         """
         try:
@@ -155,7 +155,8 @@ class Experiment:
 
         `reshapes` are nodes, tried in order, as `fixed_reshapes` returns them. Then a candidate fits if the
         graph answers as many rows, but neither one less nor one more. None if neither is found. RunFailed if
-        the graph cannot be opened, Ended if a run exceeds its limits. The graph has one signature.
+        the graph cannot be opened, Ended if a run exceeds its limits. ValueError unless the graph has exactly
+        one signature.
         """
         nodes = self._laboratory.nodes
         self._open(session, Opened(dict(nodes), dict(self._library)))
@@ -211,7 +212,7 @@ class Experiment:
         """Return random rows for one signature with the answers at the graph's own size, first ordinary rows.
 
         Failed if it answers none, mixes rows, or draws random numbers; RunFailed if it does not run with
-        others in their place; Ended if a run exceeds its limits.
+        other numbers in place of random ones; Ended if a run exceeds its limits.
         """
         files, heights = [*self._files.values()], self._laboratory.heights
         failure, count = Failed("", "no requests could be made up"), 2 * self._batch + 1

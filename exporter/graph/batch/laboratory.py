@@ -89,7 +89,8 @@ def sparse_inputs(
 ) -> list[tuple[Endpoint, Endpoint, Endpoint]]:
     """Return (indices, values, dense shape) of each sparse tensor among the inputs.
 
-    Its parts are of one node, or have one prefix or one alias; `names` are the inputs' aliases.
+    The three parts are outputs of one node, or of nodes in one scope, or have one alias; `names` are the
+    inputs' aliases. Groups of other inputs are left out.
     """
     groups: dict[str, list[Endpoint]] = {}
     for tensor in inputs:
@@ -285,9 +286,9 @@ def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
 def stranger(population: Population, batch: int) -> Iterator[Population]:
     """Yield two populations of the same rows with other numbers, for what a graph may do rarely.
 
-    Floats are large, of one sign in the first half of the rows, of the other in the second; integers meet
-    often among `batch` rows; texts and booleans change rows. Sparse inputs stay. A graph may refuse these
-    rows.
+    Floats are large, of one sign in the first half of the rows, of the other in the second; integers are at
+    most `batch`, or 2, so that they are often equal; texts and booleans are shuffled among the rows. Sparse
+    inputs stay. A graph may refuse these rows.
     """
     for seed, spread in enumerate(_SPREADS):
         random = np.random.default_rng(seed)
