@@ -554,7 +554,8 @@ def _public_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
 def _named_modules(config: Any) -> list[str]:
     """Return the modules outside of Keras and `builtins` that a config names, each once, in order.
 
-    The order is that of the config, outer objects first. CodeRefused if it is nested more than 200 deep.
+    The order is that of the config, outer objects first. CodeRefused if the config is nested more than 200
+    deep.
     """
     named = dict.fromkeys(entry.get("module") for _, entry in entries(config))
     foreign = (name for name in named if isinstance(name, str))

@@ -217,8 +217,8 @@ def _check_sparse(index: GraphIndex, feature: Feature, tensors: tuple[Endpoint, 
 def _shape(index: GraphIndex, feature: Feature, tensor: Endpoint) -> tuple[int, ...]:
     """Return a dense feature's shape in one Example: the given one, else the tensor's without the batch.
 
-    A first length of -1 is any number of values. UsageError if neither is known, or if they differ in a
-    length that both fix.
+    A first length of -1 is any number of values. UsageError if neither is known, or if they differ in rank or
+    in a length that both fix.
     """
     known = index.shape(tensor)
     shape = feature.shape

@@ -121,7 +121,7 @@ class _Graph:
     def _by_keys(self, reader: str) -> ByKeys | None:
         """Return the table by keys that the node `reader` looks keys up in; None if it does not.
 
-        That is the one node of a joined lookup, or the node `key` of a separate one.
+        A reader that does is the node of a joined lookup, or the node `key` of a lookup in separate nodes.
         """
         node = self._nodes[reader].proto
         if JOINED in node.attr:

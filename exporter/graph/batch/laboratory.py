@@ -132,8 +132,8 @@ def laboratory(nodes: Mapping[str, Proto], filled: Sequence[str]) -> Laboratory:
     """Return the nodes, changed ones as copies, with operations that give variables small random values.
 
     Tables of which only rows are gathered have 61 rows, and ids are taken modulo 61; their heights before are
-    returned, too. Unknown lengths become 61. Booleans, and integers other than int32 and int64, are zeros.
-    The handles `filled` get their values from other operations.
+    returned, too. Unknown lengths become 61. Variables of booleans, or of integers other than int32 and
+    int64, are zeros. The handles `filled` get their values from other operations.
 
     Raises:
         NoLaboratory: the variables are too large, of unknown shape, or of a dtype without random numbers.
