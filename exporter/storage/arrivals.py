@@ -64,7 +64,8 @@ class Arrivals:
     def sleep(self, seconds: float) -> None:
         """Wait up to `seconds` for a change in the directories, which need not exist yet.
 
-        Returns soon after one. A change since the last call counts. Without inotify it waits all the time.
+        Returns soon after one. A change since the last call counts. Without inotify it always waits the
+        whole time.
         """
         self.watch(self._directories)
         self.wait(seconds)
@@ -89,7 +90,7 @@ class Arrivals:
         """Wait up to `seconds` for a change since the last call, or until `stop` is set.
 
         After a change it waits until 3 ms have passed without another, at most 50 ms. `stop` is looked at ten
-        times a second.
+        times a second. Without inotify no change is seen.
         """
         until = time.monotonic() + seconds
         longest = math.inf if stop is None else _LOOK_S
@@ -141,7 +142,7 @@ def _events(read: bytes) -> Iterator[tuple[int, bytes]]:
 def _inotify() -> tuple[Any, int]:
     """Return the C library and a new descriptor for events.
 
-    None and -1 if the kernel does not offer inotify.
+    None and -1 if the kernel does not offer inotify, or allows this user no more instances.
     """
     import ctypes
 

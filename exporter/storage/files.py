@@ -166,7 +166,7 @@ def regular_file(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file to read inside the block; each OSError while reading names the file.
 
     Raises:
-        CheckpointError, OSError: as `open_regular`.
+        CheckpointError, DiskFull, PublishError, OSError: as `open_regular`.
     """
     descriptor = open_regular(path)
     try:
@@ -191,7 +191,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Return all bytes of a regular file; it never waits for a pipe, and never reads more than `limit` bytes.
 
     Raises:
-        CheckpointError, OSError: as `open_regular`; EFBIG for a file of more than `limit` bytes.
+        CheckpointError, DiskFull, PublishError, OSError: as `open_regular`; OSError (EFBIG), too, for a file
+            of more than `limit` bytes.
     """
     require_size(path, path.stat().st_size, limit)
     with regular_file(path) as file:
@@ -201,10 +202,10 @@ def read_regular(path: Path, limit: int) -> bytes:
 def read_given(path: Path, limit: int) -> bytes:
     """Return all bytes of a file that a person named: regular, or a pipe, as a shell's <(command) makes.
 
-    A pipe is read to its end, which is waited for.
+    A pipe is read to its end, which is waited for. `limit` is in bytes.
 
     Raises:
-        CheckpointError, OSError: as `read_regular`.
+        CheckpointError, DiskFull, PublishError, OSError: as `read_regular`.
     """
     if not path.is_fifo():
         return read_regular(path, limit)
@@ -245,8 +246,8 @@ class Unchanged(Generic[T]):
     def of(self, path: str | Path, read: Callable[[Path], T]) -> T:
         """Return the value that `read` makes from a file; a kept value is returned without opening the file.
 
-        Values of small files that were not written to in the last two seconds are kept. Errors are those of
-        `read`.
+        Values of files of at most 1 MiB that were not written to in the last two seconds are kept. All
+        values are forgotten when their files together pass 16 MiB. Errors are those of `read`.
         """
         try:
             found = os.stat(path)  # noqa: PTH116  a `Path` costs more than the call, and there are thousands
@@ -323,7 +324,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 def lock_within(descriptor: int, seconds: float) -> bool:
     """Acquire the exclusive lock of an open file, waiting up to `seconds`; False if another kept it.
 
-    With 0 seconds it is tried once.
+    With 0 seconds it is tried once. OSError if the file system has no locks.
     """
     deadline = time.monotonic() + seconds
     while not try_lock(descriptor):
@@ -394,7 +395,7 @@ def file_digest(path: Path) -> str:
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
-        CheckpointError: as `open_regular`.
+        CheckpointError, DiskFull, PublishError: as `open_regular`.
     """
     with regular_file(path) as file:
         return sha256_of(file)

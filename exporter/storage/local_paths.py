@@ -54,7 +54,8 @@ def local_path(what: str, place: str | os.PathLike[str]) -> Path:
     """Return the local path in the value of an option or argument, which errors call `what`.
 
     Raises:
-        UsageError: nothing, a URL of another scheme than `file`, or a `file://` URL of another machine.
+        UsageError: the value is empty, a URL of another scheme than `file`, or a `file://` URL of another
+            machine.
     """
     return _local(what, place, "only local paths are read and written")
 
@@ -152,7 +153,10 @@ def _as_meant(text: str) -> str:
 
 
 def store_url(text: str) -> str | None:
-    """Return our URL (s3, gs, az) for an object store's URL in another spelling; None for any other text."""
+    """Return our URL (s3, gs, az) for an object store's URL in another spelling.
+
+    None for any other text, also for one of our URLs without a mistake.
+    """
     found = _URL.match(_as_meant(text))
     if found is None:
         return None
@@ -226,7 +230,7 @@ def local_name(what: str, name: str) -> str:
 def checkpoint_parser(what: str) -> Callable[[str], Path]:
     """Return a function that parses a text of the command line as `checkpoint_path` does.
 
-    `what` is the name of the option or argument in errors.
+    `what` is the name of the option or argument in errors. The function raises UsageError.
     """
 
     def path(text: str) -> Path:
@@ -238,7 +242,7 @@ def checkpoint_parser(what: str) -> Callable[[str], Path]:
 def path_parser(what: str) -> Callable[[str], Path]:
     """Return a function that parses a text of the command line as `local_path` does.
 
-    `what` is the name of the option or argument in errors.
+    `what` is the name of the option or argument in errors. The function raises UsageError.
     """
 
     def path(text: str) -> Path:

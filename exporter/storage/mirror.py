@@ -75,7 +75,12 @@ class Held(Struct, frozen=True):
 
 
 class Mirror:
-    """A local directory with the names, sizes and times of the objects at a URL."""
+    """A local directory with the names, sizes and times of the objects at a URL.
+
+    A new one is empty until `refresh` or `show`. With `is_directory` the URL is known to be a directory.
+    UsageError if the library that reads stores is not installed, CheckpointError if the environment's
+    settings are refused, OSError if the directory cannot be made.
+    """
 
     def __init__(self, url: Url, *, is_directory: bool = False) -> None:
         self._asked, self._is_directory = url, is_directory or not url.path
@@ -107,8 +112,8 @@ class Mirror:
     def refresh(self) -> None:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
 
-        CheckpointError if there are too many, or as `exporter.storage.objects.asking`; DiskFull or
-        PublishError if a file cannot be made.
+        CheckpointError if there are more than 100,000, or, or a subclass, if the store cannot be listed;
+        DiskFull or PublishError if a file cannot be made.
         """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
@@ -152,7 +157,7 @@ class Mirror:
         return shown if shown is not None and shown.inode == inode else self._stand_ins.get(inode)
 
     def has(self, name: str) -> bool:
-        """True if a file of this name is that of the listed object, and nothing has replaced the file."""
+        """True if the file of this name stands for the listed object: no process has replaced it here."""
         held = self.held(name)
         return held is not None and held is self._shown.get(name)
 
@@ -351,8 +356,8 @@ def local(path: Path) -> Path:
     Any other path is returned unchanged.
 
     Raises:
-        UsageError: the library that reads stores is not installed.
-        CheckpointError: the store cannot be read.
+        UsageError: the URL is malformed, or the library that reads stores is not installed.
+        CheckpointError: the store cannot be read, or has more than 100,000 objects there.
         DiskFull, PublishError: the local files cannot be made.
     """
     url = Url.parse(os.fspath(path))
@@ -522,7 +527,10 @@ def forget(path: Path) -> None:
 
 
 def shown(text: str, write: Callable[[str], str] = str) -> str:
-    """Return the text with the local paths of mirrors replaced by their URLs, as `write` gives them."""
+    """Return the text with the local paths of mirrors replaced by their URLs.
+
+    `write` is applied to each URL first, to quote it for example.
+    """
     for root, mirror in tuple(_MIRRORS.items()):
         if root in text:
             text = text.replace(root, write(str(mirror.url)))
@@ -647,7 +655,7 @@ class ReadAhead:
         self._kinds: dict[tuple[str, str], list[str]] = {}
 
     def show(self, names: Iterable[str]) -> None:
-        """Replace the files that are known by these."""
+        """Forget all names of files known until now, and know these instead."""
         kinds = defaultdict(list)
         for name in sorted(names):
             kinds[_kind(name)].append(name)

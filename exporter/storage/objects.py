@@ -59,7 +59,10 @@ _CONNECTIONS = 16
 
 
 class RemoteObject(Struct, frozen=True):
-    """A listed object: its key, size in bytes, entity tag, and time of last change (seconds since 1970)."""
+    """A listed object: its key, size in bytes, entity tag, and time of last change (seconds since 1970).
+
+    The tag is None if the store gives none.
+    """
 
     key: str
     size: int
@@ -96,7 +99,8 @@ class ObjectReader:
     def below(self, path: str, *, after: str | None = None) -> Iterator[RemoteObject]:
         """Yield all objects below the directory `path` ("": the bucket), in the store's order of keys.
 
-        With `after` only those whose keys sort after it. Raises as `asking`.
+        With `after` only those whose keys sort after it. CheckpointError and subclasses as `asking`, during
+        the iteration.
         """
         import obstore
 
@@ -113,14 +117,17 @@ class ObjectReader:
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
         """Return all objects below the URL, by their names there; with `after` only names that sort after it.
 
-        Empty if there are none. Raises as `asking`.
+        Empty if there are none. CheckpointError and subclasses as `asking`.
         """
         base = self.url.key("")
         found = self.below(self.url.path, after=after and base + after)
         return {each.key.removeprefix(base): each for each in found}
 
     def beside(self, path: str) -> list[RemoteObject]:
-        """Return the objects directly in the directory `path` ("": the bucket). Raises as `asking`."""
+        """Return the objects directly in the directory `path` ("": the bucket).
+
+        CheckpointError and subclasses as `asking`.
+        """
         return [_object(each) for each in self._level(path)["objects"]]
 
     def directories(self, path: str) -> list[str]:
@@ -137,7 +144,10 @@ class ObjectReader:
             return again(lambda: obstore.list_with_delimiter(self._store, path or None))
 
     def look(self, key: str) -> RemoteObject | None:
-        """Return the present object of a key; None if there is none. Raises as `asking`."""
+        """Return the present object of a key; None if there is none.
+
+        CheckpointError and subclasses as `asking`.
+        """
         import obstore
 
         with asking(self.url, key):
@@ -147,9 +157,10 @@ class ObjectReader:
                 return None
 
     def read(self, found: RemoteObject, start: int, stop: int) -> memoryview:
-        """Return bytes `start` to `stop` of a listed object; empty, without a request, if there are none.
+        """Return bytes `start` to `stop` (excluded) of a listed object; empty, without a request, for none.
 
-        CheckpointChanged if the object was replaced or vanished; otherwise as `asking`.
+        CheckpointChanged if the object was replaced or vanished; otherwise CheckpointError and subclasses as
+        `asking`. An object without a tag is not known to be replaced.
         """
         import obstore
 
@@ -222,7 +233,7 @@ class ObjectReader:
     def checksums(self, found: RemoteObject, ranges: Sequence[tuple[int, int]]) -> list[int]:
         """Return the plain crc32c of each range (start, stop) of an object, in their order; nothing is kept.
 
-        Errors are those of `read`.
+        Errors are those of `ObjectReader.read`.
         """
         import numpy as np
 
@@ -275,7 +286,7 @@ class ObjectWriter(ObjectReader):
         """Have the store copy an object to another key, replacing one there.
 
         CheckpointChanged if the source was replaced meanwhile; the copy stays then. PublishError if the store
-        refuses it.
+        refuses it, CheckpointError or a subclass if the source cannot be looked at afterwards.
         """
         import obstore
 
@@ -331,7 +342,8 @@ class ObjectWriter(ObjectReader):
     def fetch(self, key: str, limit: int) -> tuple[bytes, Tag] | None:
         """Return the bytes of a small object, and its tag; None if there is none.
 
-        CheckpointError if it has more than `limit` bytes; otherwise as `asking`.
+        CheckpointError if it has more than `limit` bytes; otherwise CheckpointError and subclasses as
+        `asking`.
         """
         import obstore
 
@@ -544,9 +556,9 @@ def again(ask: Callable[[], T]) -> T:
 def asking(url: Url, key: str | None = None) -> Iterator[None]:
     """Raise named errors for a store's answers to reads inside the block.
 
-    CheckpointNotFound if the bucket does not exist, CheckpointChanged if the object `key` vanished or was
-    replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable. All are
-    CheckpointErrors.
+    CheckpointNotFound if the bucket does not exist and `key` is None, CheckpointChanged if the object `key`
+    vanished or was replaced, CheckpointError for a name that is not a path, otherwise StoreUnavailable. All
+    are CheckpointErrors. `key` is the key of the object that is read, None for a list of several.
     """
     from obstore import exceptions
 
@@ -595,7 +607,7 @@ def asking(url: Url, key: str | None = None) -> Iterator[None]:
 
 
 def _is_ill(status: str) -> bool:
-    """True for an answer that another try may get past: too many requests, or an error of the server.
+    """True for an answer that another try may get past: too many requests, or a server's error but 501.
 
     `status` is an HTTP status with its text, or another failure in words.
     """

@@ -81,7 +81,8 @@ class Directory(Protocol):
     def as_local(self) -> Path:
         """Return a local directory with the present objects; those of a store are fetched when they are read.
 
-        CheckpointError or a subclass if a store cannot be listed.
+        Of a store, objects whose names contain a slash are left out. CheckpointError or a subclass if a store
+        cannot be listed, DiskFull or PublishError if the local files cannot be made.
         """
 
     def remove(self) -> None:
@@ -95,7 +96,7 @@ def open_directory(place: str) -> Directory:
     """Return the directory at a path or URL; nothing is made or listed yet.
 
     Raises:
-        UsageError: the library that reads stores is not installed.
+        UsageError: the URL is malformed, or the library that reads stores is not installed.
         CheckpointError: the environment's settings for a store are refused.
     """
     url = Url.parse(place)
