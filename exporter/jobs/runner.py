@@ -78,7 +78,7 @@ class LocalEngine:
         """Run the works by threads and yield their outcomes, in the order in which they end.
 
         Twice as many works as threads are read ahead. Closing the iterator drops works that have not begun,
-        and waits for the others.
+        and waits for the others. An exception that is not an ExportError ends the iteration.
         """
         pending: set[Future[bytes]] = set()
         with workers(self._workers, "jobs") as pool:
@@ -156,7 +156,8 @@ class Runner(Struct, frozen=True):
         """Return a new `Job` for the tasks, or the kept one to resume.
 
         If the runner keeps no jobs, outputs go to `scratch`. `scratch` is a directory, which is made; "" if
-        the tasks have no outputs. PublishError and subclasses if a directory cannot be made, or as `use`.
+        the tasks have no outputs. PublishError and subclasses if a directory cannot be made, CheckpointError
+        or UsageError if a store cannot be opened.
         """
         return Job(self, tasks, scratch)
 
@@ -196,8 +197,9 @@ class Job:
     ) -> Generator[Receipt, None, None]:
         """Return an iterator that runs tasks, by default all, and yields their receipts in the tasks' order.
 
-        Closing it cancels the others. `progress` advances by each task's bytes. EngineFailed if the engine
-        ends early; a task's own failure is raised as its own class of ExportError.
+        Closing it cancels the others. `progress` advances by each task's bytes. Raised during the iteration:
+        EngineFailed if the engine ends early; a task's own failure as its own class of ExportError;
+        CheckpointError, PublishError or a subclass if kept receipts cannot be read.
         """
         # A plan in which tasks read others' outputs is run in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
@@ -230,7 +232,8 @@ class Job:
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
         """Yield, in the order of `tasks`, the receipts that are kept, and others when the engine has them.
 
-        EngineFailed if the engine ends early; a task's own failure is raised.
+        EngineFailed if the engine ends early; a task's own failure is raised; CheckpointError, PublishError
+        or a subclass if kept receipts cannot be read.
         """
         keep, place = self.is_kept and self._runner.resumes, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
@@ -300,7 +303,8 @@ def use(place: str) -> UsedJob:
     """Begin to use the job's directory at a path or URL, created if need be, and return it.
 
     A local directory is locked (shared), after waiting while another command removes it; in a store an object
-    with this command's name is written. PublishError or a subclass if it cannot be made.
+    with this command's name is written. PublishError or a subclass if it cannot be made; CheckpointError or
+    UsageError if the store cannot be opened.
     """
     url = Url.parse(place)
     return _LocalJob(Path(place)) if url is None else StoredJob(place)

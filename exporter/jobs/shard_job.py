@@ -223,10 +223,16 @@ class ShardJob(Generic[T]):
     ) -> NewShards[T]:
         """Run the tasks, compare the checksums of all that they read, and return the places of all sections.
 
-        Waits for all tasks; the shards are then beside `prefix`. A kept job ends with `stack`: when its
-        shards are published. `before` and `behind` are the numbers of shards that the caller writes. Files
-        below `made` are the command's own: see `exporter.jobs.shard_job`. CorruptFile if a checksum differs,
-        EngineFailed if the engine ends early, a task's own failure as its own class of ExportError.
+        Waits for all tasks; the shards are then beside `prefix`. The job is left (see `Job`) when `stack`
+        closes, which must not be before its shards are published. `before` and `behind` are the numbers of
+        shards that the caller writes. Files below `made` were made by the command itself, for this run.
+
+        Raises:
+            CorruptFile: a checksum differs.
+            CheckpointError: an input cannot be read; CheckpointChanged if it changed.
+            PublishError: it, or a subclass: a directory or a shard cannot be made.
+            EngineFailed: the engine ends early.
+            ExportError: a task's own failure, as its own class.
         """
         shards = before + self.tasks + behind
         names = (shard_path(prefix, before + number, shards).name for number in range(self.tasks))
@@ -263,7 +269,7 @@ def _bytes_read(batch: Sequence[Place[Any]]) -> int:
 def _begun(
     tasks: Sequence[WriteShard], runner: Runner, made: Path | None, scratch: str, stack: ExitStack
 ) -> Job:
-    """Begin the job of these tasks, left at the end of `stack`, and return it.
+    """Enter the job of these tasks as a context of `stack`, which leaves it on closing; return it.
 
     If the runner keeps jobs, files below `made` are named by content in its plan, and copied for workers
     elsewhere. `scratch` is as in `Runner.job`. PublishError and subclasses if a file cannot be read or

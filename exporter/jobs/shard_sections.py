@@ -278,7 +278,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         """Write the rows to their runs, and return no counts.
 
         MappingError if a value does not fit into the target dtype, CheckpointChanged if a file became
-        shorter.
+        shorter, OSError if the disk refuses.
         """
         runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
         if self.is_verbatim:
@@ -290,7 +290,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def _copy(self, sources: Sequence[ReadRun], runs: Sequence[WrittenRun]) -> None:
         """Copy the sources, one after the other, into the runs, with one checksum for reading and writing.
 
-        CheckpointChanged if a file became shorter.
+        CheckpointChanged if a file became shorter, OSError if the disk refuses.
         """
         buffer = np.empty(min(COPY_BYTES, max((source.size for source in sources), default=0)), np.uint8)
         waiting = zip(runs, self.counts, strict=True)
@@ -335,7 +335,11 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
     def _deal(
         self, blocks: Iterable[Array], runs: Sequence[WrittenRun], converted: Callable[[Array], Array]
     ) -> None:
-        """Write blocks of rows [n, width], in order, to the runs that they belong to, after `converted`."""
+        """Write blocks of rows [n, width], in order, to the runs that they belong to.
+
+        `converted` is applied to the rows of each write. Its errors and those of `blocks` pass; OSError if
+        the disk refuses.
+        """
         first = 0
         ends = np.cumsum([0, *self.counts])
         for block in blocks:
@@ -366,7 +370,8 @@ class QuantisedRows(MovedRows, frozen=True, array_like=True, tag="rows8"):
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """Write the rows in 8 bits to their runs, and return `RowErrors.bits`.
 
-        NotFinite for a row without codes, CheckpointChanged if a file became shorter.
+        NotFinite for a row without codes, CheckpointChanged if a file became shorter, OSError if the disk
+        refuses.
         """
         runs = [shard.reserve(count * self.row_bytes) for count in self.counts]
         errors = RowErrors()

@@ -80,7 +80,7 @@ class Input(Struct, frozen=True, array_like=True):
         Raises:
             CheckpointChanged: the input is not as planned; for a file, also if it changed during the block.
             CheckpointError: it cannot be read.
-            PublishError: `scratch` cannot be written.
+            PublishError, DiskFull: `scratch` cannot be written.
         """
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
@@ -110,10 +110,11 @@ class Input(Struct, frozen=True, array_like=True):
         return url is not None
 
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
-        """Return the plain crc32c of each range, up to the end of the file, in their order.
+        """Return the plain crc32c of each range, in their order; a range is cut at the end of a file.
 
-        Objects are read without a copy; `scratch` is as in `file`. CheckpointChanged if the input is not as
-        planned, CheckpointError if it cannot be read.
+        Objects are read without a copy; `scratch` is as in `Input.file`. CheckpointChanged if the input is
+        not as planned, CheckpointError if it cannot be read, PublishError or DiskFull if a file of zeros
+        cannot be written.
         """
         url = Url.parse(self.place)
         if url is None:
@@ -166,7 +167,10 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
-        """Yield the path of a file for each input, in order, that has its ranges: see `Input.file`."""
+        """Yield the path of a file for each input, in order, that has its ranges.
+
+        Errors are those of `Input.file`; files in `scratch` are removed at the end.
+        """
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
             wanted[each.input].append(each)

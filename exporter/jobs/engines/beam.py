@@ -38,7 +38,8 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works on Beam and yield their outcomes, in any order.
 
     UsageError if workers elsewhere have no place for results, or an option is malformed; EngineFailed if the
-    pipeline fails, or has no outcome for too long.
+    pipeline fails, or has no outcome for `stall` seconds (900); CheckpointError, PublishError or a subclass
+    if the directory of results cannot be read or written.
     """
     options = dict(asked.options)
     stall_s = seconds("stall", options.pop("stall", "900"))
@@ -154,7 +155,7 @@ def put_works(directory: Directory, works: Iterable[bytes]) -> int:
 def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield (number of a work, its outcome) for each line of the file `name`.
 
-    Nothing if it does not exist.
+    Nothing if it does not exist. CheckpointError, PublishError or a subclass if it cannot be read.
     """
     for line in (directory.read(name) or b"").splitlines():
         number, _, outcome = line.partition(b" ")
@@ -164,7 +165,8 @@ def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
 def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
     """Yield (number, work) for each work in the file `name` of the directory `place`, on a worker.
 
-    EngineFailed if this machine does not see the file.
+    EngineFailed if this machine does not see the file; CheckpointError, PublishError or a subclass if it
+    cannot be read.
     """
     content = open_directory(place).read(name)
     if content is None:

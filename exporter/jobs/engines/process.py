@@ -84,8 +84,8 @@ class ProcessEngine:
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
         """Run the works in the engine's process and yield their outcomes, in any order.
 
-        EngineFailed if the process ends before all is done. The process, its group and its files are removed
-        at the end, after up to 60 s.
+        EngineFailed if the process ends before all is done; OSError if it, or its temporary directory, cannot
+        be made. The process, its group and its files are removed at the end, after up to 60 s.
         """
         with TemporaryDirectory(prefix=f"{self.name}-") as files:
             talk = Path(files) / "talk"
