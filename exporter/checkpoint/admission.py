@@ -24,7 +24,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 class Admission(Struct, frozen=True):
     """A filter of keys: seen at least `min_freq` times, updated within `max_age_steps`.
 
-    None means at any time.
+    A `max_age_steps` of None admits any age.
     """
 
     min_freq: int = 0

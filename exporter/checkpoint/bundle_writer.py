@@ -110,6 +110,7 @@ class BundleWriter:
 
     As a context manager it finishes at the end of the block, and removes its files if the block raises.
     Nothing is synced: `files` names the files to sync. Memory is bounded by a chunk, or a string tensor.
+    OSError if the shard's temporary file, beside its final name, cannot be made.
 
         with BundleWriter(Path("variables/variables")) as writer:
             writer.add("dense/bias", np.zeros(4, np.float32))

@@ -290,7 +290,8 @@ def is_series(names: Collection[str]) -> bool:
 def saved_model_without_variables(prefix: Path) -> Path | None:
     """Return the graph file of a SavedModel without variables that would have this `prefix`.
 
-    None if its directory of variables has entries, or there is no such SavedModel.
+    None if its directory of variables has entries, or there is no such SavedModel. OSError if that directory
+    cannot be listed.
     """
     directory = prefix.parent
     if Path(directory.name, prefix.name) != VARIABLES_PREFIX or (

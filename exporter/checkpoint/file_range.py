@@ -77,8 +77,8 @@ class FileRange(Struct, frozen=True):
     def open(self) -> Iterator[int]:
         """Open the file (not only the range) and yield its descriptor, closed after the `with` block.
 
-        An object of a store is fetched whole first. CheckpointChanged if the file vanished or was replaced,
-        CheckpointError if it cannot be read.
+        An object of a store is fetched whole first: DiskFull or PublishError if it cannot be kept here.
+        CheckpointChanged if the file vanished or was replaced, CheckpointError if it cannot be read.
         """
         try:
             descriptor = open_regular(self.path)
@@ -95,14 +95,18 @@ class FileRange(Struct, frozen=True):
 
     @contextmanager
     def opened(self) -> Iterator[Window]:
-        """Yield the range as a binary file, open inside the `with` block; errors are those of `open`."""
+        """Yield the range as a binary file, open inside the `with` block.
+
+        Errors are those of `FileRange.open`.
+        """
         with self.open() as descriptor:
             yield Window(descriptor, self.offset, self.size)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes in chunks of at most 1 MiB.
 
-        CheckpointChanged if the file became shorter; else the errors of `open`.
+        CheckpointChanged if the file became shorter; else the errors of `FileRange.open`. All are raised
+        during the iteration.
         """
         with self.open() as descriptor:
             done = 0
@@ -113,7 +117,7 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} became shorter after it was read")
 
     def read(self) -> bytes:
-        """Return all bytes at once: for small ranges. Errors are those of `chunks`."""
+        """Return all bytes at once: for small ranges. Errors are those of `FileRange.chunks`."""
         return b"".join(self.chunks())
 
 

@@ -43,7 +43,8 @@ class Identity(Struct, frozen=True):
     def of(cls, catalog: Catalog) -> Identity:
         """Return the identity of a checkpoint whose catalog was just read.
 
-        CheckpointChanged if its index was replaced, or it vanished.
+        CheckpointChanged if its index was replaced, or it vanished; CheckpointError if a store cannot be
+        read.
         """
         if catalog.index_digest is not None:
             files = look(catalog.prefix)
@@ -65,7 +66,8 @@ class Identity(Struct, frozen=True):
         """Return the lower-case SHA-256 of the checkpoint's contents, without file names: see `digest`.
 
         Without an index the files are read, and `of` returns the digest of each; for several files it is the
-        digest of their digests. CheckpointChanged if a file was replaced or vanished.
+        digest of their digests. CheckpointChanged if a file was replaced, vanished or cannot be read; other
+        errors of `of` pass.
         """
         if self.is_indexed:
             return self.digest
@@ -88,13 +90,16 @@ class Identity(Struct, frozen=True):
 
     @property
     def is_untouched(self) -> bool:
-        """True if no file was replaced, removed or added since the checkpoint was identified."""
+        """True if no file was replaced, removed or added since the checkpoint was identified.
+
+        CheckpointError if a store cannot be listed.
+        """
         return _look_at(self.paths) == self.files
 
     def require_same_files(self) -> None:
         """Raise CheckpointChanged if a file was replaced since the checkpoint was identified.
 
-        Removed and new files are allowed.
+        Removed and new files are allowed. CheckpointError if a store cannot be listed.
         """
         now = {entry[0]: entry for entry in _look_at(self.paths)}
         replaced = [entry[0] for entry in self.files if now.get(entry[0], entry) != entry]
@@ -109,7 +114,8 @@ def index_digest(prefix: Path) -> str:
     """Return the lower-case SHA-256 of a tensor bundle's index.
 
     Raises:
-        CheckpointNotFound: the index cannot be read.
+        CheckpointNotFound: the index cannot be read, or is too large.
+        CheckpointError: a store cannot be read; CheckpointChanged if the object was replaced.
     """
     try:
         return hashlib.sha256(read_regular(index_path(prefix), MAX_INDEX_BYTES)).hexdigest()

@@ -66,6 +66,7 @@ def read_keras(path: Path) -> Catalog:
 
     Raises:
         CheckpointNotFound: the file does not exist.
+        CheckpointChanged: a file was replaced while it was read.
         MissingShard: a sharded file names a shard that does not exist.
         CorruptFile, TruncatedFile, UnsupportedFormat, UnsafeArchive: see errors.py.
     """

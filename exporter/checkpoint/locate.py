@@ -90,7 +90,8 @@ def open_checkpoint(path: Path) -> Catalog:
     changes while it is read, is passed over for the next candidate (see `candidates`), and a note in the
     catalog says so. Permanent damage is an error, never a reason to read an older checkpoint. Nothing
     replaces a checkpoint that `path` names itself. CheckpointNotFound if several were passed over and none is
-    left; if only one was, its own error (CheckpointNotFound, MissingShard or CheckpointChanged).
+    left; if only one was, its own error (CheckpointNotFound, MissingShard or CheckpointChanged). Otherwise
+    the errors of `candidates`, or for damage CorruptFile, TruncatedFile and other CheckpointErrors.
     """
     path = mirror.local(path)
     if _directory(path) is None:

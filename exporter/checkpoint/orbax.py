@@ -103,7 +103,8 @@ class OrbaxValues(Struct, frozen=True):
         """Yield the values as flat numpy arrays in C order, from the process that reads the checkpoint.
 
         CheckpointChanged if the step was replaced, which may be noticed only after the last block;
-        UnsafeArchive beyond a limit, MissingShard if values are missing, CorruptFile if they are damaged.
+        UnsafeArchive beyond a limit, MissingShard if values are missing, CorruptFile if they are damaged,
+        CheckpointError if tensorstore is not installed. All are raised during the iteration.
         """
         size = math.prod(self.shape) * self.dtype.numpy.itemsize
         if not size:
@@ -208,7 +209,10 @@ def config_of(path: Path) -> str | None:
 
 
 def _items(path: Path) -> Iterator[Path]:
-    """Yield the directories of trees: `path` itself if it is one, else the items of a step, sorted."""
+    """Yield the directories of trees: `path` itself if it is one, else the items of a step, sorted.
+
+    Nothing for other paths. OSError, during the iteration, if a directory cannot be listed.
+    """
     if _is_tree(path):
         yield path
     elif (path / _STEP).is_file():
@@ -295,7 +299,7 @@ def _stored_bytes(path: Path) -> int:
     """Return the total bytes of all files of a checkpoint; files in a store are fetched.
 
     UnsafeArchive for more than a million entries, or anything else than files and directories: a link leads
-    elsewhere, a pipe would block. OSErrors pass.
+    elsewhere, a pipe would block. CheckpointError if an object cannot be fetched; OSErrors pass.
     """
     total = count = 0
     waiting = [path]

@@ -77,6 +77,8 @@ def read_safetensors(path: Path) -> Catalog:
     Raises:
         MissingShard: the file is one shard of several, or a list names a file that does not exist.
         CheckpointNotFound: the file does not exist.
+        CheckpointChanged: a file was replaced while it was read.
+        CheckpointError: a file cannot be read.
         CorruptFile, TruncatedFile, UnsafeArchive, UnsupportedFormat: see errors.py.
     """
     if path.name.endswith(LIST):

@@ -118,7 +118,11 @@ def read_catalog(prefix: Path) -> Catalog:
 
 
 class Index(Struct, frozen=True):
-    """An index's contents; `reach` has the end and the name of the last tensor in each shard that is used."""
+    """An index's contents: the number of shards, and the tensors by name.
+
+    `reach` has, by the number of each shard that is used, the byte at which its last tensor ends, and that
+    tensor's name.
+    """
 
     num_shards: int
     tensors: dict[str, TensorRef]
@@ -145,7 +149,7 @@ def parse_index(data: bytes, path: Path) -> Index:
 def step_in_name(name: str) -> int | None:
     """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`.
 
-    None if no number is at the end, or it does not fit in an int64.
+    None if no hyphen and number are at the end, or the number does not fit in an int64.
     """
     found = re.search(r"-([0-9]+)$", name)
     return int(found[1]) if found and int(found[1]) < _STEP_LIMIT else None
@@ -352,7 +356,7 @@ def write_bundle(
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.
         PublishError: the target cannot be written; DiskFull if there is no space.
-        ValueError: a tensor is in a bundle already.
+        ValueError: a tensor is stored in a bundle already, or is given twice.
     """
     progress, owners = progress or NoProgress(), dict[str, str]()
     try:

@@ -50,6 +50,7 @@ def memory_map(catalog: Catalog, ref: TensorRef, part: SliceRef | None = None) -
         UnsupportedFormat: strings and variants have no array on disk.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
         CheckpointError: the shard cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
     extent, shape = stored_extent(ref, part)
     if ref.dtype.itemsize is None:
@@ -90,6 +91,7 @@ def read_array(catalog: Catalog, ref: TensorRef) -> Array:
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
         CheckpointError: a file cannot be read; for a tensor outside a bundle also the subclasses of its
             reader.
+        DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
     if ref.extent is not None:
         return _read_extent(catalog, ref, ref.extent, ref.shape)
@@ -116,8 +118,8 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
     """Yield the values of a numeric tensor stored as a whole, flat, `count` elements at a time.
 
     The checksum is verified before the first block: CorruptFile if it differs, CheckpointChanged if the shard
-    vanished or shrank. Tensors of other files than bundles have their own sizes of blocks, and errors.
-    ValueError if the tensor is stored in slices.
+    vanished or shrank, else as `check_values`. Tensors of other files than bundles have their own sizes of
+    blocks, and errors. ValueError if the tensor is stored in slices. All are raised during the iteration.
     """
     if ref.content is not None:
         yield from ref.content.blocks()
@@ -156,6 +158,7 @@ def check_values(
         CorruptFile: they differ.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
         CheckpointError: the shard cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be written.
         ValueError: the tensor, or the slice, is not stored in one piece.
     """
     extent, shape = stored_extent(ref, part)
@@ -217,6 +220,7 @@ def _open_extent(catalog: Catalog, extent: Extent) -> Iterator[int]:
     Raises:
         CheckpointChanged: the shard vanished, or is too short for the extent.
         CheckpointError: it cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be written.
     """
     path = catalog.path_of(extent)
     with open_shard(path, extent) as fd, reading(path):
@@ -238,7 +242,10 @@ def stored_extent(ref: TensorRef, part: SliceRef | None) -> tuple[Extent, tuple[
 
 
 def map_bytes(fd: int, extent: Extent) -> Array:
-    """Map an extent of an open shard read-only, as uint8; ValueError if the shard is too short."""
+    """Map an extent of an open shard read-only, as uint8.
+
+    ValueError if the shard is too short, OSError if the system cannot map it.
+    """
     return map_range(fd, extent.offset, extent.size)
 
 

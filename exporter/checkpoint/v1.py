@@ -44,7 +44,8 @@ class V1Values(Struct, frozen=True):
     def blocks(self) -> Iterator[Any]:
         """Yield all values as one flat block, read by TensorFlow, which is imported.
 
-        CheckpointChanged if a file was replaced or vanished, CorruptFile if TensorFlow cannot read it.
+        CheckpointChanged if a file was replaced or vanished, CheckpointError if it cannot be opened,
+        CorruptFile if TensorFlow cannot read it: all during the iteration.
         """
         for file in self.files:
             with file.open():  # raises if the file was replaced
@@ -56,7 +57,8 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
     """Read the catalog of the checkpoint in these files, sorted, at least one; TensorFlow calls it `pattern`.
 
     Imports TensorFlow. MissingShard if their number differs from the one in their names, CorruptFile if one
-    is damaged or not of format V1, CheckpointNotFound if one vanished.
+    is damaged or not of format V1, CheckpointNotFound or CheckpointChanged if one vanished, CheckpointError
+    if one cannot be read.
     """
     ranges = tuple(FileRange.whole(file) for file in files)
     said = re.search(r"-of-([0-9]{5})$", files[0].name)

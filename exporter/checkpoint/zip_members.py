@@ -71,7 +71,7 @@ class Member(Struct, frozen=True):
     def read(self, limit: int) -> bytes:
         """Return the whole member, unpacked; UnsafeArchive if it has more than `limit` bytes.
 
-        Other errors are those of `stream`.
+        Other errors are those of `Member.stream`.
         """
         if self.size > limit:
             raise UnsafeArchive(
@@ -98,7 +98,8 @@ class Member(Struct, frozen=True):
 def read_members(path: Path) -> dict[str, Member]:
     """Return the members of an archive by name, without directories.
 
-    CheckpointNotFound if there is no such file; TruncatedFile or CorruptFile if it cannot be read;
+    CheckpointNotFound if there is no such file; CheckpointChanged if it was replaced meanwhile;
+    CheckpointError if it cannot be opened; TruncatedFile or CorruptFile if it is not a whole zip archive;
     UnsupportedFormat for encryption or another packing; UnsafeArchive for too many members, two of one name,
     unsafe names, links, overlaps or bombs.
     """
