@@ -100,7 +100,8 @@ class KeyedChanges:
         """Write removed keys, and the rows in use among `wrote` and the given ones, into a bundle.
 
         `wrote` are the rows that gradients wrote. Returns the table's entry in the increment's manifest;
-        None, and nothing is written, if there are neither rows nor keys.
+        None, and nothing is written, if there are neither rows nor keys. Errors of the bundle and of reading
+        pass.
         """
         ids = keys = union(wrote, self._given)
         if len(ids):

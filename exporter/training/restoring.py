@@ -180,7 +180,8 @@ def overlay_of(
     """Return a function that writes increments, in order, into these variables and tables of a session.
 
     `writers` are the functions of `writers_of`, by the id() of each part. The function raises MissingTensors,
-    ShapeMismatch or CorruptFile before it has written anything.
+    ShapeMismatch or CorruptFile before it has written anything. It reads the increments twice: an error of
+    reading may still come later if one is removed meanwhile.
     """
     entries = {entry.name: entry for entry in tracked}
     by_name = {access.name: access for access in tables}

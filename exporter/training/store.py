@@ -33,8 +33,8 @@ class Bundle(BundleWriter):
     def add_rows(self, key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[Array]) -> None:
         """Append a tensor, given in pieces of whole rows, to the shard.
 
-        `dtype` is TensorFlow's name of its type. ValueError if the pieces have another size than `shape`, or
-        the key was added before.
+        `dtype` is TensorFlow's name of its type; KeyError if there is no such type. ValueError if the pieces
+        have another size than `shape`, or the key was added before. OSError if the disk is full.
         """
         self.add_chunks(key, DType.of(dtype), shape, pieces)
 
@@ -97,7 +97,8 @@ class CatalogSource(trainer_side.Source):
         """Yield the values of rows of a part, or of all (None), as one piece.
 
         A checkpoint holds only the rows of a table by keys that are in use: `rows` must be among them, and
-        with None the others are 0. CorruptFile if a checksum is wrong, CheckpointChanged if a shard is gone.
+        with None the others are 0. During the iteration: CorruptFile if a checksum is wrong,
+        CheckpointChanged if a shard is gone, KeyError if the checkpoint lacks the variable.
         """
         if tracked.is_keyed:
             ref, used = self._part(tracked, VALUES), self._table(tracked, ROWS)
@@ -122,7 +123,8 @@ class CatalogSource(trainer_side.Source):
     def keyed(self, tracked: VariableTracking, ids: Array) -> tuple[Array, Array]:
         """Return the rows among `ids` of a table that are in use, in their order, and the key of each.
 
-        Keys are distinct, and both int64. CorruptFile if the table is damaged.
+        Keys are distinct; rows and keys are int64. CorruptFile if the table is damaged, CheckpointChanged if
+        a shard is gone, KeyError if the checkpoint lacks the table.
         """
         rows = self._table(tracked, ROWS)
         found = ids[among(ids, rows)]

@@ -500,7 +500,12 @@ class RowGroup(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The nodes that recording added to a graph. `marks` has each M by the name of its W (see the module)."""
+    """The nodes that recording added to a graph.
+
+    `marks` has the operation that flags the rows of a write, by the name of the writing operation. `steps`
+    counts the steps that workers recorded, and `plan` holds the chief's `tracking_digest`; `recorded_steps`
+    and `plan_of_chief` read them. `are_ready` has a bool for each of `variables`: it is initialized.
+    """
 
     groups: Tuple[RowGroup, ...]
     marks: Dict[str, Operation]
@@ -520,7 +525,8 @@ class Recording(NamedTuple):
 def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Recording:
     """Add the recording of rows and steps to the current default graph, and return its nodes.
 
-    It is the same in every worker. Operations that wait for a write of rows wait for its mark, too.
+    It is the same in every worker. Operations that wait for a write of rows then wait until its rows are
+    flagged, too. The new variables are not initialized.
     """
     tf, tracked = v1(), tuple(tracked)
     marks: Dict[str, Operation] = {}
@@ -658,7 +664,7 @@ def _beside(variable: Variable, name: str, shape: List[int], dtype: Any, initial
 
 
 class Source:
-    """A place from which the values of variables are read."""
+    """The base of classes that read the values of variables."""
 
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
         """Yield the values of rows of one part in pieces of whole rows; `rows` None means all, in order.
@@ -774,7 +780,7 @@ class CheckpointSource(Source):
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
         """Yield the values of rows of one part, or of all (None), as one piece.
 
-        TensorFlow's OpError if it is lost.
+        TensorFlow's OpError, during the iteration, if it cannot be read.
         """
         value = restored(self._prefix, tracked.name, part.spec, tracked.dtype)
         yield value if rows is None else value[rows]
@@ -829,7 +835,10 @@ def restored(prefix: Path, name: str, spec: str, dtype: str) -> Array:
 
 
 class Bundle:
-    """A tensor bundle, written when the block ends: `with Bundle(prefix) as bundle: bundle.add(...)`."""
+    """A tensor bundle, written when the block ends: `with Bundle(prefix) as bundle: bundle.add(...)`.
+
+    Nothing is written if the block raises, or no tensor was added. OSError if it cannot be written.
+    """
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = str(prefix)
@@ -951,8 +960,8 @@ class Collector:
     def write(self, writer: Any, source: Source) -> Document:
         """Write the changes into a bundle; return their entries for the increment's manifest, by kind.
 
-        The kinds are "variables", sorted by name, and "tables"; each may be empty. Call `commit` once they
-        are durable, `abandon` if they are lost.
+        The kinds are "variables", sorted by name, and "tables"; each may be empty. Call `commit` once the
+        changes are durable, `abandon` if they are lost. Errors of `writer` and `source` pass.
         """
         found: List[Optional[Document]] = []
         touched = [(entry, self._touched(entry)) for entry in self._by(TrackingMode.TOUCHED)]
@@ -1168,8 +1177,8 @@ class Store:
     def publish(self, draft: Document, fill: Callable[[Any], Document]) -> Optional[Path]:
         """Publish the increment that `fill` writes; return its directory, or None if nothing changed.
 
-        `fill` is called with a bundle's writer. `draft` and its result are the fields of the manifest.
-        Left-overs of killed trainers are removed. Raises `failure` if it cannot be written; other errors of
+        `fill` is called with a bundle's writer. `draft` and the result of `fill`, whose empty entries are left
+        out, are the fields of the manifest. Left-overs of killed trainers are removed. Raises `failure` if it cannot be written; other errors of
         `fill` pass.
         """
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
@@ -1374,7 +1383,10 @@ class Store:
 
 
 def step_in_name(name: str) -> Optional[int]:
-    """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`; None without one."""
+    """Return the step at the end of a checkpoint's name, 1200 for `model.ckpt-1200`.
+
+    None if no hyphen and number are at the end, or the number does not fit in an int64.
+    """
     found = re.search(r"-([0-9]+)$", name)
     return int(found.group(1)) if found and int(found.group(1)) < 1 << 63 else None
 
@@ -1415,8 +1427,8 @@ class EventClock:
         IncrementHook(ckpt_dir, save_increment_secs=1, event_time=newest_timestamp_variable)
 
     It is a function, or a variable or tensor that can be read at any time without side effects. Its value is
-    a `datetime` with a time zone, or seconds since 1970 (of an array the largest); 0 and None mean not known
-    yet. It is read before an increment's rows are collected, so that the increment is at least as new. It
+    a `datetime` with a time zone, or seconds since 1970 (of an array the largest); None, an empty array, 0 and
+    less mean not known yet. It is read before an increment's rows are collected, so that the increment is at least as new. It
     serves people and alerts: if it cannot be read, increments are written without it. `now` returns seconds
     since 1970.
     """
@@ -1470,9 +1482,10 @@ def _event(source: Any, session: Session) -> Any:
 
 
 def _as_time(value: Any) -> Optional[datetime]:
-    """Convert a value to a time in UTC; None, 0 and negative numbers to None.
+    """Convert a `datetime` or seconds since 1970 to a time in UTC; of an array the largest counts.
 
-    ValueError if a `datetime` has no zone, or a number is out of range.
+    None for None, an empty array, 0 and negative numbers. ValueError if a `datetime` has no zone, or a number
+    is out of range; TypeError or ValueError for other values.
     """
     if value is None:
         return None
@@ -1656,6 +1669,7 @@ class Publisher:
             Refused: there is no full checkpoint to build on, or another training writes here, too.
             NotPublished: publishing failed for the third time in a row. An earlier failure is logged, and the
                 rows are kept for the next increment.
+            OSError: the increment was published, and one that is no longer needed cannot be removed.
         """
         tip = self._tip
         if tip is None:
@@ -1686,6 +1700,7 @@ class Publisher:
         Raises:
             Refused: as `save`.
             NotPublished: it could not be written.
+            OSError: it was published, and an increment that is no longer needed cannot be removed.
         """
         tip = self._tip
         if tip is None:
@@ -1705,7 +1720,7 @@ class Publisher:
     def values_of(self, full: FullCheckpoint) -> Optional[Source]:
         """Return a source of the values of a full checkpoint.
 
-        None, logged, if a saver leaves some variables out.
+        None, logged, if a saver leaves some variables out. TensorFlow's errors pass if it cannot be read.
         """
         there = v1().train.NewCheckpointReader(str(full.prefix)).get_variable_to_shape_map()
         changing = [e.name for e in self._collector.tracked if e.mode is not TrackingMode.FIXED]
@@ -2005,9 +2020,10 @@ class IncrementHook(SessionHook):
         self._unrecorded = self._count_unrecorded(session)
 
     def before_run(self, run_context: Any) -> Any:
-        """Return the run's further fetches, or None: the mark of each write that is fetched itself.
+        """Return what the run fetches additionally; None for nothing.
 
-        The chief also fetches the global step.
+        For each fetched operation that writes rows, this is the operation that flags them. The chief also
+        fetches the global step, as the first or only value.
         """
         marks = self._marks(run_context.original_args.fetches) if self._recording.marks else []
         if self._chief is None:
@@ -2091,7 +2107,7 @@ class IncrementHook(SessionHook):
         return int(session.run(self._chief.global_step))
 
     def _wait_until_ready(self, session: Session, coord: Any) -> None:
-        """Wait until the chief has initialized the flags: a mark before that would be lost, or would fail.
+        """Wait until the chief has initialized the flags of rows: setting one earlier would fail or be lost.
 
         Ends early if `coord` should stop. Refused after `READY_SECONDS`, or if the chief's graph finds
         changes in another way.
