@@ -232,7 +232,10 @@ class BundleWriter:
         return extent
 
     def _write(self, chunks: Iterable[Buffer]) -> tuple[Extent, int]:
-        """Append bytes to the shard; return their extent, whose checksum is 0, and their plain crc32c."""
+        """Append bytes to the shard; return their extent, whose checksum is 0, and their plain crc32c.
+
+        OSError if the disk refuses; errors of `chunks` pass.
+        """
         start, crc = self._offset, 0
         for chunk in chunks:
             flat = _flat_bytes(chunk)

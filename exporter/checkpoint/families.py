@@ -36,7 +36,8 @@ class Family(Protocol):
     def matches(self, path: Path) -> bool:
         """True if `path` is a checkpoint of this family, by its name and by the files there.
 
-        False if the files do not exist, or cannot be looked at.
+        False if the files do not exist, or cannot be looked at. A SavedModel's directory `variables` that
+        cannot be listed raises OSError.
         """
 
     def candidates(self, directory: Path, names: Collection[str]) -> list[Path]:
@@ -213,7 +214,10 @@ FAMILIES: tuple[Family, ...] = (*ARCHIVES, V1, SAVED_MODEL, BUNDLE, ORBAX)
 
 
 def family_of(path: Path) -> Family:
-    """Return the first of `FAMILIES` that matches a path; the tensor bundle's if none does."""
+    """Return the first of `FAMILIES` that matches a path; the tensor bundle's if none does.
+
+    OSError as `Family.matches`.
+    """
     return next((family for family in FAMILIES if family.matches(path)), BUNDLE)
 
 
@@ -226,7 +230,7 @@ def read_family(path: Path) -> Catalog:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a path is a checkpoint of some family."""
+    """True if a path is a checkpoint of some family. OSError as `Family.matches`."""
     return any(family.matches(path) for family in FAMILIES)
 
 

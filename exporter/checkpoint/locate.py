@@ -124,7 +124,8 @@ def candidates(path: Path) -> list[Path]:
 
     Raises:
         CheckpointNotFound: there are none, or several series.
-        CheckpointError: the directory, or the store of a URL, cannot be listed.
+        CheckpointError: the directory, or the store of a URL, cannot be listed; or the state file is in a
+            store and cannot be fetched.
         UsageError: the library that reads stores is not installed.
     """
     path = mirror.local(path)
@@ -282,7 +283,8 @@ def _order(path: Path) -> tuple[int, list[str | int]]:
 def _named_by_state(directory: Path) -> Path | None:
     """Return the path that a directory's state file names as newest, relative or absolute as it is written.
 
-    None if there is no state file, or it names none.
+    None if there is no state file, it cannot be read, or it names none. CheckpointError if it cannot be
+    fetched from a store, or is a pointer of Git LFS.
     """
     try:
         content = read_regular(directory / CHECKPOINT_STATE_FILE, _MAX_STATE_BYTES)

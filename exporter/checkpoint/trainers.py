@@ -29,7 +29,8 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 def recognise(catalog: Catalog) -> Catalog:
     """Return the catalog with the trainer's family in words, and the step that its object graph states.
 
-    Without an object graph the step stays. Raises the errors of `read_object_graph`.
+    Without an object graph the step stays. Raises the errors of `read_object_graph` and `read_array`, which
+    are CheckpointErrors, and DiskFull or PublishError if files of a store cannot be kept here.
     """
     objects = read_object_graph(catalog)
     if objects is None:
@@ -55,7 +56,10 @@ def _is_in_saved_model(catalog: Catalog) -> bool:
 
 
 def _holds(path: Path, text: bytes) -> bool:
-    """True if a file holds `text` anywhere; False if it cannot be read, or is empty."""
+    """True if a file holds `text` anywhere; False if it cannot be read, or is empty.
+
+    CheckpointError if it cannot be fetched from a store, or is a pointer of Git LFS.
+    """
     with (
         suppress(OSError, ValueError),
         regular_file(path) as file,
@@ -95,7 +99,8 @@ def _saver(catalog: Catalog) -> str:
 def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
     """Return the checkpoint's step: of the root's step variables, of the only optimizer, or from its name.
 
-    Variables that disagree do not count, nor do several optimizers. None if nothing tells the step.
+    Step variables that disagree do not count, nor do several optimizers. None without a step. Errors are
+    those of `read_step`.
     """
     root = objects.objects[ROOT].children
     own = [objects.objects[root[name]].variable for name in _STEPS if name in root]
@@ -110,7 +115,7 @@ def _steps_of_optimizers(catalog: Catalog, objects: ObjectGraph) -> Iterator[int
     """Yield the step of each optimizer; for one that contains others, the greatest of theirs and its own.
 
     An optimizer that scales losses does not count itself, and inner ones continue where an outer one
-    restarted.
+    restarted. Errors are those of `read_step`.
     """
     steps: dict[int, int] = {}
     for number, item in enumerate(objects.objects):

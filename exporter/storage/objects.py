@@ -80,7 +80,7 @@ class Tag(Struct, frozen=True):
 
     @classmethod
     def of(cls, said: Any) -> Tag:
-        """Return the tag in a store's report of an object; None for what the store does not give."""
+        """Return the tag in a store's report of an object; a field that the store does not give is None."""
         return cls(said.get("e_tag"), said.get("version"))
 
 
@@ -696,7 +696,10 @@ _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 
 def variables(scheme: str) -> list[str]:
-    """Return the names of the environment variables set for the stores of a scheme, sorted; no values."""
+    """Return the names of the environment variables set for the stores of a scheme, sorted; no values.
+
+    `scheme` is s3, gs or az.
+    """
     return sorted(name for name in os.environ if name.startswith(_PREFIXES[scheme]) and os.environ[name])
 
 

@@ -17,7 +17,7 @@ def write_at(descriptor: int, offset: int, data: bytes | bytearray | memoryview)
 def read_at(descriptor: int, offset: int, buffer: memoryview) -> int:
     """Fill a buffer from an offset of an open file; return the number of bytes read.
 
-    It is less than the buffer's size only at the file's end.
+    It is less than the buffer's size only at the file's end. OSError if the file cannot be read.
     """
     done = 0
     while done < len(buffer):
@@ -53,7 +53,10 @@ class Window(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer, /) -> int:  # type: ignore[no-untyped-def]  # the base class names no type either
-        """Fill a buffer from the window; return the number of bytes read, 0 at its end."""
+        """Fill a buffer from the window; return the number of bytes read, 0 at its end.
+
+        OSError if the file cannot be read.
+        """
         view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
         done = read_at(self._descriptor, self._offset + self._position, view)
         self._position += done

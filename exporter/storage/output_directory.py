@@ -36,7 +36,10 @@ class Directory(Protocol):
 
     @property
     def scratch(self) -> Path:
-        """The directory in which to write files for `put_file` and `put_new`; it exists."""
+        """The directory in which to write files for `put_file` and `put_new`, made if need be.
+
+        PublishError or a subclass if it cannot be made.
+        """
 
     def put_file(self, name: str, path: Path) -> str:
         """Make a file of `scratch` the object of this name, replacing an existing one; return its tag.

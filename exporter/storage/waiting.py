@@ -130,9 +130,9 @@ def setting_if_interrupted(end: threading.Event) -> Iterator[None]:
 def workers(count: int, name: str) -> Iterator[Executor]:
     """Yield an executor of `count` threads for tasks that ask a store.
 
-    The end of the block waits for running tasks. `name` is the prefix of the threads' names. After a failure,
-    tasks that have not begun are dropped. If the block is interrupted, the requests of running tasks end,
-    too.
+    The end of the block waits for running tasks. `name` is the prefix of the threads' names. If the block
+    raises, tasks that have not begun are dropped; if a BaseException that is not an Exception ends it, as by
+    SIGINT, the requests of running tasks end, too.
     """
     from concurrent.futures import ThreadPoolExecutor
 

@@ -80,7 +80,8 @@ class KeyedChanges:
     def collect(self, session: Session) -> None:
         """Read and clear the table's record: given rows first, then removed keys, so as to miss no change.
 
-        Rows of removed keys that exist again count as given. The proof depends on this order.
+        Rows of removed keys that exist again count as given. In another order changes could be missed: see
+        the proof in the module's docstring.
         """
         self._session = session
         given, removed = self.access.take_given(session), self.access.take_removed(session)
@@ -122,7 +123,7 @@ class KeyedChanges:
 
 
 def table_access(table: TrainableTable) -> TableAccess:
-    """Add the operations on a table to the current default graph, and return functions that run them."""
+    """Add the operations on a table to the current default graph; return a `TableAccess` that runs them."""
     import tensorflow as tf
 
     v1 = tf.compat.v1

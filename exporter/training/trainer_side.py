@@ -139,7 +139,7 @@ class NotPublished(Exception):
 
 
 def v1() -> Any:
-    """Return TensorFlow 1's names, in any TensorFlow, which is imported."""
+    """Import TensorFlow and return the module with the names of TensorFlow 1: `tf.compat.v1`, or `tf`."""
     import tensorflow as tf
 
     return getattr(getattr(tf, "compat", None), "v1", tf)
@@ -1099,7 +1099,10 @@ class FullCheckpoint(NamedTuple):
         return self.step, self.digest
 
     def document(self) -> Document:
-        """Return the checkpoint's entry in the documents of increments and markers."""
+        """Return the checkpoint's entry in the documents of increments and markers.
+
+        Its keys are "name", "step" and "index_sha256".
+        """
         return {"name": self.prefix.name, "step": self.step, "index_sha256": self.digest}
 
 
@@ -1177,9 +1180,9 @@ class Store:
     def publish(self, draft: Document, fill: Callable[[Any], Document]) -> Optional[Path]:
         """Publish the increment that `fill` writes; return its directory, or None if nothing changed.
 
-        `fill` is called with a bundle's writer. `draft` and the result of `fill`, whose empty entries are left
-        out, are the fields of the manifest. Left-overs of killed trainers are removed. Raises `failure` if it cannot be written; other errors of
-        `fill` pass.
+        `fill` is called with a bundle's writer. `draft` and the result of `fill`, whose empty entries are
+        left out, are the fields of the manifest. Left-overs of killed trainers are removed. Raises `failure`
+        if the increment cannot be written; other errors of `fill` pass.
         """
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -1427,10 +1430,10 @@ class EventClock:
         IncrementHook(ckpt_dir, save_increment_secs=1, event_time=newest_timestamp_variable)
 
     It is a function, or a variable or tensor that can be read at any time without side effects. Its value is
-    a `datetime` with a time zone, or seconds since 1970 (of an array the largest); None, an empty array, 0 and
-    less mean not known yet. It is read before an increment's rows are collected, so that the increment is at least as new. It
-    serves people and alerts: if it cannot be read, increments are written without it. `now` returns seconds
-    since 1970.
+    a `datetime` with a time zone, or seconds since 1970 (of an array the largest); 0, less, None and an empty
+    array mean not known yet. It is read before an increment's rows are collected, so that the increment is at
+    least as new. It serves people and alerts: if it cannot be read, increments are written without it. `now`
+    returns seconds since 1970.
     """
 
     def __init__(self, source: Any = None, now: Callable[[], float] = time.time) -> None:
@@ -1621,7 +1624,7 @@ class Publisher:
 
     @property
     def is_behind(self) -> bool:
-        """True if a saver has finished a full checkpoint since the last call of `notice`."""
+        """True if a saver has finished a full checkpoint since `begin_session` or `notice` was last called."""
         return bool(self._store.state_signature() != self._signature)
 
     def notice(self, step: int) -> None:
@@ -1755,7 +1758,8 @@ class Publisher:
         """Begin a session with the state of a full checkpoint, plus rows that are flagged.
 
         The run continues if the checkpoint equals the end of its chain; otherwise a new run begins. Writes
-        the session's claim, and the checkpoint's marker if it has none.
+        the session's claim, and the checkpoint's marker if it has none: the store's `failure` is raised if
+        that fails.
         """
         history = self._store.records()
         last = history.end_at(full)
@@ -2251,7 +2255,7 @@ def callback_of(fit: "Fit") -> Any:
 def callback_base() -> Any:
     """Return the base class of callbacks: tf-keras' if the program has imported it, else TensorFlow's.
 
-    Keras 3 accepts tf-keras' callbacks.
+    Keras 3 accepts tf-keras' callbacks. Imports TensorFlow in the second case.
     """
     if "tf_keras" in sys.modules:
         import tf_keras

@@ -88,7 +88,10 @@ class Bundles:
 
 
 def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
-    """Run works one after the other; return their outcomes, in order, and the mean time of one in seconds."""
+    """Run works one after the other; return their outcomes, in order, and the mean time of one in seconds.
+
+    There must be at least one.
+    """
     began = time.perf_counter()
     outcomes = [execute(work) for work in works]
     return outcomes, (time.perf_counter() - began) / len(works)
