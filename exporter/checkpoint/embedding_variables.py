@@ -64,7 +64,7 @@ _PART = re.compile(r"(.+)/part_([0-9]{1,6})((?:/.+)?)", re.ASCII)
 
 
 class FilteredKeys(Struct, frozen=True):
-    """The keys of a part that were seen too seldom to get a row."""
+    """The keys of a part that were seen too seldom to get a row. None means not recorded."""
 
     keys: TensorRef
     versions: TensorRef | None = None
@@ -101,7 +101,8 @@ class EmbeddingPart(Struct, frozen=True):
 class EmbeddingVariable(Struct, frozen=True):
     """A table by keys.
 
-    `slot_of` names the owner if it is an optimizer's slot, `also` are further names for it.
+    `slot_of` is the name of the table that it belongs to if it is an optimizer's slot, else None; `also` are
+    further names for it. `dim` is the number of values in a row.
     """
 
     name: str

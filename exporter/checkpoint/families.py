@@ -34,7 +34,7 @@ class Family(Protocol):
     """One family of checkpoints. A path is a file's, or the common prefix of several files."""
 
     def matches(self, path: Path) -> bool:
-        """True if `path` is a checkpoint of this family, by its name and by the files there.
+        """True if `path` is a checkpoint of this family, by its name and its files.
 
         False if the files do not exist, or cannot be looked at. A SavedModel's directory `variables` that
         cannot be listed raises OSError.
@@ -262,9 +262,10 @@ def describes_model(path: Path) -> bool:
 
 
 def model_beside(checkpoint: Path) -> str | None:
-    """Return the path of a graph for a checkpoint: its `.meta`, else the SavedModel around it, else itself.
+    """Return the path of a graph for a checkpoint: its `.meta`, the SavedModel around it, or the checkpoint.
 
-    The checkpoint itself counts if it is an archive that describes a model. None without a graph.
+    The first that exists; the checkpoint counts if it is an archive that describes a model. None without a
+    graph.
 
     Raises:
         CheckpointError: it, or a subclass: the archive is damaged or hostile.

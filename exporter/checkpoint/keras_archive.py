@@ -179,7 +179,7 @@ def _json(path: Path, member: Member) -> Any:
 
 
 def _layers(*files: FileContents) -> Iterator[TensorRef]:
-    """Yield the tensors of files of weights, named by their paths there, the files one after the other.
+    """Yield the tensors of files of weights, one file after the other, named by their paths in the files.
 
     A tensor's owner is the names of the layers around it; "" if Keras wrote none. The names are those of all
     the files together.

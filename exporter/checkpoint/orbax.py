@@ -91,7 +91,7 @@ class _Config(Struct, frozen=True):
 
 
 class OrbaxValues(Struct, frozen=True):
-    """The values of an array; its chunks require to unpack `box_bytes` of them at once."""
+    """The values of the array at `path` in an item; at most `box_bytes` of them are read at once."""
 
     item: Item
     path: str

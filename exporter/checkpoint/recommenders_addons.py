@@ -49,7 +49,10 @@ _ROWS_IN_FILES = "-shard_upsert_restore"
 
 
 class AddonsTable(Struct, frozen=True):
-    """A table: its name and path, the stems of its tensors by shard, their count, and further names."""
+    """A table: its name and path, the stems of its tensors by shard (from 0), and the count of shards.
+
+    `also` are further names. `slot_of` is the name of its owner if it is an optimizer's slot, else None.
+    """
 
     name: str
     path: str

@@ -352,7 +352,11 @@ def _locked(path: Path) -> int | None:
 
 
 class StoredJob:
-    """A job's directory in a store, which has no locks: the command that began last removes it."""
+    """A job's directory in a store, which has no locks: the command that began last removes it.
+
+    The name of this command is written there unless `is_begun`: PublishError if that fails. UsageError or
+    CheckpointError if the store cannot be opened.
+    """
 
     def __init__(self, place: str, *, is_begun: bool = False) -> None:
         self._directory = open_directory(place)

@@ -68,7 +68,10 @@ def stored_runs(catalog: Catalog, tensor: TensorRef) -> list[tuple[SliceSpec, St
 
 
 class Sources:
-    """Numbers the files that tasks read, and compares the checksums of the stored runs in them."""
+    """Numbers the files that tasks read, and compares the checksums of the stored runs in them.
+
+    `hint` is the hint of the error if a checksum that tasks reported differs.
+    """
 
     def __init__(self, hint: str = "") -> None:
         self._numbers: dict[Path, int] = {}
@@ -173,7 +176,8 @@ class NewShards(Struct, Generic[T], frozen=True):
 class ShardJob(Generic[T]):
     """The tasks that write shards `prefix`.data-*, all of the kind `operation`.
 
-    The caller may write shards of its own before and after those of the tasks.
+    A task gets consecutive sections of about `task_bytes` together; sections that are `alone` come last, each
+    with a task of its own. The caller may write shards of its own before and after those of the tasks.
     """
 
     def __init__(
@@ -207,7 +211,7 @@ class ShardJob(Generic[T]):
         return iter(self._batches)
 
     def append(self, place: Place[T]) -> None:
-        """Add one more section at the end of the last task's; IndexError if there is no task."""
+        """Add a section to the last task, after its other sections; IndexError if there is no task."""
         self._batches[-1].append(place)
 
     def run(

@@ -41,7 +41,11 @@ COPY_BYTES = 512 << 10
 
 
 class ReadRun:
-    """Reads a range of a file once, with a checksum; CheckpointChanged if the file became shorter."""
+    """Reads a range of a file once, with a checksum; CheckpointChanged if the file became shorter.
+
+    `wanted` is the range, in one of `files`, and `place` the file's name in errors. `crc` is the plain crc32c
+    of the bytes read so far, `left` the number of bytes still to read.
+    """
 
     def __init__(self, files: FewFiles, wanted: Range, place: str) -> None:
         self._files, self._input = files, wanted.input
@@ -88,9 +92,9 @@ class ReadRun:
 
 
 class WrittenRun:
-    """Writes a part of a file from its beginning.
+    """Writes a part of an open file, which begins at `offset`, from its first byte to its last.
 
-    `crc` and `done` are checksum and number of the bytes so far.
+    `crc` and `done` are the plain crc32c and the number of the bytes written so far.
     """
 
     def __init__(self, descriptor: int, offset: int) -> None:
@@ -119,7 +123,10 @@ class WrittenRun:
 
 
 class NewShard:
-    """The file that a task writes, run by run; large intermediate values go to files in `scratch`."""
+    """The file that a task writes, run by run; large intermediate values go to files in `scratch`.
+
+    `size` is the number of bytes of all runs so far. `rows` is for the receipt; sections set it.
+    """
 
     def __init__(self, descriptor: int, scratch: Path) -> None:
         self._descriptor, self.scratch = descriptor, scratch

@@ -40,7 +40,11 @@ _LOOK_S = 0.1  # `select` cannot wait for a `threading.Event`
 
 
 class Arrivals:
-    """A watch on directories. Names that begin with a dot (locks, unfinished work) do not wake it."""
+    """A watch on directories. Names that begin with a dot (locks, unfinished work) do not wake it.
+
+    `kind` is `RENAMED`, `WRITTEN` or `CHANGED`: the changes that count. A file whose name ends with one of
+    `written` counts, too, once its writer closes it.
+    """
 
     def __init__(
         self, directories: Iterable[Path] = (), kind: int = RENAMED, written: Iterable[str] = ()

@@ -224,7 +224,7 @@ class Mirror:
             self._stand_ins.clear()
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]] | None = None) -> None:
-        """Fetch those ranges (start, stop) of a file, by default all of it, that are not here yet.
+        """Fetch those ranges (start, stop) of a file, by default all of it, that were not fetched yet.
 
         With a small file, files that will probably be read next are fetched, too. A local file is skipped.
         CheckpointChanged if the object was replaced or is gone, CheckpointError if the store cannot be read,

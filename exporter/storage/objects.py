@@ -115,7 +115,7 @@ class ObjectReader:
             yield from again(listed)
 
     def contents(self, *, after: str | None = None) -> dict[str, RemoteObject]:
-        """Return all objects below the URL, by their names there; with `after` only names that sort after it.
+        """Return all objects below the URL, by their names below it; with `after` only names that sort later.
 
         Empty if there are none. CheckpointError and subclasses as `asking`.
         """

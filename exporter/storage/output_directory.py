@@ -27,7 +27,10 @@ NEW_PREFIX = ".new-"
 
 
 class Directory(Protocol):
-    """Objects by name; a name may contain slashes."""
+    """Objects by name; a name may contain slashes.
+
+    `place` is the directory's absolute path or its URL; `is_in_store` is True for a URL.
+    """
 
     place: str
     is_in_store: bool

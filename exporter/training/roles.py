@@ -74,7 +74,7 @@ SINGLE = Role(NodeType.SINGLE, None, is_chief=True)
 
 
 class NodeTask(Struct, frozen=True):
-    """A node's place in its cluster; `jobs` has the indices in use for each job that is listed.
+    """A node's type and index in its cluster; `jobs` has the indices in use for each job that is listed.
 
     `source` is the environment variable that it comes from, empty for a strategy.
     """

@@ -185,7 +185,8 @@ class RowWrite(NamedTuple):
 class VariableUse(NamedTuple):
     """The uses of a variable in a graph.
 
-    `whole_writes` are the types of operations that may change any row.
+    `whole_writes` are the types of operations that may change any row. `is_gathered` is True if an operation
+    looks up rows by number.
     """
 
     variable: Variable
@@ -491,7 +492,8 @@ def _shape(variable: Variable) -> Tuple[int, ...]:
 class RowGroup(NamedTuple):
     """Parts that the same operations write, with one set of flags.
 
-    The tensor `collect` gives the flagged rows, int64 [n], and clears their flags.
+    `touched` has the flags, uint8 [rows]. The tensor `collect` gives the flagged rows, int64 [n], and clears
+    their flags.
     """
 
     parts: Tuple[VariablePart, ...]
@@ -712,7 +714,11 @@ class Source:
 
 
 class PartReader(NamedTuple):
-    """The operations that read one variable of the graph, on its own device; int64 [n] `ids` are fed."""
+    """The operations that read one variable of the graph, on its own device.
+
+    `gathered` gives the values of the rows whose numbers, int64 [n], are fed to `ids`; `whole` gives all
+    values. For a scalar both are its value.
+    """
 
     ids: Tensor
     gathered: Tensor
@@ -729,7 +735,7 @@ def reader_of(part: VariablePart) -> PartReader:
 
 
 class SessionSource(Source):
-    """The present values, read through a session."""
+    """The present values, read through a session; `readers` are by the id() of each part."""
 
     def __init__(self, session: Session, readers: Dict[int, PartReader]) -> None:
         self._session = session
@@ -1144,7 +1150,7 @@ class History:
 
 
 class Store:
-    """The increments of the checkpoint directory `ckpt_dir`: publish, mark, prune.
+    """The increments of the checkpoint directory `ckpt_dir`, and the markers of its full checkpoints.
 
     Every write is atomic and durable; one that fails raises `failure`, and readers see nothing of it.
     """
@@ -1511,7 +1517,8 @@ def _as_time(value: Any) -> Optional[datetime]:
 class RunTip(NamedTuple):
     """The end of a run's chain: the run, the session that writes it, and the `parent` of the next increment.
 
-    `step` is the global step of the parent.
+    `parent` is an increment's id, or a full checkpoint; `step` is its global step. `generation` counts the
+    sessions that wrote to the directory.
     """
 
     run: str
@@ -1596,7 +1603,7 @@ class Publisher:
         self._failures = 0
 
     def begin_session(self, session: Session, step: int) -> bool:
-        """Find the state that a restored session continues, and restore increments if that is asked for.
+        """Find the state that a restored session continues; apply increments if this publisher restores them.
 
         `step` is the session's global step. Changes are counted from here on. Returns True if increments were
         restored. Raises `Refused` and the errors of `Store`.
@@ -1624,7 +1631,7 @@ class Publisher:
 
     @property
     def is_behind(self) -> bool:
-        """True if a saver has finished a full checkpoint since `begin_session` or `notice` was last called."""
+        """True if a saver has finished a full checkpoint since the last `begin_session` or `notice`."""
         return bool(self._store.state_signature() != self._signature)
 
     def notice(self, step: int) -> None:

@@ -55,7 +55,10 @@ def require_known(engine: str, options: Collection[str], known: Collection[str])
 
 
 def require_room(options: Mapping[str, Any], there: Mapping[str, float]) -> None:
-    """Raise UsageError if a task asks, by `options`, for more of a resource than is `there` in Ray here."""
+    """Raise UsageError if `options` ask for more of a resource for each task than Ray has on this machine.
+
+    `there` has the amount of each of Ray's resources by name: CPU, GPU, memory (bytes) and others.
+    """
     wanted = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     for name, amount in {**wanted, **(options.get("resources") or {})}.items():
         if amount and amount > there.get(name, 0):

@@ -37,7 +37,9 @@ _GENERATIONS = 10  # killing one orphans the next, which this process adopts
 
 
 class Asked(Struct, frozen=True):
-    """A request to an engine: workers (0: as many as there are), address, and the engine's own options.
+    """A request to an engine: workers (0: as many as processors), address, and the engine's own options.
+
+    `address` is the address of a cluster, "" for this machine.
 
     `files` is a directory for the engine's files, which is removed at the end. Within `silent_s` seconds the
     engine must have started, or reached its cluster.
