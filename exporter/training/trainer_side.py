@@ -1517,8 +1517,8 @@ def _as_time(value: Any) -> Optional[datetime]:
 class RunTip(NamedTuple):
     """The end of a run's chain: the run, the session that writes it, and the `parent` of the next increment.
 
-    `parent` is an increment's id, or a full checkpoint; `step` is its global step. `generation` counts the
-    sessions that wrote to the directory.
+    `parent` is an increment's id, or a full checkpoint; `step` is its global step. `generation` is one
+    more than the highest among the directory's increments when the session began.
     """
 
     run: str

@@ -37,12 +37,11 @@ _GENERATIONS = 10  # killing one orphans the next, which this process adopts
 
 
 class Asked(Struct, frozen=True):
-    """A request to an engine: workers (0: as many as processors), address, and the engine's own options.
+    """A request to an engine: workers, address of a cluster ("": this machine), and the engine's own options.
 
-    `address` is the address of a cluster, "" for this machine.
-
-    `files` is a directory for the engine's files, which is removed at the end. Within `silent_s` seconds the
-    engine must have started, or reached its cluster.
+    0 `workers` means as many as there are processors, fewer if memory is short; of a cluster, all. `files` is
+    a directory for the engine's files, which is removed at the end. Within `silent_s` seconds the engine must
+    have started, or reached its cluster.
     """
 
     engine: str
