@@ -112,8 +112,8 @@ class Mirror:
     def refresh(self) -> None:
         """List the objects again: new ones appear, replaced ones become new files, others are removed.
 
-        CheckpointError if there are more than 100,000, or, or a subclass, if the store cannot be listed;
-        DiskFull or PublishError if a file cannot be made.
+        CheckpointError if there are more than 100,000 objects; CheckpointError or a subclass if the store
+        cannot be listed; DiskFull or PublishError if a file cannot be made.
         """
         base = self.url.key("")
         found = {each.key[len(base) :]: each for each in self._list() if each.key.startswith(base)}
@@ -359,6 +359,7 @@ def local(path: Path) -> Path:
         UsageError: the URL is malformed, or the library that reads stores is not installed.
         CheckpointError: the store cannot be read, or has more than 100,000 objects there.
         DiskFull, PublishError: the local files cannot be made.
+        OSError: the temporary directory for them cannot be made.
     """
     url = Url.parse(os.fspath(path))
     if url is None:

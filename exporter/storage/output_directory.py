@@ -74,7 +74,8 @@ class Directory(Protocol):
     def names(self, below: str) -> list[str]:
         """Return the names, `below/...`, of the objects directly below a name, sorted; empty without any.
 
-        CheckpointError or PublishError, or a subclass, if the directory cannot be read.
+        Of a store, objects further down are returned, too. CheckpointError or PublishError, or a subclass, if
+        the directory cannot be read.
         """
 
     def show(self, name: str, path: Path, size: int, tag: str) -> None:
@@ -88,7 +89,7 @@ class Directory(Protocol):
         """Return a local directory with the present objects; those of a store are fetched when they are read.
 
         Of a store, objects whose names contain a slash are left out. CheckpointError or a subclass if a store
-        cannot be listed, DiskFull or PublishError if the local files cannot be made.
+        cannot be listed, DiskFull, PublishError or OSError if the local files cannot be made.
         """
 
     def remove(self) -> None:
