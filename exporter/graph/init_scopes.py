@@ -39,7 +39,7 @@ class InitScopes(Struct):
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
-        """Make the graph this thread's default in the block, and choose the context of init scopes in it.
+        """Make the graph this thread's default inside the block, and choose the context of init scopes there.
 
         With `are_eager` a scope that other code than TensorFlow or Keras opens is eager; every other one is
         the graph's. Such a scope sets `are_asked_for`.
@@ -64,7 +64,10 @@ class InitScopes(Struct):
 
 
 def _opened_by() -> str:
-    """Return the top-level package of the code that opens a scope, such as "sonnet"; "" if unnamed."""
+    """Return the top-level package, such as "sonnet", of the code that opens the current init scope.
+
+    It is the first caller outside of `_ON_THE_WAY`; "" if its module has no name.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None and _module_of(frame).startswith(_ON_THE_WAY):
         frame = frame.f_back

@@ -93,7 +93,7 @@ def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> Inferenc
 
     Each joined lookup replaces at least eight. The dynamic tables of the graph must have sizes. A table with
     an index variable whose node is in `apart` keeps its own lookups. `joined` of the copy tells where each
-    index variable is in the joined ones.
+    index variable is in the joined ones. GraphError if two nodes have the same name.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -232,9 +232,10 @@ def _join(
 ) -> dict[str, str]:
     """Add one lookup for a group of lookups, and return {node of a result: the tensor that replaces it}.
 
-    The results are each lookup's row numbers and, if any node reads them, its flags of found ids. `scope` is
-    the prefix of the new nodes' names, `handles` and `joined` are as `_join_variables` returns them, `shapes`
-    has each variable's shape by node, and `named` the nodes that signatures name.
+    The results are each lookup's row numbers and, if the flags of found ids of any lookup of the group are
+    read, the flags of all. New nodes are appended to `graph_def`. `scope` is the prefix of the new nodes'
+    names, `handles` and `joined` are as `_join_variables` returns them, `shapes` has each variable's shape by
+    node, and `named` the nodes that signatures name.
     """
     body = Body(graph_def.node)
     vectors = [makes_vector(body, lookup.ids.as_input, named) for lookup in group]
@@ -297,8 +298,9 @@ def separate_lookups(meta_graph: Proto) -> None:
     """Give each lookup that `join_lookups` joined its own nodes and index variables again, in place.
 
     The joined nodes stay, but nothing reads them; the index variables have no sizes. A graph without joined
-    lookups stays unchanged. GraphError if the joined nodes have been changed, if the default rows of a table
-    are not in the graph, or if other nodes have the names of the new ones.
+    lookups stays unchanged. GraphError if two nodes have the same name, if the joined nodes have been
+    changed, if the default rows of a table are not in the graph, or if other nodes have the names of the new
+    ones.
     """
     graph_def = meta_graph.graph_def
     if not any(JOINED in node.attr for node in graph_def.node):
@@ -396,9 +398,9 @@ def _damaged(table: str, scope: str) -> GraphError:
 
 
 def _add_indexes(graph_def: Proto, tables: Collection[str]) -> None:
-    """Add the index variables of these tables that the graph lacks.
+    """Append to a graph the nodes of the index variables that it lacks of these tables (names).
 
-    Each is a node without sizes, marked with its table and part; the order is that of the tables' names.
+    Each is a VarHandleOp of unknown size, marked with its table and part, in the order of the tables' names.
     """
     marked = {(attr_text(node, TABLE), attr_text(node, PART)) for node in graph_def.node if PART in node.attr}
     names = {node.name for node in graph_def.node}

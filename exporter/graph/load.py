@@ -49,7 +49,8 @@ def load_graph(request: GraphRequest) -> InferenceGraph:
 
     Raises:
         GraphError: the graph cannot be served; the subclass says why.
-        CheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store.
+        PublishError: what is fetched from a store cannot be written.
         UsageError: the request does not fit the model that it names.
         ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
     """
@@ -60,8 +61,10 @@ def load_source(request: GraphRequest) -> SourceGraph:
     """Load the graph as its author made it, with complete signatures, so that it can be restored and run.
 
     Raises:
-        GraphError: a builder failed, or a signature names an unknown tensor.
-        CheckpointError: a file is damaged.
+        GraphError: a builder failed, a signature names an unknown tensor or cannot be served, or an asset is
+            missing or may not be read; the subclass says why. An ExportError of a builder is raised as it is.
+        CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store.
+        PublishError: what is fetched from a store cannot be written.
         UsageError: the request does not fit the model that it names.
         ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
     """
@@ -116,6 +119,7 @@ def run_builders_once() -> GraphSource:
     """Return a function like `load_source` that runs a builder only once for equal requests.
 
     It keeps each builder's graph, and returns the same object again. Models in files are loaded at each call.
+    Its errors are those of `load_source`; a builder that failed runs again.
     """
     # A second run would be slow, and make other names: Keras numbers layers through the whole process.
     built: list[tuple[GraphRequest, SourceGraph]] = []
@@ -136,7 +140,8 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of the model that a Keras archive describes.
 
     UsageError if the archive has only weights, or if arguments or tensors are given; GraphError (and
-    subclasses) if its model cannot be built or served, CheckpointError if it is damaged.
+    subclasses) if its model cannot be built or served, CheckpointError (and subclasses) if it cannot be read,
+    TensorFlowNeeded if no supported TensorFlow is installed.
     """
     from exporter.graph.archived_graph import archived_graph
     from exporter.graph.builder import require_no_tensors, source_of
@@ -170,8 +175,9 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of a `.meta` file or a SavedModel.
 
-    UsageError for another directory, or without signatures. GraphError (and subclasses) if it cannot be
-    served, CheckpointError if its file is damaged.
+    UsageError for another directory, for a graph without signatures, or if the file cannot be opened.
+    GraphError (and subclasses) if it cannot be served; CheckpointError if its file is damaged, a pointer of
+    Git LFS, or cannot be fetched from a store, PublishError if what is fetched cannot be written.
     """
     if not path.is_dir():
         return load_metagraph(path, request)
@@ -185,7 +191,10 @@ def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _meant(path: Path) -> str:
-    """Return a hint with the path that the user probably meant instead of `path`; "" if none is similar."""
+    """Return a hint with the path that the user probably meant instead of `path`; "" if none is similar.
+
+    OSError if a directory on the way to it cannot be listed.
+    """
     found = path if path.exists() else nearest(path)
     if found is None and path.name.isdecimal() and path.parent.is_dir():
         found = path.parent  # a version that does not exist, or no longer exists

@@ -336,7 +336,7 @@ def files_to_feed(source: SourceGraph) -> dict[str, Path]:
 
     A moved file is one that an initialiser reads, and that exists only below the graph's directory. Files
     that do not exist are left out. AccessRefused if the graph may not read a file, MissingAsset if it cannot
-    be looked up.
+    be looked up, GraphError if two nodes have the same name.
     """
     nodes = GraphIndex.of(source.meta_graph).nodes
     found = dict(source.assets)
@@ -407,7 +407,7 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
     """Return the tables of a cleaned graph that a checkpoint restores, each once, in the graph's order.
 
     `keys` has their names in checkpoints by node; a table that it lacks, or whose name another table has, is
-    stored under its node's name.
+    stored under its node's name. GraphError for an unknown data type number.
     """
     found: dict[str, GraphTable] = {}
     for node in _restorable(nodes.values()):
@@ -433,7 +433,7 @@ def graph_tables(nodes: Mapping[str, Proto], keys: Mapping[str, TableKey]) -> tu
 def makers(graph_def: Proto, name: str) -> tuple[str, ...]:
     """Return the names of all nodes that make the same table as the node `name`, in the graph's order.
 
-    It is among them. StopIteration if that node does not make a table that a checkpoint restores.
+    The node `name` is one of them; StopIteration if it does not make a table that a checkpoint restores.
     """
     nodes = _restorable(graph_def.node)
     wanted = next(_identity(node) for node in nodes if node.name == name)
@@ -445,9 +445,10 @@ def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
 
 
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """Return a copy of the graph with the variables of its dynamic tables in `variables`, with these shapes.
+    """Return a copy of the graph whose `variables` also have those of its dynamic tables, with these shapes.
 
-    The graph itself if it has no such tables. `shapes` must have each of these variables by its served name.
+    The graph itself if it has no dynamic tables. `shapes` is {served name of a table's variable: its shape};
+    KeyError if one is missing. The sizes in the nodes of lookups are set, too.
     ShapeMismatch if the shapes of a table's variables contradict each other.
     """
     if not graph.dynamic_tables:
@@ -467,7 +468,7 @@ def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...
 
 
 def table_geometries(graph: InferenceGraph) -> dict[str, TableGeometry]:
-    """Return {dynamic table's name: its sizes}; all variables of the tables must have shapes.
+    """Return {dynamic table's name: its sizes}; KeyError if `variables` lacks a table's variable.
 
     ShapeMismatch if a table's shapes contradict each other.
     """

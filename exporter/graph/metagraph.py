@@ -68,8 +68,10 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of a `.meta` file, with the request's signatures, else its own.
 
     Raises:
-        CorruptFile: the file is truncated, or not a graph.
-        UsageError: it cannot be opened, or there are no signatures.
+        CorruptFile: the file is truncated, or not a graph, or has more than 2 GiB.
+        CheckpointError: it is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
+        PublishError: what is fetched from a store cannot be written.
+        UsageError: it cannot be opened, there are no signatures, or an option does not fit the graph.
         GraphError: it cannot be served; NotServable for a graph that AutoDist has transformed.
     """
     meta_graph = read_metagraph(path)
@@ -94,6 +96,8 @@ def read_metagraph(path: Path) -> Proto:
 
     Raises:
         CorruptFile: it is truncated, or not a graph, or has more than 2 GiB.
+        CheckpointError: it is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
+        PublishError: what is fetched from a store cannot be written.
         UsageError: it cannot be opened.
     """
     try:
@@ -258,7 +262,7 @@ def _behind(index: GraphIndex, value: str) -> list[str]:
 
 
 def likely_outputs(index: GraphIndex) -> list[Endpoint]:
-    """Return tensors that look like a model's outputs, the likeliest first; none if no variable is used."""
+    """Return tensors that look like a model's outputs, the likeliest first; [] if no variable is used."""
     forward = _computed_from_inputs(index)
     values = _variables_values(index)
     reading = (name for name in forward if not values.isdisjoint(_sources(index, name)))

@@ -127,7 +127,7 @@ def attr_text(node: Proto, name: str) -> str:
 
 
 def attr_shape(node: Proto, name: str = "shape") -> tuple[int, ...] | None:
-    """Return a shape attribute as `shape_of` does; None if absent or of unknown rank."""
+    """Return a shape attribute, with -1 for unknown lengths; None if it is absent or of unknown rank."""
     value = attr(node, name)
     return shape_of(value.shape) if value.HasField("shape") else None
 
@@ -138,7 +138,7 @@ def shape_of(shape: Proto) -> tuple[int, ...] | None:
 
 
 def shape_proto(shape: tuple[int, ...] | None) -> Proto:
-    """Return the TensorShapeProto of a shape as `shape_of` returns it."""
+    """Return the TensorShapeProto of a shape; -1 is an unknown length, None an unknown rank."""
     proto = protos.TensorShapeProto(unknown_rank=shape is None)
     for size in shape or ():
         proto.dim.add(size=size)
@@ -173,7 +173,7 @@ _PASSES_ON = frozenset({"Identity"})
 
 
 def through_identities(nodes: Mapping[str, Proto], text: str, ops: Collection[str] = _PASSES_ON) -> str:
-    """Return the node or argument that `text` gets its value from, behind operations that forward it.
+    """Return the name of the node or argument whose value `text` has, behind operations that forward it.
 
     First inputs are followed back through the operations `ops`, at most 32 times. A name that `nodes` lacks
     ends the search.
@@ -250,7 +250,8 @@ class GraphIndex:
     def resolve(self, text: str, role: str) -> Endpoint:
         """Return the tensor that a user named by `text` (output 0 if only a node is named).
 
-        `role` begins the error's message. UnknownTensor if the graph does not have that tensor.
+        `role` begins the error's message. UnknownTensor if the graph does not have that tensor, or if `text`
+        is a control input; GraphError if its node has an unknown type number.
         """
         found = endpoint(text)
         node = self.nodes.get(found.node)
@@ -303,7 +304,8 @@ class GraphIndex:
     def dtype(self, tensor: Endpoint) -> DType:
         """Return the dtype of a tensor of a node in the graph.
 
-        GraphError if the graph does not describe the operation.
+        GraphError if the graph does not describe the operation, if that has fewer outputs, or if its type
+        number is unknown. KeyError if the graph lacks the node.
         """
         dtypes = self.output_dtypes(self.nodes[tensor.node])
         if dtypes is None or tensor.output >= len(dtypes):
@@ -420,8 +422,9 @@ def reach(
     """Return all nodes that the nodes `roots` need for their values.
 
     Control edges count only where they bind a node to its branch or loop. Tensors are `replaced` by others
-    first; the search does not go beyond the tensors `given`. GraphError if a node reads one that the graph
-    does not have. KeyError if the graph lacks a root.
+    first; the search does not go beyond the tensors `given`. GraphError if a node reads a tensor of a node
+    that the graph does not have, or if conditionals are nested more than 64 deep. KeyError if the graph lacks
+    a root.
     """
     pivots = Pivots(nodes)
     replaced = replaced or {}
@@ -489,8 +492,8 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
 def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
     """Return the names of the nodes of these inputs of the node `name`.
 
-    For a Merge they do not include the NextIteration that closes a loop. KeyError if the graph lacks one of
-    them.
+    For a Merge they do not include the NextIteration that closes a loop. KeyError if the graph lacks the node
+    `name`, or one that a Merge reads.
     """
     sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
@@ -538,7 +541,7 @@ def has_control_flow(nodes: Mapping[str, Proto]) -> bool:
 
 
 class Pivots:
-    """Finds pivots in one graph, and remembers nodes outside of all control flow."""
+    """Finds pivots (see the module) in one graph, and remembers nodes outside of all control flow."""
 
     def __init__(self, nodes: Mapping[str, Proto]) -> None:
         self._nodes = nodes
