@@ -71,12 +71,14 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
         """Return the sources that a request names, before it is loaded; a builder's code is not known yet.
 
-        `is_beside` says that the graph is the one beside the checkpoint. A file that cannot be read is left
-        out.
+        `is_beside` says that the graph is the one beside the checkpoint. A file for which the system raises
+        an OSError is left out. A builder's name by file or module is not looked up.
 
         Raises:
-            BuilderError: the builder does not exist, or an archive has only weights.
+            BuilderError: an archive has only weights, or its config is not JSON.
+            CodeRefused: the config of an archive is nested too deeply.
             UsageError: the graph's file does not exist, or the file of `--signatures` cannot be read.
+            CheckpointError: a file is damaged, a pointer of Git LFS, or cannot be fetched (subclasses).
         """
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
@@ -101,7 +103,8 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
         """Return a copy with digests of the graph made from it, and of the files of its tables.
 
-        `assets` are these files by name. OSError if one cannot be read.
+        `assets` are these files by name. OSError if one cannot be read, CheckpointError if it is a pointer of
+        Git LFS or cannot be fetched from a store.
         """
         from exporter.graph.graph_digest import graph_digest  # late: a delta reads origins and makes none
 
@@ -111,8 +114,9 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def differences(self, request: GraphRequest) -> Iterator[str]:
         """Yield phrases that tell how a later request's model and options differ from this origin.
 
-        A model or options that the request omits do not count. BuilderError if the builder does not exist,
-        UsageError if the graph's file does not, ManifestError if a recorded file is not below its directory.
+        A model that the request omits does not count; options count if it has any of them. While iterated it
+        raises BuilderError if the builder does not exist, UsageError if the graph's file does not or that of
+        `--signatures` cannot be read, ManifestError if a recorded file is not below its directory.
         """
         given = graph_options(request)
         if given:
@@ -137,7 +141,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         that the builder read if they differ. `known` has, by name, digests of such files that made the same
         graph; `places` are paths of the last run. Both lists are empty for a request without a model.
         BuilderError if the builder does not exist, UsageError if the graph's file does not, ManifestError if
-        a recorded name leads out of its directory.
+        a recorded name leads out of its directory, CheckpointError if a file cannot be fetched from a store.
         """
         if request.model is None:
             return [], []
@@ -161,7 +165,8 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
 
         For an archive that a release before 0.3.0 recorded it is the recorded digest if its model is the
         same. `digests` caches digests of files. OSError if the file cannot be read, UsageError if it does not
-        exist, BuilderError if an archive has only weights.
+        exist, BuilderError if an archive has only weights or an invalid config, CheckpointError (and
+        subclasses) if an archive is damaged or a file cannot be fetched from a store.
         """
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
@@ -246,10 +251,10 @@ def graph_options(request: GraphRequest) -> dict[str, Any]:
 def changed_assets(
     known: Mapping[str, str], places: Mapping[str, Path], digests: FileDigests
 ) -> Iterable[str]:
-    """Yield the names of files whose digests changed; missing and unreadable files do not count.
+    """Yield the names of files whose digests changed; files that are missing or raise OSError do not count.
 
-    `known` has the earlier digests, `places` the present paths, both by name; `digests` caches digests of
-    files.
+    CheckpointError, while iterated, for a file that cannot be fetched from a store. `known` has the earlier
+    digests, `places` the present paths, both by name; `digests` caches digests of files.
     """
     for name, digest in known.items():
         with contextlib.suppress(OSError):
@@ -260,11 +265,11 @@ def changed_assets(
 def check_named(model: Any) -> None:
     """Check that the model which `--model` names exists, without running anything.
 
-    None, functions and model objects pass, and so does a builder's function that only an import of its module
-    could show.
+    None, functions and model objects pass, and so does a builder's function that only importing its module
+    could find.
 
     Raises:
-        BuilderError: the builder's file, module or function does not exist.
+        BuilderError: the builder's file, module or function does not exist, or the file cannot be parsed.
         UsageError: the file of the graph does not exist.
     """
     _named(model)
@@ -311,7 +316,9 @@ def _is_as_written(path: Path, known: str) -> bool:
 def _graph_file_digest(path: Path) -> str:
     """Return the digest of a graph's file, or of the model in an archive, without its weights.
 
-    BuilderError if an archive has only weights; OSError if the file cannot be read.
+    OSError if the file cannot be read, or has more than 2 GiB and is not an archive. BuilderError if an
+    archive has only weights or an invalid config (CodeRefused if that is nested too deeply). CheckpointError
+    (and subclasses) if an archive is damaged, or a file cannot be fetched from a store.
     """
     from exporter.checkpoint.families import is_archive
     from exporter.wire.protos import MAX_MESSAGE_BYTES

@@ -251,8 +251,8 @@ def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> 
 def effect_in(node: Proto, library: Collection[str]) -> Effect | None:
     """Return the effect of a node with its attributes; None if it is harmless.
 
-    A call and a foreign operation count as harmless, unless an attribute cannot be followed. `library` has
-    the names of the graph's functions.
+    A call and a foreign operation count as harmless, unless an attribute cannot be followed: then the effect
+    is UNKNOWN. `library` has the names of the graph's functions. GraphError for an unknown type number.
     """
     effect = effect_of(node.op)
     if effect is Effect.UNKNOWN and (node.op in library or not is_stock(node.op)):
@@ -330,7 +330,10 @@ class _Judge:
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """Return as `_body`, memoised, for the function with this name."""
+        """Return what `_body` returns for the function with this name; memoised.
+
+        GraphError if two of its nodes have the same name.
+        """
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: until this one is judged, it is empty.
             self._judged[name] = (set(), [])
@@ -340,7 +343,8 @@ class _Judge:
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
         """Return a body's arguments, by position, that must name own files, and what else reaches out there.
 
-        There are none of these arguments for the graph itself.
+        "What else" are the operations that reach out whatever the arguments are. For the graph itself there
+        are no arguments.
         """
         found: list[Outside] = []
         arguments: set[int] = set()
@@ -392,7 +396,7 @@ def runnable_graph(source: SourceGraph) -> Proto:
     """Return a copy of the source's GraphDef to run here, with control edges only from nodes that can be run.
 
     Operations that TensorFlow cannot import, and all nodes that read from them, are left out. GraphError if
-    two nodes have the same name.
+    two nodes have the same name, or if conditionals are nested more than 64 deep.
     """
     index = GraphIndex.of(source.meta_graph)
     # Nodes behind a fed tensor, too: TensorFlow's optimizer turns a control edge from `Identity(fed)` into

@@ -115,7 +115,8 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
     """Let the graph read tables through their overlays, in place; `tables` are by the nodes of their handles.
 
     Raises:
-        NotServable: a table is read in another way than by gathers of rows; the message says by which node.
+        NotServable: a table is read otherwise than by gathers of rows, or a function returns its handle; the
+            message names the node or function.
     """
     change_uses(graph_def, tables)
 
@@ -124,7 +125,7 @@ def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads])
     """Let gathers of tables that share an overlay, and always run together, read it together, in place.
 
     At least eight gathers are changed at once. `overlay_reads` leaves them alone, and changes the others.
-    `tables` are by the nodes of their handles.
+    `tables` are by the nodes of their handles. GraphError if two nodes have the same name.
     """
     # A flag, a branch and a look at the slots for each of a hundred tables cost more than the gathers.
     body = Body(meta_graph.graph_def.node)

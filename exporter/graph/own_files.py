@@ -50,9 +50,10 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """Return the scope's arguments, by position, that must be own files so that the tensors `texts` are.
+        """Return the positions of the scope's arguments that must be paths of own files so that `texts` are.
 
-        Empty if they are in any case; None if one of them may be another path.
+        `texts` are names of tensors in the body `scope`. Empty if they are such paths in any case; None if
+        one of them may be another path.
         """
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
@@ -73,9 +74,10 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """Return as `needs` the positions for inputs that a call passes to arguments `places` of `callee`.
+        """Return, as `needs`, the positions of the scope's arguments for some inputs of the call `node`.
 
-        None also if it is not known which inputs those are. GraphError if two nodes of a loop's body have one
+        They are its inputs for the arguments at the positions `places` of the function `callee`. None also if
+        it is not known which inputs those are. GraphError if two nodes of a loop's body have one
         name.
         """
         inputs, before = input_names(node), CALLS.get(node.op, 0)
@@ -95,9 +97,10 @@ class OwnFiles:
         return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """Return a loop's arguments, by position, that must be own files so that `places` are in every turn.
+        """Return the positions of a loop's arguments that must be own files so that `places` are.
 
-        None if no arguments ensure it. GraphError if two nodes of the loop's body have one name.
+        That is: in every turn. `places` may be extended in place. None if no arguments ensure it. GraphError
+        if two nodes of the loop's body have one name.
         """
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):

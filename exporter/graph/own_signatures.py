@@ -73,7 +73,7 @@ class _Body(Struct, frozen=True):
     handles: Collection[str]
 
     def handles_of(self, node: Proto) -> dict[int, str]:
-        """Return {position among a node's inputs: the handle that it takes there}."""
+        """Return {position among a node's data inputs: the handle, one of `handles`, that it takes there}."""
         taken = {at: self._origin(text) for at, text in enumerate(input_names(node))}
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
@@ -197,7 +197,8 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     """Return a copy of the source without signatures that cannot be served; its notes say what was changed.
 
     The source itself if nothing is to be changed, or if every signature fails to be cleaned: `clean` then
-    reports why. NotServable if none is left for other reasons; GraphError if two nodes have the same name.
+    reports why. NotServable if none is left for other reasons; GraphError if two nodes have the same name,
+    or if the graph lacks a node that an output needs.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}

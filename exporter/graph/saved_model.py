@@ -36,7 +36,8 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     Raises:
         UsageError: it does not exist, takes deltas, or has no graph or signature to serve; or an option is
             wrong.
-        CorruptFile, UnsupportedFormat: it cannot be read.
+        CorruptFile, UnsupportedFormat: it is damaged, or split into chunks.
+        CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
         MissingAsset: a file that it names does not exist; AccessRefused if the graph may not read it.
         GraphError: the request's signatures cannot be served; the subclass says why.
     """
@@ -69,6 +70,7 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
     Raises:
         AccessRefused: it names a file that it may not read.
         CorruptFile: the directory holds no readable SavedModel.
+        CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
         UnsupportedFormat: it has another version, or the graph cannot be saved beside another.
         UsageError: there is no SavedModel, or no graph or several have the tag.
         MissingAsset: an asset that it names does not exist.
@@ -79,11 +81,12 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 
 
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
-    """Return the MetaGraphDef with exactly the tags in `tag`, comma-separated, else the only one with more.
+    """Return the graph (a MetaGraphDef) of a SavedModel that `tag` selects, tags separated by commas.
 
-    "" means a graph without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the
-    one for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not
-    for training. UsageError unless there is exactly one; it names the `path` and the command line's `option`.
+    That is the one with exactly these tags, else the only one that has more besides them. "" means a graph
+    without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the one for serving
+    with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not for training.
+    UsageError unless there is exactly one; it names the `path` and the command line's `option`.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -118,8 +121,9 @@ def _likeliest(graphs: list[Proto]) -> list[str]:
 def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> list[str]:
     """Remove training signatures from `meta_graph`, and return notes on them.
 
-    None if the request names tensors. UsageError if then none can be served, or a feed does not fit;
-    UnknownTensor for the feed of an unknown tensor.
+    Entries that are not signatures are always removed. If the request names tensors, no signature is removed,
+    and there are no notes. UsageError if no signature is left that can be served, or a feed does not fit;
+    UnknownTensor for the feed of an unknown tensor, GraphError if two nodes have the same name.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:

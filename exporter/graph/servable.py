@@ -176,7 +176,7 @@ def check_servable(
 ) -> None:
     """Raise an error if a server cannot or must not run the reached nodes.
 
-    It is about the node nearest to an output. `fed` are the placeholders that get a value; `allowed` are
+    The error names the node nearest to an output. `fed` are the placeholders that get a value; `allowed` are
     nodes that run once, at load; `foreign` are operations that stock TensorFlow lacks.
 
     Raises:
@@ -284,5 +284,8 @@ def check_reads(
 
 
 def called_functions(node: Proto) -> set[str]:
-    """Return the names of a node's operation and of functions in its attributes; all may be functions."""
+    """Return the name of a node's operation, and of each function in its attributes.
+
+    The operation's own name is always among them: it may be a function's, too.
+    """
     return {node.op, *(function.name for function in called(node))}

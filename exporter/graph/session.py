@@ -48,7 +48,7 @@ class GraphSession(Struct, frozen=True):
         """Import a graph, replacing the previous one and its variables.
 
         With `plain` it runs in one thread and is not optimized. Importing has no time limit. RunFailed if
-        TensorFlow refuses it, Ended if the process ends.
+        TensorFlow refuses it, Ended if the process ends, also because it needs too much memory.
         """
         self._ask(
             {"graph": "plain" if plain else "optimized", "limited": False}, graph_def.SerializeToString()
@@ -58,7 +58,7 @@ class GraphSession(Struct, frozen=True):
         """Load a SavedModel's graph tagged `serve`, and return its MetaGraphDef without the graph.
 
         Its variables are restored. It replaces the previous graph. Loading has no time limit. RunFailed if
-        TensorFlow refuses it, Ended if the process ends.
+        TensorFlow refuses it, Ended if the process ends, also because it needs too much memory.
         """
         (content,) = self._ask({"load": str(saved_model), "limited": False})
         return protos.message_class("MetaGraphDef").FromString(content)
@@ -82,7 +82,8 @@ class GraphSession(Struct, frozen=True):
         """Run the operations `targets` and return the values of the tensors `fetches`, in their order.
 
         `feeds` has a value for each fed tensor's name. Without `limited` it may take any time. RunFailed if
-        TensorFlow fails, Ended if the process ends or exceeds its limits.
+        TensorFlow fails, Ended if the process ends or exceeds its limits; ValueError if TensorFlow has no
+        type for a fed value, or a fetched one cannot be sent by value.
         """
         encoded = {name: _encoded(value) for name, value in feeds.items()}
         sizes = [[name, len(data)] for name, data in encoded.items()]
@@ -127,9 +128,9 @@ class _Here:
 
 @contextmanager
 def session_here() -> Iterator[GraphSession]:
-    """Open a session in this process, without limits, for graphs that are trusted.
+    """Yield a session in this process, without limits, for graphs that are trusted.
 
-    Close it after the block.
+    It is closed after the block. ImportError if TensorFlow is not installed.
     """
     here = _Here()
     try:

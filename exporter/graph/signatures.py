@@ -182,7 +182,8 @@ class SignatureSpec(Struct, frozen=True):
 def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
     """Return the signatures of `--signatures`, else of `--input` and `--output`; empty without any.
 
-    UsageError if both are given, if there are inputs without outputs, or if the file is not valid.
+    UsageError if both are given, if there are inputs without outputs, or if the file cannot be read or is not
+    valid.
     """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
@@ -235,7 +236,7 @@ def parse_examples(meta_graph: Proto, index: GraphIndex, specs: list[SignatureSp
 
     Specs without `examples` use parsed tensors, too. If no spec has examples, nothing changes. `index` does
     not get the new nodes. UsageError if two specs parse different features, or if a feature does not fit its
-    tensors.
+    tensors; UnknownTensor if the graph lacks one, GraphError if it does not describe one.
     """
     asking = [spec for spec in specs if spec.examples]
     if not asking:
@@ -327,7 +328,7 @@ def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
 
 
 def check_method(name: str, signature: Proto) -> None:
-    """Raise UsageError for a classify or regress signature without the tensors that it needs.
+    """Raise UsageError for a classify or regress signature with other tensors than its method allows.
 
     TensorFlow Serving requires them (tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc): one
     input `inputs` of serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
@@ -374,8 +375,9 @@ def left_out(reasons: Mapping[str, str]) -> list[str]:
 def keep_answering(meta_graph: Proto, label: str) -> list[str]:
     """Remove the signatures that TensorFlow Serving cannot answer, in place, and return notes on them.
 
-    Sparse and composite tensors become their components, `ids`, `ids_1` and so on. NotServable if no
-    signature is left; `label` names the graph.
+    Sparse and composite tensors become their components, `ids`, `ids_1` and so on. NotServable if there
+    were signatures and none is left; `label` names the graph in its message. GraphError for an unknown type
+    number.
     """
     # A server fetches tensors by their names, and at least one. A sparse or ragged tensor has no name, so it
     # is served as its components: `ids`, `ids_1` and so on.

@@ -90,7 +90,8 @@ class GraphRequest(GraphOptions, frozen=True):
 def read_signatures(path: Path) -> Any:
     """Return the JSON value in the file of `--signatures`.
 
-    UsageError if it cannot be read, has more than 64 MiB, or is not JSON.
+    UsageError if it cannot be read, has more than 64 MiB, or is not JSON; CheckpointError if it is a pointer
+    of Git LFS, or cannot be fetched from a store.
     """
     try:
         return json.loads(read_regular(path, 64 << 20))
