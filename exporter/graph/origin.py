@@ -200,7 +200,9 @@ class CodePlaces(Struct, frozen=True):
     def find(self, name: str, path: list[str], builder: BuilderFile | None) -> Path | None:
         """Return the present file of a module; None if it is not found.
 
-        It is searched along `path` and, as `builder` may have moved, beside the builder.
+        It is searched along `path`, at the place of the last run and, as the builder may have moved, beside
+        `builder` (None: the builder's file is unknown). A module in `by_name` is searched along `path` first,
+        any other one last.
         """
         if name in self.by_name:
             return find_module(name, path) or self._kept(name, builder)

@@ -137,7 +137,7 @@ def importable() -> Iterator[None]:
 def put_first(directory: Path) -> None:
     """Put a directory first on `sys.path`.
 
-    This thread's `importable` removes it at its end, if there is one.
+    It is removed at the end of the `importable` block that this thread is in; outside of one it stays.
     """
     _ADDED.get([]).append(str(directory))
     sys.path.insert(0, str(directory))
@@ -170,7 +170,8 @@ def named_function(model: Any) -> tuple[str, BuilderFile | None]:
 def find_builder(where: str) -> BuilderFile | None:
     """Return the file of `pkg.mod` or `path/file.py`; None if it is not Python source.
 
-    No code runs; None also if the file cannot be found without that.
+    No module is executed; None also if the file cannot be found without that. `sys.path` is changed
+    meanwhile.
 
     Raises:
         BuilderError: the file or top-level module does not exist.
@@ -212,8 +213,8 @@ def _find_spec(name: str, places: list[str] | None) -> ModuleSpec | None:
 def require_function(found: BuilderFile, where: str, name: str) -> None:
     """Raise BuilderError if a builder's module certainly lacks the function `name`, or cannot be parsed.
 
-    `where` is the module as the user named it. If its code does not show all names, only importing it can
-    decide.
+    `where` is the module as the user named it. Nothing is raised if its code does not show all names: only
+    importing it can decide then. CheckpointError if the file cannot be fetched from a store.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
@@ -236,10 +237,11 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """Return the recorded paths of `known` files whose code changed, or that do not exist.
+    """Return the recorded paths of the files `known` (not empty) whose code changed or that cannot be read.
 
-    `main` is the present file of the first; the others are looked up from it. ManifestError if a path leads
-    out of their directory.
+    `main` is the present file of the first; the others are looked up from it. All are returned if the
+    directories above `main` have other names than in its recorded path. ManifestError if a path leads out of
+    the directory that the files share.
     """
     own, *others = known
     *packages, _ = own.path.split("/")
@@ -293,7 +295,8 @@ def digest_at(file: str) -> str:
 def content_of(file: str) -> bytes | None:
     """Return the bytes of a module's file, also in a zip archive; None if it cannot be read.
 
-    None also if a .py file has more than 64 MiB, or another file more than 1 GiB.
+    None also if a .py file has more than 64 MiB, or another file more than 1 GiB. CheckpointError if it is a
+    pointer of Git LFS, or cannot be fetched from a store.
     """
     with contextlib.suppress(OSError):
         return read_regular(Path(file), MAX_SOURCE_BYTES if file.endswith(".py") else MAX_COMPILED_BYTES)
@@ -333,8 +336,9 @@ MAX_COMPILED_BYTES = 1 << 30
 def parse(path: Path, content: bytes | None = None) -> ast.Module:
     """Return the syntax tree of a Python file, or of its `content`.
 
-    BuilderError if it cannot be read or parsed. Syntax warnings are not shown; a lock lets one thread parse
-    at a time.
+    BuilderError if it cannot be read or parsed; CheckpointError if it is a pointer of Git LFS, or cannot be
+    fetched from a store; SystemError if Python 3.11 fails 51 times. Syntax warnings are not shown; a lock
+    lets one thread parse at a time.
     """
     try:
         content = read_regular(path, MAX_SOURCE_BYTES) if content is None else content
@@ -470,7 +474,7 @@ def changed_modules(
 def changed_libraries(known: Mapping[str, str]) -> Iterator[str]:
     """Yield phrases that tell how versions of installed libraries differ from `known`, {name: version}.
 
-    A library that is not installed is skipped.
+    A library that is not installed is skipped. Case, and which of `-`, `_` and `.` is used, do not count.
     """
     if not known:
         return

@@ -74,7 +74,7 @@ def is_plain_module(module: bytes) -> bool:
 def read_program(module: bytes) -> Program:
     """Return the operations and texts of a program in MLIR's bytecode, up to version 6.
 
-    ValueError, or IndexError at its end, if the bytes are not such a program.
+    ValueError or IndexError if the bytes are not such a program, or are cut off.
     """
     reader = _Reader(module)
     if reader.take(len(_MAGIC)) != _MAGIC:
@@ -156,7 +156,8 @@ def _strings(reader: _Reader) -> list[str]:
 def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[str], frozenset[str]]:
     """Read the names of the dialects, in order, and the full names of the operations, `dialect.operation`.
 
-    `version` is the bytecode's. IndexError if it is cut off.
+    `version` is the bytecode's. IndexError if it is cut off, or if a number is beyond `strings` or the
+    dialects; ValueError for an aligned section.
     """
     dialects, operations = [], set[str]()
     for _ in range(reader.number()):
@@ -182,7 +183,8 @@ def _texts(
 ) -> frozenset[str] | None:
     """Return the texts in sets of eight or more properties, as custom calls have; None if one is not encoded.
 
-    `sections` must have offsets, attributes and properties. IndexError if one is cut off.
+    `sections` must have offsets, attributes and properties. IndexError if one is cut off, or if a number is
+    beyond `strings` or `dialects`.
     """
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:

@@ -210,7 +210,7 @@ _TRAINS = (_Kind.ALL, _Kind.DROPOUT, _Kind.NOISE)
 class _Drawn(Struct, frozen=True):
     """One use of random numbers: the operation that draws them, in words, its kind, and the rate of dropout.
 
-    `rate` is the part that is dropped, None if it is unknown or not dropout.
+    `rate` is the fraction that is dropped, 0 to 1; None if it is unknown, not one number, or not dropout.
     """
 
     name: str
@@ -244,9 +244,9 @@ class _Uses:
         self._readers = readers_of(body.nodes[name] for name in body.live & body.nodes.keys())
 
     def masks(self, uniform: Proto) -> Iterator[tuple[_Kind, float | None]]:
-        """Yield (kind, the part that it drops) for each mask made of the uniform numbers of a node.
+        """Yield (kind, the fraction that it drops, 0 to 1) for each mask made of a node's uniform numbers.
 
-        The part is None if it is unknown, or not one number. At most 64 nodes are followed.
+        The fraction is None if it is unknown, or not one number. At most 64 nodes are followed.
         """
         # The numbers are in a span from 0 to 1, which constants scale and shift. They are compared with a
         # rate or, in old TensorFlow, shifted by the probability to keep and rounded down.
@@ -353,10 +353,10 @@ def _only(value: Array | None) -> float | None:
 
 
 def _verdict(parts: Array | None) -> tuple[_Kind, float | None]:
-    """Return (kind of a mask that drops these `parts`, the dropped part if it is one number, else None).
+    """Return (kind of a mask that drops these `parts`, the dropped fraction if it is one number, else None).
 
-    `parts` has the dropped part, 0 to 1, for each element, and is None if it is unknown: that counts as
-    DROPOUT.
+    `parts` has the dropped fraction, 0 to 1, for each element; None if it is unknown, which counts as
+    DROPOUT. For the kinds ALL and OFF the second item is None.
     """
     if parts is None or ((parts > 0) & (parts < 1)).any():
         return _Kind.DROPOUT, _only(parts)

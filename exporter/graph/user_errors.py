@@ -72,9 +72,10 @@ class _Place(NamedTuple):
 
 @contextlib.contextmanager
 def failures(what: str) -> Iterator[None]:
-    """Turn errors of a user's code in the block into BuilderErrors with `what` failed, a place and a hint.
+    """Raise BuilderError, with a position and a hint, for an error of a user's code in the block.
 
-    If the user's own error is an ExportError, it is raised unchanged.
+    `what` begins the message, such as "calling the model". Any Exception and SystemExit count; if the user's
+    own error is an ExportError, that is raised unchanged.
     """
     try:
         yield
@@ -95,7 +96,11 @@ def own_error(error: BaseException) -> BaseException:
 
 
 def error_line(error: BaseException) -> str:
-    """Return the user's own error on one line, with the file, line and function of their code."""
+    """Return the user's own error on one line, followed by the file, line and function that it came from.
+
+    These are left out if it came neither from the user's files nor from an installed package. A message of
+    more than 500 characters is cut.
+    """
     own = own_error(error)
     place = _place(error)
     text = _text(own) or (place and linecache.getline(place.file, place.line).strip()) or ""
@@ -126,9 +131,10 @@ def way_out(error: BaseException) -> str:
 
 
 def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
-    """Return a hint to choose Keras 2 or 3 for files with `tf.keras`.
+    """Return a hint to run code with Keras 2 (with `keras_2`) or with Keras 3.
 
-    "" if it is chosen, or they import Keras.
+    "" if this process uses that one already, or unless one of `files` (paths of source files) uses
+    `tf.keras` and none imports `keras` itself.
     """
     if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
         return ""
@@ -141,13 +147,16 @@ def _keras_2_is_chosen() -> bool:
 
 
 def _only_wraps(error: BaseException, inner: BaseException) -> bool:
-    """True if an error's text only says that `inner` was raised, or is a frame around it."""
+    """True if an error's message only reports the error `inner`, as Keras and AutoGraph do."""
     text = _text(error)
     return _WRAPS.match(text) is not None or text == f"{type(inner).__name__}: {inner}"
 
 
 def _text(error: BaseException) -> str:
-    """Return the error's message, without the quotes of a KeyError around a wrapping text."""
+    """Return an error's message.
+
+    A KeyError's is quoted, as `str` does it, unless Keras or AutoGraph raised it to report another error.
+    """
     first = error.args[0] if error.args and not isinstance(error, KeyError) else None
     if isinstance(error, KeyError) and error.args and _WRAPS.match(str(error.args[0])):
         first = error.args[0]
@@ -155,13 +164,19 @@ def _text(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> _Place | None:
-    """Return the innermost place in the user's files that an error came from; None if there is none."""
+    """Return the innermost position, in the user's files, that an error came from; None if there is none.
+
+    If all positions are in installed packages, those of the outermost package count.
+    """
     found = _user_places(_places(error))
     return found[-1] if found else None
 
 
 def _places(error: BaseException) -> list[_Place]:
-    """Return the places that an error came from, outermost first, as AutoGraph translates them if it does."""
+    """Return the files, lines and functions of an error's traceback, outermost first.
+
+    If AutoGraph's message names lines of the user's own files instead of generated ones, they are its.
+    """
     own = own_error(error)
     while error is not own and error.__context__ is not None:
         traced = [_Place(m["file"], int(m["line"]), m["function"]) for m in _TRACED.finditer(_text(error))]
@@ -178,7 +193,10 @@ def _frames(error: BaseException) -> Iterator[_Place]:
 
 
 def _user_places(places: Iterable[_Place]) -> list[_Place]:
-    """Return the places in the user's files; if all are in installed packages, in the outermost package's."""
+    """Return those of `places` that are in the user's files.
+
+    If all are in installed packages: those in the outermost package's files, none if it is a framework.
+    """
     others = [p for p in places if not p.file.startswith((_OURS, _STANDARD)) or _LIBRARY.search(p.file)]
     found = [p for p in others if not _LIBRARY.search(p.file)]
     return found or [p for p in others if _package(p) == _package(others[0]) not in _FRAMEWORKS]
@@ -193,7 +211,11 @@ def _package(place: _Place) -> str:
 
 
 def _wants_keras_2(error: BaseException, text: str) -> bool:
-    """True if Keras 3 refuses code that Keras 2 accepts, and the code uses `tf.keras`."""
+    """True if an error, with the message `text`, means that Keras 3 refuses what Keras 2 accepts.
+
+    False if this process uses Keras 2. Where the message leaves it open, the code must use `tf.keras`. It may
+    import tf_keras.
+    """
     if _keras_2_is_chosen():
         return False
     if _KERAS_2_ALONE.search(text):
