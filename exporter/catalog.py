@@ -61,9 +61,10 @@ class Content(Protocol):
     """Values in a file that is not a tensor bundle: without a checksum, perhaps compressed."""
 
     def blocks(self) -> Iterator[Any]:
-        """Yield the values in C order and little endian, as flat numpy arrays of bounded size.
+        """Yield the values in C order and little endian, as flat numpy arrays.
 
-        CheckpointError (and subclasses) if the file is damaged.
+        They are of bounded size, except where a format has to be read as one. While iterated it raises
+        CheckpointError (and subclasses) if the file is damaged, was replaced, or cannot be read.
         """
 
 
@@ -106,20 +107,26 @@ class TensorRef(Struct, frozen=True):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """The runs of the tensor's bytes in a bundle: one for the whole, else one for each stored slice."""
+        """The runs of the tensor's bytes in a bundle: one for the whole, else one for each stored slice.
+
+        Empty for a tensor in another file.
+        """
         if self.extent is not None:
             return (self.extent,)
         return tuple(part.extent for part in self.slices if part.extent is not None)
 
     @property
     def is_complete(self) -> bool:
-        """True if the tensor is stored whole, or its stored slices have as many elements as its shape."""
+        """True if the tensor is stored whole, or its slices in the bundle have as many elements as it has."""
         stored = sum(math.prod(part.spec.lengths) for part in self.slices if part.extent is not None)
         return self.extent is not None or self.content is not None or stored == self.elements
 
     @property
     def bytes_(self) -> int:
-        """Bytes on disk; for a tensor outside a bundle, the bytes it would take in one (0 for texts)."""
+        """Bytes on disk, without missing slices; outside a bundle, the bytes that it would take in one.
+
+        Outside a bundle 0 for strings, and TypeError for a type that the installed ml-dtypes lacks.
+        """
         if self.content is not None:
             return self.elements * (self.dtype.itemsize or 0)
         return sum(extent.size for extent in self.extents)
@@ -168,7 +175,7 @@ class Catalog(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes of all tensors, on disk or as they would be in a bundle."""
+        """Sum of the tensors' `bytes_`: on disk, or outside a bundle what they would take in one."""
         return sum(ref.bytes_ for ref in self.tensors.values())
 
     def path_of(self, extent: Extent) -> Path:

@@ -29,7 +29,8 @@ def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 def short_help(package: str) -> None:
     """Make `help(package)` show each public name in a few lines, and nothing that classes inherit.
 
-    `package` is the name of an imported package with `__all__`, whose class is changed.
+    `package` is the name of an imported package with `__all__`; the class of its module object is changed.
+    KeyError if it is not imported.
     """
     sys.modules[package].__class__ = _ShortHelp
 
@@ -75,7 +76,10 @@ def _summaries(package: ModuleType) -> Iterator[str]:
 
 
 def _call(signature: Any, function: Any) -> str:
-    """Return the signature as text, without types of arguments; a function's `**options` stay unexpanded."""
+    """Return a signature as text, such as `(model, *, step=None) -> Plan`, without types of arguments.
+
+    Parameters that `function` itself does not have, which its `**options` take, are shown as `**options`.
+    """
     own, shown = getattr(function, "__code__", None), []
     for each in signature.parameters.values():
         if own is not None and each.name not in own.co_varnames:

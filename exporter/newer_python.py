@@ -77,11 +77,11 @@ class _Timeout:
             raise TimeoutError
 
     def when(self) -> float:
-        """Return the loop's time, in seconds, at which it ends."""
+        """Return the time of the event loop's clock, in seconds, at which the block ends."""
         return self._when
 
     def reschedule(self, when: float) -> None:
-        """Set another end, in seconds of the loop's time."""
+        """Let the block, once entered, end at another time of the event loop's clock, in seconds."""
         self._handle.cancel()
         self._when, self._handle = when, self._loop.call_at(when, self._end)
 
@@ -94,7 +94,8 @@ class _Timeout:
 def type_hints(annotated: Callable[..., Any]) -> dict[str, Any]:
     """Return {parameter or field: type} of a function or class, and "return"; `Annotated` stays outermost.
 
-    Python 3.10 would put it into an Optional where the default is None.
+    Python 3.10 would put it into an Optional where the default is None. NameError if an annotation names
+    what its module lacks.
     """
     hints = get_type_hints(annotated, include_extras=True)
     if sys.version_info < (3, 11):  # which makes it Optional[Annotated[...]]

@@ -33,7 +33,8 @@ class WhileNeeded:
     def __call__(self) -> Iterator[None]:
         """Make the change, unless it is in effect; undo it at the end of the last block that needs it.
 
-        Other threads wait while it is made or undone.
+        Other threads wait while it is made or undone. An error of making or undoing it reaches the block that
+        does so.
         """
         me = threading.get_ident()
         try:

@@ -202,7 +202,7 @@ def _asked_together(
 def _join_variables(
     graph_def: Proto, graph: InferenceGraph, tables: Sequence[GraphDynamicTable], scope: str
 ) -> tuple[dict[str, JoinedPart], list[str]]:
-    """Add one variable for each part of an index, which joins this part of all tables, in their order.
+    """Add to `graph_def` a variable for each part of an index: this part of all `tables`, one after another.
 
     Returns {node of a table's own variable: its joined variable and first element there}, and the nodes of
     the new variables in the order of `INDEX`. `scope` is the prefix of their names.

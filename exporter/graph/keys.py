@@ -191,7 +191,8 @@ def _restored_in_function(
     """Yield (handle's node, names of `count` tensors) for each operation of `ops` in the restore function.
 
     That is the function which the restore op calls; nothing is yielded if it calls none. The names are as
-    checkpoints have them. An operation with fewer known names is left out.
+    checkpoints have them. `count` is the number of tensors that such an operation takes after the handle; one
+    with fewer known names is left out.
     """
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
     function = index.functions.get(attr(call, "f").func.name) if call is not None else None
@@ -296,7 +297,8 @@ def restored_names(
     """Yield (handle's node, names of its `count` tensors in checkpoints) for each operation that restores.
 
     These are the operations of `ops` that the restore op waits for, and those in the function that it calls.
-    An operation for which fewer names are known is left out.
+    `count` is the number of tensors that they take after the handle: 1 for an assignment, 2 for the import of
+    a table (keys, values). An operation for which fewer names are known is left out.
     """
     for node, keys in _from_restore(meta_graph, index, ops, count=count):
         yield node, [key.key for key in keys]
@@ -308,7 +310,8 @@ def _from_restore(
 ) -> Iterator[tuple[str, list[VariableKey]]]:
     """Yield (handle's node, its `count` keys) for each operation of `ops` that the restore op waits for.
 
-    An operation with fewer known keys is left out.
+    `count` is the number of tensors that such an operation takes after the handle; one with fewer known keys
+    is left out.
     """
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
     restored: dict[str, list[VariableKey]] = {}

@@ -99,8 +99,9 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
 def check_filled(meta_graph: Proto, filling: Collection[str]) -> None:
     """Raise NotServable for a static table of the graph that nothing fills.
 
-    A node of `filling` fills it, or a call among them, or the function that makes the table. GraphError if
-    two nodes have the same name, or if the graph lacks a called function.
+    A table is filled by a node named in `filling`, an initialiser or a call of a function that fills it, or
+    by the function that makes it. GraphError if two nodes have the same name, or if the graph lacks a called
+    function.
     """
     index = GraphIndex.of(meta_graph)
     tables = _Tables(index)
@@ -240,10 +241,11 @@ def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterab
     """Return the existing files that nodes of a cleaned graph read, each with the Const that has its path.
 
     First come a SavedModel's own assets, then files of the text initialisers in `filling`, then the asset
-    collection's. Two files of one name get different names in the version.
+    collection's. Two files of one name get different names in the version. A node that `nodes` lacks, or that
+    is not a Const, is skipped unless an initialiser reads its path.
 
     Raises:
-        MissingAsset: a file does not exist.
+        MissingAsset: a file does not exist, or cannot be looked up.
         AccessRefused: the graph may not read it.
         NotServable: the path of an initialiser's file is computed.
         GraphError: an initialiser names no file.
@@ -285,7 +287,7 @@ def _file_name_node(nodes: Mapping[str, Proto], node: Proto) -> str:
 def _existing(source: SourceGraph, name: str, node: Proto) -> Path:
     """Return the existing file that the Const `name` (`node`) names; MissingAsset if there is none.
 
-    AccessRefused if the graph may not read it.
+    MissingAsset also if it cannot be looked up, AccessRefused if the graph may not read it.
     """
     path = _named_file(source, name, node)
     # A SavedModel's own asset is a complete path; a path in a constant may be relative to the graph.
@@ -371,7 +373,7 @@ def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
 def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
     """Replace the paths in assets' Consts by the assets' bare file names, in place.
 
-    A node that is not of strings stays as it is.
+    A Const of another dtype than string stays as it is. KeyError if `nodes` lacks an asset's node.
     """
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
@@ -380,7 +382,7 @@ def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
 
 @cache
 def is_restorable(op: str) -> bool:
-    """True for an operation that makes a table which a checkpoint restores."""
+    """True for an operation (its name) that makes a table which training fills and a checkpoint restores."""
     return _RESTORABLE.fullmatch(op) is not None
 
 

@@ -51,18 +51,18 @@ def zeros_crc(size: int) -> int:
 
 
 def mask(crc: int) -> int:
-    """Return the form in which files store this plain crc32c."""
+    """Return a plain crc32c in the masked form in which files store it."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & _WORD
 
 
 def unmask(stored: int) -> int:
-    """Return the plain crc32c that files store in this form."""
+    """Return the plain crc32c of a stored, masked one."""
     rotated = (stored - _MASK_DELTA) & _WORD
     return (rotated << 15 | rotated >> 17) & _WORD
 
 
 def masked_crc(data: bytes) -> int:
-    """Return the crc32c of `data` as files store it."""
+    """Return the masked crc32c of `data`, as files store it."""
     return mask(extend(0, data))
 
 
@@ -81,7 +81,7 @@ def chunks_of(fd: int, offset: int, size: int) -> Iterator[bytes]:
 
 
 def crc_of(fd: int, offset: int, size: int) -> int:
-    """Return the plain crc32c of `size` bytes of an open file from `offset`, or up to the end of the file.
+    """Return the plain crc32c of `size` bytes of an open file from `offset`; of fewer if the file ends.
 
     OSError if reading fails.
     """

@@ -69,7 +69,8 @@ def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any]
 def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
     """Return the JSON object in `text` as a value of `type_`, which declares only some of its fields.
 
-    Doubled keys are not searched from the text `end` on, if all declared fields come before it.
+    `end` is a text in the document, such as a key. If all declared fields come before its first occurrence,
+    doubled keys are searched only before it.
 
     Raises:
         DocumentError: as `decode`.
@@ -116,7 +117,7 @@ def refuse_doubled_keys(text: str | bytes, where: str) -> None:
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as compact JSON in ASCII."""
+    """Return a value as compact JSON in ASCII; NaN and infinities become null."""
     return _in_ascii(msgspec.json.encode(value))
 
 
@@ -126,13 +127,16 @@ def as_builtins(value: Any) -> Any:
 
 
 def encode_lines(values: list[Any] | tuple[Any, ...]) -> bytes:
-    """Return a list as JSON in ASCII with a line for each item."""
+    """Return a list as JSON in ASCII with a line for each item; NaN and infinities become null."""
     lines = msgspec.json.Encoder().encode_lines(values).removesuffix(b"\n")
     return b"[\n  " + _in_ascii(lines.replace(b"\n", b",\n  ")) + b"]"
 
 
 def encode_indented(value: Any) -> bytes:
-    """Return a value as JSON in ASCII with a line for each field, and a line break at the end."""
+    """Return a value as JSON in ASCII with a line for each field, and a line break at the end.
+
+    NaN and infinities become null.
+    """
     return _in_ascii(msgspec.json.format(msgspec.json.encode(value), indent=1)) + b"\n"
 
 

@@ -65,8 +65,8 @@ class LongList(Struct, frozen=True):
     def blocks(self) -> Generator[list[Json], None, int]:
         """Yield the list's items in blocks; for an empty list one empty block.
 
-        The generator returns the offset after the list. ValueError, or its subclass JSONDecodeError, if it is
-        nested too deeply, is not JSON, or has an item of too many parts.
+        The generator returns the offset after the list. While iterated it raises ValueError, or its subclass
+        JSONDecodeError, if the list is nested too deeply, is not JSON, or has an item of too many parts.
         """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
@@ -117,7 +117,8 @@ def parse_request(body: bytes | bytearray) -> dict[str, Json]:
     """Return the object in a request's JSON body; `NaN`, `Infinity` and `-Infinity` are numbers.
 
     In a body of more than `LONG_BYTES`, a single row or value may have at most `MOST_IN_ONE` parts, and the
-    lists of rows, columns and examples are left in their text (`LongList`).
+    lists of rows, columns and examples are left in their text (`LongList`). The last value of a key that an
+    object has twice counts.
 
     Raises:
         ValueError: it is not JSON, with the place, or not an object, or a value is too large.
@@ -310,7 +311,8 @@ def predict_inputs(
 ) -> dict[str, NDArray[Any]]:
     """Return the inputs of a predict request as arrays by name, for its `SignatureDef`.
 
-    Strings are `bytes` objects. Without `check_shapes`, they may have other shapes than the signature says.
+    Strings are `bytes` objects. Without `check_shapes` the arrays may have other shapes than the signature
+    says. Columns that the signature lacks are ignored; in rows they are an error.
 
     Raises:
         ValueError: an input is wrong; the message names it and the expected form.
@@ -355,7 +357,8 @@ def examples_input(document: Mapping[str, Json]) -> Proto:
     """Return the `serving.Input` of a classify or regress request, with its examples and any context.
 
     Raises:
-        ValueError: an example is wrong, or there is none; the message says what was expected.
+        ValueError: an example or the context is wrong, or there is no example; the message says what was
+            expected.
     """
     examples = document.get("examples")
     if isinstance(examples, LongList):
@@ -459,7 +462,7 @@ def _plain_array(value: Json, shape: tuple[int, ...], dtype: DType) -> NDArray[A
 
 
 def _rounded(doubles: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Return numbers as an array of `dtype` as the server does: the nearest, too large ones as infinity."""
+    """Return numbers rounded to the float type `dtype`, as the server does; too large ones are infinite."""
     with np.errstate(over="ignore"):
         return doubles.astype(dtype.numpy)
 
@@ -648,8 +651,8 @@ def _add_to_feature(feature: Proto, value: Json) -> None:
 def _feature_item(value: Json) -> tuple[str, int | float | bytes]:
     """Return the field of `Feature` for a JSON value, and the item to append to it.
 
-    The field is `int64_list`, `float_list` or `bytes_list`. ValueError for another value, and for an integer
-    that fits into uint64 but not into int64.
+    The field is `int64_list` (also for true and false), `float_list` (also for integers beyond 64 bits) or
+    `bytes_list`. ValueError for another value, and for an integer that fits into uint64 but not into int64.
     """
     if isinstance(value, int) and _INT64_MIN <= value <= _UINT64_MAX:
         return "int64_list", _integer(int(value), DType.INT64)  # `1` and `true` are integers, `1.0` is not

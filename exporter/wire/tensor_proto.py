@@ -65,8 +65,8 @@ def to_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Return the tensors of a message as arrays, by name, converted as by `to_array`.
 
-    `most_filled_bytes` limits what is filled in for all together, in the order of their names. ValueError as
-    `to_array`.
+    `most_filled_bytes` limits what is filled in for all together, in the order of their names. ValueError and
+    TypeError as `to_array`.
     """
     found = {}
     for name, proto in sorted(protos.items()):
@@ -108,7 +108,8 @@ def fill(proto: Proto, array: NDArray[Any], *, as_fields: bool = False) -> None:
     """Write an array into an empty `TensorProto`, in place.
 
     `as_fields` writes values in the repeated field of their type, as TF Serving's responses do, else as
-    bytes.
+    bytes. Strings, and integers of less than 8 bits, always go into the field. The items of an array of
+    objects must be `str`, written as UTF-8, or `bytes`.
 
     Raises:
         ValueError: TensorFlow has no such type.
