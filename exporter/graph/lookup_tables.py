@@ -77,7 +77,8 @@ def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None
     """Return the names of the nodes that fill the needed tables, in the graph's order, and of calls that may.
 
     `needed` has names of nodes. The calls are of functions, under `init_op` (None: the graph has none); a
-    call counts if it takes no resource, or if it uses a needed table.
+    call counts if it takes no resource, or if it uses a needed table. GraphError if the graph lacks a
+    function that is called.
     """
     tables = _Tables(index)
     wanted = tables.behind(needed)
@@ -142,7 +143,10 @@ class _Tables:
         self._makers = callers(index.functions, {name for name, made in self._made.items() if made})
 
     def behind(self, names: Iterable[str]) -> set[str]:
-        """Return the names of the static tables that nodes make or forward, also in functions they call."""
+        """Return the names of the static tables that the nodes `names` make or forward, also in functions.
+
+        That is: in functions that they call. GraphError if the graph lacks one.
+        """
         found: set[str] = set()
         for name in names:
             node = self._index.nodes.get(through_identities(self._index.nodes, name))
@@ -156,7 +160,7 @@ class _Tables:
         return found
 
     def fills(self, node: Proto) -> bool:
-        """True if a function that the node calls fills some table."""
+        """True if a function that the node calls fills some table; GraphError if the graph lacks one."""
         functions = self._index.functions
         return any(_has_fill(functions[name]) for name in reachable([node], functions))
 

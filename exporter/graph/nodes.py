@@ -47,7 +47,10 @@ class Endpoint(NamedTuple):
 
 @lru_cache(maxsize=1 << 17)  # walks parse the same inputs again; graphs have some ten thousand of them
 def endpoint(text: str) -> Endpoint:
-    """Parse an input of a GraphDef's node: `conv/Relu:1`, `conv/Relu` or the control input `^conv/Relu`."""
+    """Return the tensor that an input of a GraphDef's node names: `conv/Relu:1`, or `conv/Relu` for output 0.
+
+    A control input, `^conv/Relu`, gives output -1.
+    """
     if text.startswith("^"):
         return Endpoint(text[1:], -1)
     name, colon, index = text.rpartition(":")
@@ -148,7 +151,8 @@ def shape_proto(shape: tuple[int, ...] | None) -> Proto:
 def const_value(node: Proto | None) -> np.ndarray | None:
     """Return the value of a Const as an array; a Const of strings has bytes in it.
 
-    None for any other node or None, and for a value that is damaged or above 8 MiB.
+    None for any other node or None, for a value that is damaged or cannot be an array, and if more than 8 MiB
+    of it are not stored but only filled in.
     """
     if node is None or node.op != "Const":
         return None
@@ -161,7 +165,7 @@ def const_value(node: Proto | None) -> np.ndarray | None:
 def const_texts(node: Proto | None) -> list[str] | None:
     """Return the strings of a Const of strings, flattened.
 
-    None for any other node, and for a damaged value.
+    None for any other node, and for a damaged value. Bytes that are not UTF-8 become surrogates.
     """
     value = const_value(node)
     if value is None or value.dtype != object:

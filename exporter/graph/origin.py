@@ -91,7 +91,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return cls(function, is_beside, files, graph_options(request))
 
     def with_code(self, code: Code) -> GraphOrigin:
-        """Return a copy with the code that made the graph; without files of code, its own files stay."""
+        """Return a copy with the code that made the graph; `files` stay the same if `code` has none."""
         return replace(
             self,
             files=code.files or self.files,
@@ -231,9 +231,11 @@ def _is_in_archive(place: Path) -> bool:
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """Return {option: value} of the given options about the graph; for a file its contents or a digest.
+    """Return {option: value} of the options about the graph, without those that are not given or empty.
 
-    UsageError if the file of `--signatures` cannot be read.
+    `--signatures` has the JSON value of the file, `--custom-objects` {file name or module: digest of its
+    code, None if there is no valid Python file}. UsageError if the file of `--signatures` cannot be read,
+    CheckpointError if a file is a pointer of Git LFS, or cannot be fetched from a store.
     """
     from exporter.graph.source_graph import read_signatures
 
@@ -305,7 +307,10 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 
 
 def _is_as_written(path: Path, known: str) -> bool:
-    """True if `path` is an archive whose model has the digest `known` as releases before 0.3.0 made it."""
+    """True if `path` is an archive whose model has the digest `known` as releases before 0.3.0 made it.
+
+    Errors are those of `model_digest`.
+    """
     from exporter.checkpoint.families import is_archive
 
     if not is_archive(path):

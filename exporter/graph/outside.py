@@ -134,7 +134,7 @@ _SHOWN = 6
 def effect_of(op: str) -> Effect | None:
     """Return the worst effect that an operation of this name can have; None if it is harmless.
 
-    Attributes do not count. UNKNOWN for an operation that neither list has. Memoised.
+    Attributes do not count. UNKNOWN for an operation in neither `_EFFECTS` nor `harmless_ops.txt`. Memoised.
     """
     # `_EFFECTS` has precedence over the list, so that an operation in both counts as reaching out.
     known = next((effect for effect, pattern in _PATTERNS.items() if pattern.fullmatch(op)), None)
@@ -165,8 +165,8 @@ def running_outside(
 ) -> list[Outside]:
     """Return the operations that reach out, beyond reading, if this process imports a graph and runs `names`.
 
-    First come those that certainly run. `is_stateful` tells for an operation's name whether it has state for
-    TensorFlow; others may also run while the graph is imported.
+    `names` are all nodes that would run. First come operations that certainly run. `is_stateful` tells for an
+    operation's name whether it has state for TensorFlow; others may also run while the graph is imported.
 
     Raises:
         NotServable: a function calls itself, or functions nest too deeply.

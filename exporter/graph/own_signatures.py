@@ -198,7 +198,7 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
     The source itself if nothing is to be changed, or if every signature fails to be cleaned: `clean` then
     reports why. NotServable if none is left for other reasons; GraphError if two nodes have the same name,
-    or if the graph lacks a node that an output needs.
+    or if the graph lacks a function that is called, or a node that an output needs.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
@@ -236,7 +236,8 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
     """Return {signature: why it cannot be cleaned alone}; empty if there is only one signature.
 
-    Only signatures with a suspicious operation are cleaned, each in a copy of the graph.
+    `ends` are all signatures by name. Only those with a suspicious operation or a placeholder without a value
+    are cleaned, each in a copy of the graph. GraphError if the graph lacks a function that is called.
     """
     if len(ends) == 1:
         return {}

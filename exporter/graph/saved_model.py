@@ -31,13 +31,17 @@ _UPDATE = "incremental_update"  # the signature that applies deltas, added with 
 
 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
-    """Load a SavedModel's graph for serving, or under the request's tag, without signatures for training.
+    """Load a SavedModel's graph for serving, or the one with the request's tag, with its assets and objects.
+
+    Unless it has the tag `serve`, or the request names tensors, signatures that train are left out, with
+    notes.
 
     Raises:
         UsageError: it does not exist, takes deltas, or has no graph or signature to serve; or an option is
             wrong.
         CorruptFile, UnsupportedFormat: it is damaged, or split into chunks.
         CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
+        PublishError: what is fetched from a store cannot be written.
         MissingAsset: a file that it names does not exist; AccessRefused if the graph may not read it.
         GraphError: the request's signatures cannot be served; the subclass says why.
     """

@@ -66,7 +66,7 @@ class GraphSession(Struct, frozen=True):
     def stateful(self, ops: Iterable[str]) -> frozenset[str]:
         """Return those of the operations (names) that have state, which TensorFlow never runs by itself.
 
-        Ended if the process ends.
+        One that TensorFlow does not know has none. Ended if the process ends.
         """
         (content,) = self._ask({"stateful": sorted({*ops})})
         return frozenset(json.loads(content))

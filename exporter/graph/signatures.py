@@ -183,7 +183,7 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
     """Return the signatures of `--signatures`, else of `--input` and `--output`; empty without any.
 
     UsageError if both are given, if there are inputs without outputs, or if the file cannot be read or is not
-    valid.
+    valid; CheckpointError if it is a pointer of Git LFS, or cannot be fetched from a store.
     """
     by_hand = bool(request.inputs or request.outputs)
     if request.signatures is not None:
@@ -198,7 +198,10 @@ def requested_specs(request: GraphRequest) -> list[SignatureSpec]:
 
 
 def read_signatures_file(path: Path) -> list[SignatureSpec]:
-    """Return the signatures of a JSON file in its order; UsageError if it cannot be read or is not valid."""
+    """Return the signatures of a JSON file in its order; UsageError if it cannot be read or is not valid.
+
+    CheckpointError if it is a pointer of Git LFS, or cannot be fetched from a store.
+    """
     document = read_signatures(path)
     if not isinstance(document, dict) or not document:
         raise UsageError(f"--signatures {path}: expected one object that maps names to signatures")

@@ -254,7 +254,10 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """Return the digest of the code of `pkg.mod` or `path/file.py`; None if there is no valid Python file."""
+    """Return the digest of the code of `pkg.mod` or `path/file.py`; None if there is no valid Python file.
+
+    CheckpointError if it is a pointer of Git LFS, or cannot be fetched from a store.
+    """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
         return None if found is None else _code(parse(found.path))
@@ -287,7 +290,7 @@ def digest_of(content: bytes) -> str:
 
 
 def digest_at(file: str) -> str:
-    """Return the SHA-256, in hex, of a module's file; "" if it cannot be read."""
+    """Return the SHA-256, in hex, of a module's file; "" if it cannot be read, as for `content_of`."""
     content = content_of(file)
     return "" if content is None else digest_of(content)
 

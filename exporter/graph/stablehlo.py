@@ -61,7 +61,10 @@ class Program(Struct, frozen=True):
 
 
 def is_plain_module(module: bytes) -> bool:
-    """True for a program in bytecode all of whose operations only compute; False for any other bytes."""
+    """True for a program in bytecode all of whose operations only compute; False for any other bytes.
+
+    A custom call counts as such if XLA reads its target as a note, without running a function of that name.
+    """
     try:
         program = read_program(module)
     except (ValueError, IndexError):

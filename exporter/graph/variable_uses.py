@@ -171,9 +171,9 @@ def _takes_rows(body: Body, node: Proto) -> bool:
 
 
 def _chain_to_read(body: Body, reference: str) -> list[Proto]:
-    """Return the nodes from a tensor back to the ReadVariableOp with its value, which is the last; else none.
+    """Return the nodes from a tensor back to the ReadVariableOp that reads its value, which is the last.
 
-    Only Identity and Cast may be between them.
+    Only Identity and Cast may be between them; [] if the value is another one.
     """
     chain: list[Proto] = []
     producer = body.producer(reference)
@@ -284,9 +284,10 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """Return how `node` uses the handle at its data input `index`, and who gets it from there.
+        """Return how `node` uses the handle at its data input `index`, and the tensors that forward it.
 
-        The latter are (scope, tensor); `body` is the one of `scope`.
+        The latter are (scope, tensor), to be followed further: outputs of a node that forwards the handle,
+        and arguments of functions that it calls. `body` is the one of `scope`.
         """
         if node.op in _ROW_READS:
             return Use.ROWS, []

@@ -184,7 +184,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _in_ascii(text: bytes) -> bytes:
-    """Return JSON with all other characters escaped, as Python's encoder does it."""
+    """Return JSON with all characters beyond ASCII, and DEL, escaped, as Python's encoder does it."""
     if text.isascii() and b"\x7f" not in text:
         return text
     return re.sub(r"[^\x00-\x7e]+", lambda each: json.dumps(each[0])[1:-1], text.decode()).encode("ascii")

@@ -229,7 +229,8 @@ def _long_object(
 ) -> tuple[dict[str, Json], int]:
     """Return the object at offset `at`, and the offset after it, with a `LongList` for some of its lists.
 
-    These are the lists under the keys `lists`; an empty `lists` means all. ValueError, or its subclass
+    These are the lists under the keys `lists`; an empty `lists` means all. If `lists` is not empty, all lists
+    of an object under the key `inputs` are such, too. ValueError, or its subclass
     JSONDecodeError, if it is not JSON, or a value has too many parts.
     """
     found: dict[str, Json] = {}
@@ -473,8 +474,8 @@ def _rows(
     """Return rows as {input: its value in each row}.
 
     `first` is the number of the first row, for errors. `is_named` says if earlier rows were objects of
-    inputs, None if there are none. ValueError, which names the row, if a row differs from the others or lacks
-    inputs; also if there is no row.
+    inputs, None if there are none. ValueError, which names the row, if a row has another form than the
+    others, or not exactly the signature's inputs; also if there is no row.
     """
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"expected a list with at least one row in 'instances', found {_brief(rows)}")

@@ -42,7 +42,7 @@ class LateOps(Struct, frozen=True):
 
 @cache
 def late_ops() -> LateOps:
-    """Return the additions in `server_ops.txt`, read once."""
+    """Return all additions to TensorFlow after `OLDEST`, as `server_ops.txt` lists them; memoised."""
     found = LateOps({}, {})
     for line in _LIST.read_text().splitlines():
         version, name, *said = line.split(" ")
