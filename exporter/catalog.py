@@ -163,7 +163,8 @@ class Catalog(Struct, frozen=True):
     def label(self) -> str:
         """The checkpoint's name for people: the last part of its prefix.
 
-        Its directory's name is in front if that ends in a digit and the prefix has none.
+        Its directory's name is in front, with a slash, if that ends in a digit and the last part has no
+        digit.
         """
         directory, name = self.prefix.parent.name, self.prefix.name
         return f"{directory}/{name}" if directory[-1:].isdigit() and not any(map(str.isdigit, name)) else name

@@ -191,9 +191,9 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Raise ForeignOperations if every signature needs operations of TFRA, or a graph without any has some.
+    """Raise ForeignOperations if every signature needs operations of TFRA.
 
-    `label` names the graph in the message.
+    For a graph without signatures: if it has such operations. `label` names the graph in the message.
     """
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)

@@ -404,7 +404,7 @@ class Reached(Struct, frozen=True):
     def path(self, name: str) -> str:
         """Return the path from an output to a reached node, `output <- ... <- name`, for an error message.
 
-        A long one is shortened in the middle. KeyError for a node that was not reached.
+        One of more than nine nodes is shortened in the middle. KeyError for a node that was not reached.
         """
         steps: list[str] = []
         current: str | None = name
@@ -662,7 +662,7 @@ def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
 
 
 def free_name(taken: Collection[str], wish: str) -> str:
-    """Return `wish`, or the first of `wish_1`, `wish_2` ... that is not taken."""
+    """Return `wish`, or the first of `wish_1`, `wish_2` ... that is not in `taken`, which stays unchanged."""
     name, number = wish, 0
     while name in taken:
         number += 1

@@ -183,7 +183,7 @@ class _Adder(Struct, frozen=True):
     device: str
 
     def add(self, what: str, op: str, *inputs: str, output: str = "output", **attrs: Any) -> str:
-        """Add a node under `<prefix>/<what>` and return its output's name.
+        """Add a node under `<prefix>/<what>`, or a free name like it, and return its output's name.
 
         `output` is what its OpDef calls it. `inputs` and attributes are as for `Body.add`.
         """

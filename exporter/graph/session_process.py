@@ -47,7 +47,8 @@ class Graphs:
         """Yield one line of JSON, then, if it has no error, the values as serialised TensorProtos.
 
         The line has the values' sizes in bytes, or the error: a TensorFlow error, or a Python error that a
-        bad request causes. A request that is not `limited` lifts the deadline.
+        bad request causes (ValueError, TypeError, KeyError, RuntimeError); other errors are raised. A request
+        that is not `limited` lifts the deadline.
         """
         from tensorflow.python.framework import errors
 

@@ -152,7 +152,8 @@ def file_of(module: object) -> str:
 def named_function(model: Any) -> tuple[str, BuilderFile | None]:
     """Return the qualified name of a builder given as a function or object, and the .py file that defines it.
 
-    For an object it is its class's; the file is None if there is none, as for code typed at a prompt.
+    A `functools.partial` counts as its function, any other object as its class. The file is None if there is
+    none, as for code typed at a prompt.
     """
     while isinstance(model, functools.partial):
         model = model.func

@@ -40,7 +40,7 @@ def marked_tables(graph_def: Proto) -> tuple[GraphDynamicTable, ...]:
 def mark_tables(graph: InferenceGraph) -> InferenceGraph:
     """Return a copy of a graph with marked dynamic tables; the graph itself if it has none.
 
-    The graph itself also if the default rows of all tables take more than 1 MiB: then it cannot be used for
+    The graph itself also if the default rows of all tables take more than 1 MiB: then it cannot be reused for
     other checkpoints. (DeepRec's tables have 4,096 default rows: more than 64 floats each are too many.)
     """
     total = sum(table.defaults.nbytes for table in graph.dynamic_tables)

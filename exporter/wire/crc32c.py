@@ -32,14 +32,14 @@ def extend(crc: int, data: bytes | Bytes) -> int:
 
 
 def combine(first: int, second: int, second_size: int) -> int:
-    """Return the plain crc32c of two consecutive byte strings, given both crcs and the second's size."""
+    """Return the plain crc32c of two consecutive byte strings, given both crcs and the second's length."""
     # A crc is a polynomial over GF(2), the rest of the data's; n bytes more multiply it by x^8n. Source:
     # crc32_combine in zlib; the conditioning with ones cancels out.
     return _multiply(_power_of_x(8 * second_size), first) ^ second
 
 
 def zeros_crc(size: int) -> int:
-    """Return the plain crc32c of `size` zeros, computed in log(size) steps."""
+    """Return the plain crc32c of `size` zero bytes, computed in log(size) steps."""
     crc, done = 0, 0
     block_crc, block = extend(0, b"\0"), 1
     while size:
