@@ -341,10 +341,11 @@ class _Judge:
         return self._judged[name]
 
     def _body(self, scope: Body) -> tuple[set[int], list[Outside]]:
-        """Return a body's arguments, by position, that must name own files, and what else reaches out there.
+        """Return (positions of the body's arguments that must name own files, operations that reach out).
 
-        "What else" are the operations that reach out whatever the arguments are. For the graph itself there
-        are no arguments.
+        The operations reach out whatever the arguments are: the body's, and those of functions for whose
+        files it passes other names. The graph itself has no arguments. GraphError if two nodes of a called
+        function have the same name.
         """
         found: list[Outside] = []
         arguments: set[int] = set()

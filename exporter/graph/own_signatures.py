@@ -78,7 +78,7 @@ class _Body(Struct, frozen=True):
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
     def _origin(self, text: str) -> str:
-        """Return the node or argument that a tensor comes from, behind Identity nodes on a handle.
+        """Return the name of the node or argument that a tensor is from, behind Identity nodes on a handle.
 
         At most 32 of them are followed.
         """
