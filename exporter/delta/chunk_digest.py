@@ -40,7 +40,9 @@ class Chunk(Struct, frozen=True):
 
 
 def chunks(schema: Schema) -> Iterator[Chunk]:
-    """Yield all chunks of the schema's variables, in the order of their numbers (the first is chunk 0)."""
+    """Yield all chunks of the schema's variables except halves of lookup tables, in the order of their
+    numbers (the first is chunk 0).
+    """
     for variable in digested(schema):
         rows = row_count(variable)
         for start in range(0, rows, CHUNK_ROWS):
@@ -50,7 +52,7 @@ def chunks(schema: Schema) -> Iterator[Chunk]:
 def cheapest_chunk(schema: Schema) -> int | None:
     """Return the number of the smallest, in bytes, of the variables' first chunks.
 
-    None for a schema without chunks.
+    Strings count as 0 bytes; of several the first. None for a schema without chunks.
     """
     sizes, number = dict[int, int](), 0
     for variable in digested(schema):
@@ -83,7 +85,8 @@ def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk])
     `wanted` chunks.
 
     The stored checksums of their variables are verified first. Raises CorruptFile if one differs,
-    CheckpointError (and subclasses) if values cannot be read.
+    CheckpointError (and subclasses) if values cannot be read. KeyError for a variable that is not in the
+    schema.
     """
     state.check({chunk.variable for chunk in wanted})
     variables = {variable.name: variable for variable in schema.variables}

@@ -111,7 +111,7 @@ class ComparedRows:
     def chunks(self, most: int = 0) -> Iterator[tuple[int, int]]:
         """Yield ranges (start, stop) of rows, whole blocks of about `most` bytes, in order.
 
-        0 means `CHUNK_BYTES`.
+        At least one block each; the last range may end within a block. 0 means `CHUNK_BYTES`.
         """
         step = max(1, (most or CHUNK_BYTES) // max(1, self.row_bytes * self.block)) * self.block
         for start in range(self._first, self._stop, step):
@@ -120,8 +120,10 @@ class ComparedRows:
     def compare(self, chunk: tuple[int, int]) -> Found:
         """Return the rows of a chunk (start, stop) that differ, with the hashes of its new rows.
 
-        Sets `is_old_as_known`. Raises MappingError or NotFinite if a value does not fit the served dtype,
-        CheckpointError (and subclasses) if rows cannot be read.
+        The chunk begins with a whole block. Sets `is_old_as_known` to False if an old block that is read has
+        another hash than the known one. Raises MappingError or NotFinite if a value does not fit the served
+        dtype, CheckpointError (and subclasses) if rows cannot be read, DiskFull or PublishError if rows
+        fetched from a store cannot be kept.
         """
         start, stop = chunk
         new = self._new.rows(self._name, start, stop)
@@ -138,7 +140,7 @@ class ComparedRows:
         return Found(local + start, np.array(new[local]), hashes, new.nbytes, old_read, new_read)
 
     def _compare_with_known(self, old: Array, blocks: Array, start: int) -> None:
-        """Set `is_old_as_known` to False if old rows have other hashes than the known ones.
+        """Set `is_old_as_known` to False if blocks of old rows have other hashes than the known ones.
 
         No effect if none are known. `old` has the rows of `blocks`, numbered within the chunk that begins
         with row `start`.
@@ -164,7 +166,7 @@ class ComparedRows:
         """Return the rows of a chunk that differ, numbered within it, ascending.
 
         Old rows are read in the blocks `suspects` only. `suspects` are the numbers of blocks, `new` all new
-        rows of the chunk, and `start` is its first row.
+        rows of the chunk, and `start` is its first row. Raises the errors of `LayeredState.rows_at`.
         """
         if not len(suspects):
             return np.empty(0, np.int64)
@@ -220,7 +222,10 @@ class StoredSide(Struct, frozen=True):
         return replace(whole, tensor=tensor, shards=tuple(sorted({extent.shard for extent in extents})))
 
     def reader(self, name: str, paths: Sequence[Path]) -> RowReader:
-        """Return the reader of these rows, named `name`; `paths` has the file of each input of the task."""
+        """Return the reader of these rows, named `name`; `paths` has the file of each input of the task.
+
+        Nothing is opened until rows are read.
+        """
         found = dict(zip(self.shards, paths[self.first :], strict=False))
         known = tuple(found.get(number, Path()) for number in range(max(self.shards, default=-1) + 1))
         catalog = Catalog("", Path(), {}, known, ())
@@ -231,7 +236,8 @@ class StoredSide(Struct, frozen=True):
         `stop`.
 
         They are whole stored rows, in the order of the slices. If served rows are scattered in the tensor,
-        other parts' rows between them are included.
+        other parts' rows between them are included. Strings, rows of 0 bytes and slices that are not stored
+        are left out.
         """
         low, high = self._stored_rows(start, stop)
         whole = [(SliceSpec.whole(self.tensor.shape), self.tensor.extent)]
@@ -253,6 +259,9 @@ class StoredSide(Struct, frozen=True):
     ) -> Iterator[ReadRange]:
         """Yield the bytes of `stored` as ranges of the reader's stored runs, each with the next of `crcs`,
         plain crc32c.
+
+        `crcs` may be an iterator with more: it is advanced only by as many as are yielded. KeyError if the
+        reader has no such stored run.
         """
         for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
             yield ReadRange(reader.run_of[extent], first, size, crc)
@@ -291,9 +300,10 @@ class Compare(Task, frozen=True, kw_only=True):
     def run(self, directory: Directory) -> Receipt:
         """Compare the rows, and write the task's object in `directory`; return the receipt.
 
-        Its `rows` is the number of rows that differ. Raises CheckpointChanged or another CheckpointError if
-        an input changed or cannot be read, MappingError or NotFinite if a value does not fit; OSError,
-        DiskFull or PublishError if the object cannot be written.
+        Its `rows` is the number of rows that differ. Raises CheckpointChanged or another CheckpointError
+        (CorruptFile: rows are not stored) if an input changed or cannot be read, MappingError or NotFinite if
+        a value does not fit; OSError, DiskFull or PublishError if the object or a scratch file cannot be
+        written.
         """
         name, found = self.variable.name, list[Found]()
         ranges = [*self.old.ranges(self.start, self.stop), *self.new.ranges(self.start, self.stop)]
@@ -335,14 +345,17 @@ class SideChecksums:
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 
     def ranges(self, reader: RowReader, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """Return the checksums of `of` as ranges of the stored runs of `reader`."""
+        """Return the checksums of `of` as ranges of the stored runs of `reader`.
+
+        KeyError if rows of them were not passed to `read`.
+        """
         return tuple(self._side.read_ranges(reader, start, stop, self.of(start, stop)))
 
     def read(self, start: int, stop: int) -> None:
         """Read the bytes of served rows `start` to `stop` and extend the checksums by them.
 
         The rows must follow the previous ones. Raises CheckpointChanged or CheckpointError if a file is gone
-        or cannot be opened.
+        or cannot be opened, ValueError if it is too short.
         """
         # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
@@ -391,14 +404,16 @@ class TaskComparison:
         """Return an iterator of the results for the table `name`, in the order of its rows.
 
         None if tasks do not compare it. Tables must be asked for in the order in which they were given. The
-        iterator waits for each task, and raises the task's errors.
+        iterator waits for each task, and raises EngineFailed, the task's errors (see `Compare.run`) and
+        CheckpointError if its result cannot be read.
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 
     def check(self) -> None:
         """Verify the checksums of all stored runs of the tables; bytes that no task has read are read now.
 
-        Raises CorruptFile if one differs, CheckpointError (and subclasses) if bytes cannot be read.
+        Raises CorruptFile if one differs, CheckpointError (and subclasses) if bytes cannot be read, DiskFull
+        or PublishError if bytes fetched from a store cannot be kept.
         """
         for side in self._checksums:
             side.check(self._rows)
@@ -420,7 +435,10 @@ class TaskComparison:
             known.add(side.read_ranges(state.stored[task.variable.name], task.start, task.stop, crcs))
 
     def _tasks_of(self, variable: ServedVariable, name: str) -> Iterator[Compare]:
-        """Yield the tasks of a table, in the order of its rows, named `<name>-<number>`."""
+        """Yield the tasks of a table, in the order of its rows, named `<name>-<number>`.
+
+        Raises CheckpointChanged or CheckpointError if a file is gone or cannot be reached.
+        """
         old, new = self._old.stored[variable.name], self._new.stored[variable.name]
         rows = self._rows[variable.name]
         paths = [{run.extent.shard: run.path for run in side.runs} for side in (old, new)]
@@ -444,7 +462,8 @@ class TaskComparison:
 def _read(directory: Directory, receipt: Receipt, task: Compare, rows: ComparedRows) -> Found:
     """Return the hashes and the rows that differ, read from the object that a task wrote.
 
-    Raises CheckpointError if it cannot be read.
+    Raises CheckpointError if it cannot be read, PublishError and subclasses if a scratch file cannot be
+    written.
     """
     source = Input(f"{directory.place}/{receipt.task}", receipt.written, receipt.tag)
     count, shape = task.stop - task.start, task.variable.shape[1:]
@@ -463,7 +482,8 @@ def _with_layers(
     """Return the result of a task, corrected for the rows that changes on top of the bundles contain.
 
     `touched` has the numbers of these rows, ascending, in the old and the new state; they are compared here.
-    The hashes of blocks that the new state's changes touch are invalidated.
+    The hashes of blocks that the new state's changes touch are invalidated. Raises the errors of
+    `LayeredState.rows_at`.
     """
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))
@@ -512,7 +532,8 @@ class StoredChecksums:
         """Verify the checksums of all stored runs of these variables.
 
         Runs that were not read completely are read now. Raises CorruptFile if one differs, CheckpointError
-        (and subclasses) if bytes cannot be read.
+        (and subclasses) if bytes cannot be read, DiskFull or PublishError if bytes fetched from a store
+        cannot be kept.
         """
         names = list(names)
         for variable in (self._state.stored[name] for name in names):

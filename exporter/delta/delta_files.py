@@ -126,7 +126,7 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
     """Return a delta with the tensors of `read` mapped into memory; checksums of rows are not verified.
 
     Raises CorruptFile if row numbers, packed rows or lookup tables are wrong, CheckpointChanged if a shard
-    vanished or shrank.
+    vanished or shrank. CheckpointError if a shard cannot be read.
     """
     catalog = read.catalog
     variables = [variable for variable in schema.variables if variable.name in read.tensors]
@@ -157,7 +157,9 @@ def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
-    """Raise CorruptFile if the catalog has a tensor that belongs to no variable: its values would be lost."""
+    """Raise CorruptFile if the catalog has a tensor that is neither the header's nor a variable's: its values
+    would be lost.
+    """
     packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
     known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}
     if unknown := sorted(catalog.tensors.keys() - known):
@@ -180,7 +182,7 @@ def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
     """Return the header of a delta, read from its tensors, and the number of rows that it declares.
 
     Raises UnsupportedFormat for another version, unknown flags or a bundle that is not a delta, CorruptFile
-    if its values are impossible.
+    if its values are impossible or damaged, CheckpointChanged or CheckpointError if they cannot be read.
     """
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
@@ -268,8 +270,8 @@ def _refs(catalog: Catalog, variable: ServedVariable, packing: DeltaDtype | None
 def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef]) -> Change:
     """Map the tensors of one variable, in the order of `tensor_keys`; return its rows or its value.
 
-    Raises ValueError if they are not rows or a value of this variable, CheckpointChanged if a shard vanished
-    or shrank.
+    Raises ValueError if they are not rows or a value of this variable, CheckpointChanged or CheckpointError
+    if a shard vanished, shrank or cannot be read, CorruptFile if strings are damaged.
     """
     if not variable.is_table:
         return _array(catalog, refs[0])[0, ...]
@@ -302,7 +304,8 @@ def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorR
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
     """Return a tensor as a map; as a copy in memory if it holds strings or is stored in slices.
 
-    Of strings the checksum is verified, of other types it is not.
+    Of strings the checksum is verified, of other types it is not. Raises CorruptFile if they differ,
+    CheckpointChanged or CheckpointError if a shard vanished, shrank or cannot be read.
     """
     if ref.extent is None:
         return np.concatenate(_slices(catalog, ref))
@@ -318,7 +321,8 @@ def _add(
 ) -> None:
     """Write the tensors of a variable, given the arrays of `variable.keys` in order.
 
-    With a packing, rows are packed. Large values are written in pieces.
+    With a packing, rows are packed. Large values are written in pieces. Raises OSError if the files cannot be
+    written.
     """
     extra = variable.packed(packing)
     if not extra or packing is None:

@@ -35,10 +35,10 @@ class Rounded(Struct, frozen=True):
     largest: Annotated[Measure, doc("the largest absolute error of an element")]
 
     def since(self, before: Rounded | None) -> Rounded:
-        """Return this record with the rows that were rounded `before` added (None: no rows).
+        """Return this record with the rows added that were rounded `before` (None: no rows).
 
-        It is an upper bound, as a row may count twice. Rows that were rounded to another type before are
-        ignored.
+        The number of rows is an upper bound, as a row may count twice; the largest error is the larger of
+        both. A record of another type is ignored.
         """
         if before is None or before.dtype is not self.dtype:
             return self
@@ -112,7 +112,9 @@ class Tolerance(Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """True if served values must equal the trainer's bit for bit, whatever `overdue` is."""
+        """True if everything except `overdue` has its default: served values must equal the trainer's bit for
+        bit, and no norms are checked.
+        """
         return self == Tolerance(overdue=self.overdue)
 
 

@@ -91,11 +91,12 @@ class Comparison(Struct, frozen=True):
 def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) -> Compared:
     """Compare two states variable by variable.
 
-    Return the changes from `old` to `new` and the hashes of the new tables. All stored bytes of `new` that
-    are read are verified by their checksums: a damaged row must not get a new, right checksum. So are those
-    of `old`, where a damaged row could hide a change; if hashes of its rows are known, these verify the
-    blocks that are read. With `how.changes`, bytes that both share are neither read nor verified. Changes may
-    be maps of unnamed files in `how.scratch`.
+    Return the changes from `old` to `new` and the hashes of the new tables that were compared. All stored
+    bytes of `new` that are read are verified by their checksums: a damaged row must not get a new, right
+    checksum. So are those of `old`, where a damaged row could hide a change; if hashes of its rows are known,
+    these verify the blocks that are read; with a runner they are not used. With `how.changes`, bytes that
+    both share are neither read nor verified, and their tables have no hashes. Changes may be maps of unnamed
+    files in `how.scratch`.
 
     Raises:
         CorruptFile: a checksum differs.
@@ -142,7 +143,8 @@ def _tasks(
     """Start to compare tables by the tasks of `how.runner`, and return the comparison.
 
     It has the tables that are stored in bundles, that no change replaces as a whole, and that are large or in
-    an object store.
+    an object store. Raises CheckpointChanged or CheckpointError if a file is gone or cannot be reached,
+    EngineFailed, DiskFull or PublishError if the job cannot begin.
     """
     # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
     # do.
@@ -178,8 +180,8 @@ def _changed_since(
 ) -> Change | None:
     """Compare the rows that changes on top contain, for a variable that `_is_shared`.
 
-    Return those that differ. None if none differs. Of a dense variable the whole value is returned. Raises
-    OSError if a file in `scratch` cannot be written.
+    Return the rows that differ; of a dense variable, the whole new value. None if nothing differs. Raises
+    CheckpointError and subclasses if rows cannot be read, OSError if a file in `scratch` cannot be written.
     """
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
@@ -200,8 +202,8 @@ def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[s
     """Return the changes from the lookup tables of `old` to those of `new`, by variable: both halves of each
     changed table.
 
-    All checksums are verified. Raises CorruptFile if one differs, CheckpointError (and subclasses) if a file
-    cannot be read.
+    All their checksums are verified. A table with the same bytes in both is left out. Raises CorruptFile if
+    one differs, CheckpointError (and subclasses) if a file cannot be read.
     """
     names = [half.name for pair in schema.lookups for half in pair]
     values = {name: new.whole(name) for name in names}
@@ -224,6 +226,8 @@ def same_bits(a: Array, b: Array) -> bool:
 def _add_other_halves(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
     """Add to `changes`, in place, the other half of each lookup table of which only one half changed, from
     `new`.
+
+    Raises the errors of `LayeredState.whole`.
     """
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
@@ -278,9 +282,9 @@ class _Table:
             return spill.rows(), hashes
 
     def _found_here(self, pool: Executor) -> Iterator[Found]:
-        """Yield the results of threads of this process, in the order of the rows.
+        """Compare the table by threads of this process, and yield the results in the order of the rows.
 
-        Fetches rows of an object store before.
+        Rows in an object store are fetched first. While iterating, raises the errors of `diff`.
         """
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
@@ -299,8 +303,9 @@ class _Table:
     def _compare_fetched(self, chunk: tuple[int, int]) -> list[Found]:
         """Fetch rows `start` to `stop` of `chunk`, whole blocks, into scratch files, and compare them.
 
-        Return the results in order. The last result has the checksums of all bytes read. The files are
-        removed at the end.
+        Return the results in order. The last result has the checksums of all bytes fetched. If hashes of the
+        old rows are known, old rows are read without a file and without checksums. The files are removed at
+        the end. Raises the errors of `_fetched` and of `ComparedRows.compare`.
         """
         known, old = self._rows.known, None
         with ExitStack() as stack:
@@ -331,8 +336,8 @@ class _Table:
         """Fetch a range of one state's rows into a scratch file.
 
         Yield a state that reads them there, and their checksums. The file is removed at the end of the
-        context. Raises CheckpointChanged if the object is not as planned, DiskFull or PublishError if the
-        file cannot be written.
+        context. Raises CheckpointChanged if the object is not as planned, CheckpointError if it cannot be
+        read, DiskFull or PublishError if the file cannot be written.
         """
         name, reader = self._name, state.stored[self._name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}

@@ -173,7 +173,10 @@ class ServedVariable(Struct, frozen=True, array_like=True):
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one row, as served; of a vector the bytes of an element."""
+        """The bytes of one row, as served; of a vector the bytes of an element.
+
+        Raises TypeError for strings.
+        """
         return math.prod(self.shape[1:]) * self.dtype.numpy.itemsize
 
     @property
@@ -236,7 +239,8 @@ class Schema(Struct, frozen=True, dict=True):
     def of(cls, variables: Iterable[ServedVariable]) -> Schema:
         """Return the schema of these variables, sorted by name.
 
-        Raises ValueError if tensors would share a name, or a lookup table lacks a half.
+        Raises ValueError if two tensors would have one name (a variable given twice, or one called as the
+        header), or a lookup table lacks a half.
         """
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
@@ -249,7 +253,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @cached_property
     def lookups(self) -> tuple[tuple[ServedVariable, ServedVariable], ...]:
-        """The variables (keys, values) of each lookup table, ordered by the table's name."""
+        """The variables (keys, values) of each lookup table, ordered by the table's name; a table without
+        values is left out.
+        """
         halves = {(v.contents.table, v.contents.role): v for v in self.variables if v.contents}
         tables = sorted(table for table, role in halves if role is TableSide.KEYS)
         pairs = ((halves[table, TableSide.KEYS], halves.get((table, TableSide.VALUES))) for table in tables)
@@ -272,8 +278,8 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each dense variable of at least 16 MiB: every delta that changes it holds all of
-        it.
+        """A sentence for each dense variable of at least 16 MiB, halves of lookup tables left out: every
+        delta that changes it holds all of it.
         """
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         return tuple(
@@ -296,7 +302,7 @@ class Schema(Struct, frozen=True, dict=True):
     def from_json(cls, value: Any) -> Schema:
         """Return the schema that a JSON value in the form of `to_json` describes.
 
-        Raises ValueError if `value` is something else.
+        Raises ValueError if `value` has another form, or `Schema.of` refuses the variables.
         """
         found = convert(value, list[_Row])
         named = convert([row[:2] for row in found], list[tuple[Any, DtypeLabel]])

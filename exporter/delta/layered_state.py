@@ -61,7 +61,7 @@ class CheckedFiles(Struct, frozen=True):
         """Return the stored runs of these variables that the cache lists as verified, in files that have not
         changed since.
 
-        Empty if the cache is missing or damaged.
+        Empty if the cache is missing, unreadable, damaged or larger than 256 MiB; no exception is raised.
         """
         try:
             document = json.loads(read_regular(self.path, _MAX_BYTES))
@@ -72,7 +72,9 @@ class CheckedFiles(Struct, frozen=True):
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 
     def save(self, checked: Collection[StoredRun]) -> None:
-        """Write the cache with these verified runs, by a rename; errors of the file system are ignored."""
+        """Write the cache with these verified runs, by a rename; runs in shards without an identity are left
+        out. The directory is made if its parent exists. Errors of the file system are ignored.
+        """
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)})
         temporary = beside(self.path)
@@ -109,8 +111,9 @@ class LayeredState(Struct, frozen=True, eq=False):
     def check(self, names: Iterable[str]) -> None:
         """Verify the stored checksums of these variables and record them in `checked`.
 
-        Runs that were verified before are skipped. Raises CorruptFile if one differs, CheckpointChanged or
-        CheckpointError if a shard is gone or cannot be read.
+        Runs that were verified before, or are trusted, are skipped. Raises CorruptFile if one differs,
+        CheckpointChanged or CheckpointError if a shard is gone or cannot be read, DiskFull or PublishError if
+        bytes fetched from a store cannot be kept.
         """
         known = self._checked | self._trusted
         with self._naming_damage():
@@ -139,8 +142,8 @@ class LayeredState(Struct, frozen=True, eq=False):
         return self.stored[name].is_remote
 
     def touched(self, name: str) -> Array:
-        """Return the numbers, int64 ascending, of those rows of the variable `name` that changes on top
-        contain.
+        """Return the numbers, int64 ascending, of those rows of the variable `name` that changes of rows on
+        top contain; changes of the whole variable do not count.
         """
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
@@ -167,7 +170,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
         Checksums are not verified. Raises MappingError or NotFinite if a value does not fit the served dtype,
         CorruptFile if rows are not stored, CheckpointChanged or CheckpointError if a shard is gone or cannot
-        be read.
+        be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
         """
         values = self.stored[name].rows(start, stop)
         own = False
@@ -188,7 +191,8 @@ class LayeredState(Struct, frozen=True, eq=False):
     def rows_at(self, name: str, ids: Array) -> Array:
         """Return rows `ids` (int64 [n], in any order) of a table, as a copy in their order.
 
-        Checksums are not verified. Raises the errors of `rows`.
+        Checksums are not verified. Raises the errors of `rows`, except that rows that are not stored are
+        undefined instead of a CorruptFile.
         """
         values = self.stored[name].rows_at(ids)
         for layer in self.layers:
@@ -203,7 +207,8 @@ class LayeredState(Struct, frozen=True, eq=False):
         """Return a whole variable, checksum verified, with changes of the variable or of its rows applied.
 
         Raises CheckpointError and subclasses (CorruptFile: the checksum differs), MappingError or NotFinite
-        if a value does not fit the served dtype.
+        if a value does not fit the served dtype, DiskFull or PublishError if bytes fetched from a store
+        cannot be kept. The result may be the array of a change itself: do not write into it.
         """
         with self._naming_damage():
             value = self.stored[name].whole()

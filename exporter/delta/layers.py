@@ -22,7 +22,8 @@ def restoring(
 ) -> dict[str, Change]:
     """Return the changes that bring all rows and variables in the changes `since` back to the state `then`.
 
-    They are by variable, and their values are verified; large results are maps of unnamed files in `scratch`.
+    They are by the variable's name, and their values are verified; large results are maps of unnamed files in
+    `scratch`.
 
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
@@ -50,8 +51,8 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
     """Merge `layers`, oldest first, in bounded memory: return the newest value of each row and dense
     variable, by variable.
 
-    Large results are maps of unnamed files in `scratch`. Rows of a dense variable have to be folded before
-    (`fold_whole`).
+    Large results are maps of unnamed files in `scratch`. Changes of variables that the schema lacks are
+    ignored. Rows of a dense variable have to be folded before (`fold_whole`).
 
     Raises:
         ValueError: rows of a dense variable are among the layers.
@@ -81,7 +82,8 @@ def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """Return the layers with each dense variable that has rows in them as one whole value, in the last layer.
+    """Return copies of the layers in which each dense variable with changes of rows has one whole value, in
+    the last layer.
 
     The value is that of `old` with all layers applied. Raises CheckpointError and subclasses if it cannot be
     read or is damaged.
@@ -101,7 +103,7 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
 def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
     """Yield ids (ascending) and newest values of all rows of `tables`, a bounded number at a time.
 
-    Later tables win.
+    `tables` are oldest first: of a row in several, the last one counts.
     """
     newest_first = [table for table in reversed(tables) if len(table.ids)]
     starts = [0] * len(newest_first)
@@ -123,8 +125,8 @@ def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
     """Return the id at which the next range of rows ends, so that each table has at most its share of rows in
     it.
 
-    `starts` has the number of each table's first row that is left. The result is greater than all ids if the
-    rest of each table is within its share.
+    `starts` has the number of each table's first row that was not yielded yet. The result is greater than all
+    ids if the rest of each table is within its share.
     """
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [

@@ -74,14 +74,14 @@ class BaseMerger:
     ) -> None:
         """Write the bundle in `variables/`, which must not exist; wait for all tasks.
 
-        A job that is kept ends with `stack`. `state` returns the values that the base stores in boxes that
-        are not ranges of rows: no task writes these.
+        If the runner keeps jobs, the job is exited when `stack` closes. `state` returns the values that the
+        base stores in boxes that are not ranges of rows: no task writes these.
 
         Raises:
             CorruptFile: a checksum differs.
             CheckpointError: a file changed or cannot be read.
             EngineFailed: the engine of `runner` failed.
-            OSError, PublishError: a file cannot be written.
+            OSError, PublishError: `variables/` exists, or a file cannot be written.
         """
         self._prefix.parent.mkdir()
         others = bool(self._left) or not self.tasks
@@ -93,7 +93,9 @@ class BaseMerger:
     def _places(self, task_bytes: int) -> Iterator[Place[str]]:
         """Yield the sections that tasks write, each with the name of its variable.
 
-        Values that no task can write are noted for `_write_left`.
+        Values that no task can write are noted for `_write_left`. While iterating, raises CorruptFile if
+        slices in a delta do not match, CheckpointChanged or CheckpointError if a file is gone or cannot be
+        read.
         """
         for source in self._sources:
             if not source.variables:  # the keys or values of a lookup table
@@ -136,7 +138,8 @@ class BaseMerger:
         """Return a table's rows as runs (count of rows, range of bytes) of whole rows in the base, in the
         order of the rows.
 
-        Empty if they are not stored so.
+        Empty if they are not stored so: cast, in another order, in columns, or incomplete. The stored runs
+        are registered in the job's files.
         """
         reader = self._stored[variable.name]
         tensor, box = reader.tensor, reader.box
@@ -206,7 +209,7 @@ class BaseMerger:
                     yield source.key, self._variables[name].dtype, SliceRef(box, each.extents[0])
 
     def _shape(self, each: Placed[str], name: str) -> tuple[int, ...]:
-        """Return the shape of the variable `name`.
+        """Return the shape of the variable `name`, which `each` holds.
 
         For the contents of a lookup table, the shape of the value that was copied.
         """

@@ -55,7 +55,7 @@ class DeltaMerger:
         """Write the merged delta's bundle at its prefix, wait for all tasks, and return its number of rows of
         all tables.
 
-        A job that is kept ends with `stack`.
+        If the runner keeps jobs, the job is exited when `stack` closes.
 
         Raises:
             CorruptFile: a checksum differs, or row numbers are wrong.
@@ -78,6 +78,9 @@ class DeltaMerger:
     def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
         """Yield the sections of each variable that changed, and of every dense variable of strings, with the
         variable's name.
+
+        While iterating, raises CorruptFile if slices of ids and values in a delta do not match,
+        CheckpointChanged or CheckpointError if a file is gone or cannot be read.
         """
         for variable in self._schema.variables:
             name, packing = variable.name, self._header.packing

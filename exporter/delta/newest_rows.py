@@ -78,8 +78,8 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return (values, *packed[1:], *packed[:1], ids)
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """Return the bytes of each run that the section writes, given the number of rows and of rows that are
-        not packed.
+        """Return the bytes of each run that the section writes, in the order of `keys` (of a base only the
+        values), given the number of rows and of rows that are not packed.
         """
         rows, exact = counts
         values = exact * self.variable.row_bytes
@@ -96,7 +96,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
         Return the numbers of rows and of unpacked rows. `sources` has a reader for each of `ranges`. Raises
         CorruptFile if row numbers are wrong, CheckpointChanged if a file became shorter, OSError if the shard
-        cannot be written.
+        or a temporary file cannot be written, PublishError and subclasses if such a file cannot be made.
         """
         base, left = sources[: len(self.base)], iter(sources[len(self.base) :])
         layers = [_layer_rows(self, list(islice(left, len(layer)))) for layer in self.layers]
@@ -116,6 +116,8 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
     def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
         """Yield blocks of all rows `low` to `high`, in order: the base's rows, overwritten by those of the
         layers.
+
+        Raises CheckpointChanged if a file became shorter.
         """
         row, dtype = self.variable.shape[1:], self.variable.dtype.numpy
         step = max(1, _BLOCK_BYTES // max(1, self.variable.row_bytes))
@@ -133,7 +135,8 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         """Write rows as codes if these give back every bit, else exactly.
 
         Return the numbers of all rows and of exact rows. `found` yields ids and values in ascending order.
-        Codes are kept in a temporary file in `shard.scratch` meanwhile.
+        Codes are kept in a temporary file in `shard.scratch` meanwhile. Raises the errors of `write`, and
+        PublishError and subclasses if the temporary file cannot be made.
         """
         packing = self.packing
         assert packing is not None
@@ -189,7 +192,9 @@ class Header(Section, frozen=True, array_like=True, tag="header"):
         return tuple(len(data) for _, data, _ in header_bytes(self.header, 0))
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """Write the header with the number of rows written to this shard so far; return no counts."""
+        """Write the header with the number of rows written to this shard so far; return (). OSError if it
+        cannot be written.
+        """
         for _, data, _ in header_bytes(self.header, shard.rows):
             shard.append([np.frombuffer(data, np.uint8)])
         return ()
@@ -220,7 +225,7 @@ def _layer_rows(section: NewestRows, streams: Sequence[ReadRun]) -> Rows:
     """Read the ids of one layer, and return its rows; the values are read later, in order.
 
     `streams` has a reader for each range of the layer. Raises CorruptFile if ids do not increase, or are
-    outside the section.
+    outside the section. CheckpointChanged if a file became shorter.
     """
     ids = streams[0].take((streams[0].size // 8,), np.dtype(np.int64))
     if len(ids) and not ((ids[1:] > ids[:-1]).all() and section.low <= ids[0] <= ids[-1] < section.high):
@@ -271,8 +276,8 @@ def table_sections(
     A table that is very large compared with `task_bytes` is divided into ranges of ids. `base` has the number
     of rows and the range of each run, in order; with it, all rows of the table are written. Stored runs of
     the deltas are registered in `files`. Yields nothing if no delta changes the table and there is no base.
-    Raises CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged if a shard
-    vanished or shrank.
+    While iterating, raises CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged
+    or CheckpointError if a shard vanished, shrank or cannot be read.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
@@ -318,6 +323,8 @@ def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[
 def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
     """Return the bounds, ascending from 0 to `rows`, of at most `count` ranges of ids with about equally many
     rows of all layers.
+
+    `ids` has the ids of each layer; at least one id is needed.
     """
     step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
     samples = np.sort(np.concatenate([some[::step] for some in ids]))

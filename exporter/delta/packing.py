@@ -33,8 +33,8 @@ _ROWS_AT_ONCE = 1 << 14
 
 
 def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -> bool:
-    """True if rows of this dtype and shape take fewer bytes when packed; only float32 and float64 are
-    packed.
+    """True if rows of this dtype and shape take fewer bytes when packed; False for dtypes other than float32
+    and float64.
     """
     size = math.prod(element_shape)
     packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4
@@ -55,7 +55,8 @@ class Codes(Struct, frozen=True):
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
     """Return the codes nearest to rows [n, ...] of float32 or float64.
 
-    `fits` is False for rows with NaN, infinity, or values beyond what codes can represent.
+    `fits` is False for rows with NaN, infinity, or values beyond what codes can represent. Subnormal values
+    become 0.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))
@@ -118,8 +119,8 @@ class StoredRows:
 class PackedRows(StoredRows):
     """Packed rows, which are unpacked on access.
 
-    `exact` int64 [e] are the places of the rows that are in `values` [e, ...]; `codes` and `scales` hold the
-    others, in their order.
+    `exact` int64 [e], ascending, are the places of the rows that are in `values` [e, ...]; `codes` and
+    `scales` hold the others, in their order.
     """
 
     def __init__(self, values: Array, exact: Array, codes: Array, scales: Array | None) -> None:

@@ -51,6 +51,8 @@ class Waiting(Struct, frozen=True):
     def since_of(self, name: str, ids: Array) -> Array:
         """Return when each of the rows `ids` of a table, in any order, began to wait: float64 [n], seconds
         since 1970.
+
+        KeyError if `changes` has rows of the table and `since` has no times of it.
         """
         change = self.changes.get(name)
         if not isinstance(change, Rows) or not len(change.ids):
@@ -69,12 +71,12 @@ def save_residual(
 ) -> None:
     """Write the trainer's values of rows that the delta `header` left out, as a delta.
 
-    Remove all other such files. `state` distinguishes the delta from another one at its position. The times
-    `since`, when rows of each table began to wait, are written beside it, as a bundle; nothing if it is
-    empty. The files are a cache: if they are lost or damaged, states are compared.
+    Remove the files of all other states. `state` distinguishes the delta from another one at its position.
+    The times `since`, when rows of each table began to wait, are written beside it, as a bundle; no such
+    bundle if `since` is empty. The files are a cache: if they are lost or damaged, states are compared.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: they cannot be written. ValueError: a change does not fit its variable in the schema.
     """
     directory.mkdir(exist_ok=True)
     name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
@@ -100,8 +102,10 @@ def load_residual(
 ) -> Waiting | None:
     """Read the rows that `save_residual` wrote for a state of a log.
 
-    None if they are lost, damaged or another log's. They wait since `unknown` if no times are kept, or these
-    are lost. A time after `now`, from another clock, counts as `now`. All times are in seconds since 1970.
+    None if they are lost, damaged, of another schema or another log's. They wait since `unknown` if no times
+    are kept, or these are lost. A time after `now`, from another clock, counts as `now`; with the default,
+    all count as 0. Rows that are not in the result count as waiting since `now`. All times are in seconds
+    since 1970.
     """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:

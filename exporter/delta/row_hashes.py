@@ -86,8 +86,8 @@ class HashIndex(Struct, frozen=True):
     def find(self, name: str, rows: int, row_bytes: int) -> Array | None:
         """Return the hash of each block, uint64, of the table `name`.
 
-        None if it is absent or has another number of blocks. `rows` and `row_bytes` are the table's number of
-        rows and the bytes of a row.
+        None if the index lacks the table or has another number of blocks for it. `rows` and `row_bytes` are
+        the table's number of rows and the bytes of a row.
         """
         found = self.tables.get(name)
         return found if found is not None and len(found) == -(-rows // block_rows(row_bytes)) else None
@@ -124,8 +124,8 @@ def write_index(path: Path, index: HashIndex) -> None:
 
 
 def most_bytes(tables: Mapping[str, int]) -> int:
-    """Return an upper bound for the file size, in bytes, of an index of tables with these names and sizes in
-    bytes.
+    """Return an upper bound for the file size, in bytes, of an index of tables, given their sizes in bytes by
+    name.
     """
     hashes = sum(8 * (bytes_ // _LEAST_BLOCK_BYTES) + _BESIDE_BYTES for bytes_ in tables.values())
     return hashes + 4 * sum(map(len, tables)) + _BESIDE_BYTES
@@ -136,7 +136,8 @@ def read_index(
 ) -> HashIndex | None:
     """Read the index at `path`.
 
-    None if it is of another state, damaged, absent, or larger than `limit` bytes.
+    None if it is of another state or an earlier release, damaged, compressed, absent, unreadable, or larger
+    than `limit` bytes; no exception is raised.
     """
     import zipfile
 

@@ -87,7 +87,7 @@ class RowMap:
 
     def box(self, box: tuple[slice, ...]) -> Array:
         """Return a box, given by slices with a start and a stop for each dimension: a view of the file, or a
-        copy.
+        copy if rows come from a store.
 
         Raises the errors of `fetch`.
         """
@@ -217,7 +217,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
         Checksums are not verified. Raises CorruptFile if some rows are not stored, MappingError or NotFinite
         if a value does not fit the served dtype, CheckpointChanged or CheckpointError if a shard is gone or
-        cannot be read.
+        cannot be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
         """
         if self.order != SliceOrder():
             return self.rows_at(np.arange(start, stop))
@@ -227,7 +227,8 @@ class RowReader(Struct, frozen=True, dict=True):
     def rows_at(self, ids: Array) -> Array:
         """Return served rows `ids` (int64 [n], any order), in their order, as a copy.
 
-        Checksums are not verified. Raises the errors of `rows`, but rows that are not stored are undefined.
+        Checksums are not verified. Raises the errors of `rows`, but rows that are not stored have undefined
+        values instead of raising CorruptFile.
         """
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
         columns, is_wide = self.box.slices[1:], self.box.lengths[1:] == self.box.full_shape[1:]
@@ -262,7 +263,8 @@ class RowReader(Struct, frozen=True, dict=True):
         """Return all values, checksums verified; strings as `bytes` in an object array.
 
         Raises CheckpointError and subclasses (CorruptFile: a checksum differs), MappingError or NotFinite if
-        a value does not fit the served dtype.
+        a value does not fit the served dtype, DiskFull or PublishError if bytes fetched from a store cannot
+        be kept.
         """
         if self.shape and self.order != SliceOrder():
             self.fetch()
@@ -357,7 +359,7 @@ class RowReader(Struct, frozen=True, dict=True):
         """Return natural rows `first` to `last` (excluded) in the box's columns, joined from the pieces, in
         the stored dtype.
 
-        Raises CorruptFile if some of them are in no piece.
+        Raises CorruptFile if some of them are in no piece. Raises the errors of `RowMap.fetch`, too.
         """
         region = SliceSpec(
             self.box.full_shape,
@@ -385,7 +387,7 @@ class RowReader(Struct, frozen=True, dict=True):
         """Copy rows of a piece into `values`, in the box's columns that the piece holds.
 
         No effect if it holds none. `offsets` are row numbers in the piece, `into` the rows of `values` to
-        write.
+        write. Raises the errors of `RowMap.fetch`.
         """
         spec = piece.spec
         wide = SliceSpec(
@@ -417,7 +419,8 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
     Raises:
         CorruptFile: a checksum is wrong.
         CheckpointChanged: a shard vanished or shrank since its catalog was read.
-        CheckpointError: a shard cannot be read.
+        CheckpointError: a shard cannot be read. DiskFull, PublishError: bytes fetched from a store cannot be
+            kept.
     """
     from exporter.storage.waiting import workers  # late: with logging
 
@@ -440,7 +443,9 @@ class _Piece(Struct, frozen=True):
 
 
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield readers of the variables served from one source, in order, over the trainer's checkpoint."""
+    """Yield the readers of the variables served from one source, in their order, that read the trainer's
+    checkpoint `catalog`; of a lookup table's source, one reader of its keys or values.
+    """
     if not source.variables:
         yield _contents(catalog, source.tensor)
     order = SliceOrder(source.gather_parts, source.scatter_parts)
@@ -449,9 +454,10 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield readers of the same variables over a published bundle, where they are stored as served.
+    """Yield the readers of the variables served from one source, in their order, that read a published
+    bundle, in which values are stored as served.
 
-    Raises CorruptFile if the bundle has no such tensor.
+    While iterating, raises CorruptFile if the bundle has no such tensor.
     """
     tensor = catalog.tensors.get(source.key)
     if tensor is None:
@@ -473,9 +479,9 @@ def translate(
 ) -> dict[str, Change]:
     """Convert a trainer's change of a tensor into changes of the variables served from it, by their names.
 
-    The ids of rows count through the tensor as it is stored. Rows stay rows, also of dense variables: see
-    `exporter.delta.layers.fold_whole`. A variable without any of the rows gets an empty change. Raises
-    MappingError or NotFinite if a value does not fit the served dtype.
+    The ids of a change's rows count through the tensor as it is stored. Rows stay rows, also of dense
+    variables: see `exporter.delta.layers.fold_whole`. A variable without any of the rows gets an empty
+    change. Raises MappingError or NotFinite if a value does not fit the served dtype.
     """
     if not isinstance(change, Rows):
         return dict(_parts_of_whole(source, change, schema))
@@ -534,7 +540,10 @@ def _parts_of_whole(
 
 
 def _natural(source: TensorSource, stored: Array) -> Array:
-    """Return the natural number of each row, given its stored number (int64 [n])."""
+    """Return the natural number of each row, given its stored number (int64 [n]).
+
+    Without `gather_parts`, the numbers unchanged.
+    """
     if not source.gather_parts:
         return stored
     starts = np.array(sorted(part.spec.starts[0] for part in source.tensor.slices), np.int64)

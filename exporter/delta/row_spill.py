@@ -54,7 +54,7 @@ class RowSpill:
     def rows(self) -> Rows | None:
         """Return all rows that were added, as arrays or a map of the file, which outlives the context.
 
-        None without any. Raises OSError if the file cannot be written.
+        None if no rows were added. Raises OSError if the file cannot be written.
         """
         if not self._ids:
             return None
