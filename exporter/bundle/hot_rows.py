@@ -116,9 +116,9 @@ def lay_hot_rows(
 ) -> tuple[Catalog, dict[str, HotTable]]:
     """Append hot rows to the tables of a bundle that is being staged.
 
-    Return its new catalog, and the tables changed by name. Tables without hot rows are left as they are; if
-    none has any, nothing changes. All shards are renamed, as their total number is part of their names, and
-    the index is written anew.
+    Return the bundle's new catalog, and the tables that got hot rows, by served name. Tables without hot rows
+    are left as they are; if none has any, nothing changes. All shards are renamed, as their total number is
+    part of their names, and the index is written anew.
 
     Raises:
         NotServable: a variable of the model has the name that hot rows would have.
@@ -169,10 +169,10 @@ def lay_hot_rows(
 def hot_in(places: Array, hot: int, scratch: Path) -> Blocks:
     """Return a function that yields the numbers of the hot rows in blocks, in the order of their copies.
 
-    `places` has the place of each row, `hot` is the number of hot rows. The numbers are collected in the new
-    file `scratch`, which must stay. Raises CorruptFile if a place is neither the row itself nor a hot row, or
-    if the places name another number of hot rows than `hot`; DiskFull or PublishError if the file cannot be
-    written.
+    `places` has the place of each row, `hot`, greater than 0, is the number of hot rows. The numbers are
+    collected in the new file `scratch`, which must stay. Raises CorruptFile if a place is neither the row
+    itself nor a hot row, or if the places name another number of hot rows than `hot`; DiskFull or
+    PublishError if the file exists or cannot be written.
     """
     rows, led = len(places), 0
     with writing(scratch), scratch.open("xb") as file:  # before it is mapped: see `_write_places`
@@ -200,7 +200,8 @@ def _places_dtype(rows: int) -> DType:
 def _write_places(path: Path, table: HotRows) -> int:
     """Write the places of a table's rows into the new file `path`; return the number of hot rows.
 
-    Raises UsageError for a row that is named twice, OSError if the file cannot be written.
+    `path` must not exist, and the table has at least one row. Raises UsageError for a row that is named
+    twice, OSError if the file cannot be written.
     """
     rows, dtype = table.shape[0], _places_dtype(table.shape[0]).numpy
     with path.open("xb") as file:  # before it is mapped: on a full disk, a write to a mapping raises SIGBUS
@@ -227,9 +228,10 @@ def named_twice(said: str, row: int) -> UsageError:
 
 
 def _append(path: Path, table: HotRows) -> tuple[int, int]:
-    """Append a table's hot rows to its file; return their plain crc32c and their size in bytes.
+    """Append a table's hot rows to its file; return the hot rows' plain crc32c and size in bytes.
 
-    Raises OSError if the file cannot be written.
+    A file with other hard links, or a read-only one, is replaced by a copy first. Raises OSError if the file
+    cannot be written.
     """
     _make_own(path)
     rows, at, crc = table.shape[0], table.extent.size, 0
@@ -250,6 +252,8 @@ def _append(path: Path, table: HotRows) -> tuple[int, int]:
 def _make_own(path: Path) -> None:
     """Replace a shard by a copy if it has other hard links or is read-only: its bytes may be the trainer's or
     a job's.
+
+    Raises OSError if it cannot be copied.
     """
     if path.stat().st_nlink > 1 or not os.access(path, os.W_OK):
         copy = path.with_name(f"{path.name}.own")

@@ -82,7 +82,7 @@ def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
     """Return the ranges of (offset, size) pairs, ordered by offset, with targets packed without gaps from 0
     on.
 
-    Adjacent pairs become one range; equal pairs count once.
+    Adjacent pairs become one range; equal pairs count once. Others must not overlap.
     """
     packed: list[ByteRange] = []
     end = 0
@@ -154,7 +154,7 @@ def _copy_in_kernel(reader: int, writer: int, piece: ByteRange) -> int:
 def _copy_through_memory(reader: int, writer: int, piece: ByteRange) -> int:
     """Copy a whole piece through a buffer; return its number of bytes.
 
-    Raises EOFError at the end of the source.
+    Raises EOFError at the end of the source, OSError if reading or writing fails.
     """
     done = 0
     while done < piece.size:
@@ -283,7 +283,8 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Link the published file `source` to `target`, or copy it where a link is impossible.
 
     An object in a store is fetched first. Raises CheckpointError if it cannot be fetched, DiskFull or
-    PublishError if the fetched bytes cannot be kept, OSError if the copy fails.
+    PublishError if the fetched bytes cannot be kept, OSError if the copy fails. An existing `target` is
+    overwritten.
     """
     mirror.fetch(source)  # a file that stands for an object is empty until then
     try:

@@ -328,7 +328,7 @@ class _Certainty:
     def _mask(self, reference: str) -> int | None:
         """Return the largest number that a BitwiseAnd of a value with a constant lets through.
 
-        None for other tensors.
+        None for other tensors, and if no input is a constant scalar integer of at least 0.
         """
         node = self._nodes[endpoint(reference).node]
         if node.op != "BitwiseAnd" or not self._is_valued(reference):

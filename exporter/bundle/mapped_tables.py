@@ -161,7 +161,7 @@ def _why_no_overlay(graph_def: Proto, sources: Iterable[TensorSource]) -> str:
 
 
 def _smallest(source: TensorSource) -> int:
-    """Return the bytes of the source's smallest variable as stored; 0 without variables."""
+    """Return the bytes of the source's smallest variable as stored; 0 without variables, and for strings."""
     elements = (math.prod(source.as_stored(variable).shape) for variable in source.variables)
     return min(elements, default=0) * (source.dtype.itemsize or 0)
 
@@ -190,7 +190,8 @@ class MappedTables(Struct, frozen=True):
         counter: str = "",
         hot: Mapping[str, HotTable] = NO_HOT_ROWS,
     ) -> MappedTables:
-        """Return the mapped tables of a new version, with a random id; the arguments are those of the class.
+        """Return the mapped tables of a new version, with a random id; `directory` is the version's as
+        servers see it, the other arguments are the class's fields.
 
         `write_id` writes the id beside them.
         """
@@ -244,7 +245,8 @@ def add_tries(
     `prefix`.
 
     `prefix` is the tensor with the bundle's path. Return the tensors of the values, and, if `tables` has a
-    counter, the node that counts the mapped tables. Functions are added to the graph's library.
+    counter, the node that counts the mapped tables. Functions are added to the graph's library. Without
+    variables nothing is added. KeyError if `tables` has no file of a variable.
     """
     tried = [*tried]
     if not tried:
@@ -300,7 +302,7 @@ def move_tries(graph_def: Proto, version: int, ids: tuple[str, str], files: Mapp
     """Change a graph of `add_tries`, in place, to try the files of another version of the model.
 
     `version` is its number, `ids` are the id in the graph and the new one; `files` are the new file names, by
-    old ones.
+    old ones. KeyError if `files` lacks a file that the graph maps.
     """
     before, now = ids
     renamed = {
@@ -366,7 +368,10 @@ def _same_id(name: str, tables: MappedTables) -> Proto:
 
 
 def _mapping(name: str, table: TriedTable, tables: MappedTables) -> Proto:
-    """Return a function that gives a table as mapped from its file, and true."""
+    """Return a function that gives a table as mapped from its file, and true.
+
+    KeyError if `tables` has no file of its variable.
+    """
     function = _function(name, table.dtype)
     body = Body.of(function)
     path = tables.path(table.variable.node)

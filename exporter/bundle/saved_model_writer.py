@@ -82,7 +82,8 @@ def place_assets(
 
     Two files of one name are told apart by a number; one file that two nodes read is stored once. `names` has
     the stored name of each file that was copied before; these are not copied again, and new ones are added to
-    it. The constants of the assets' nodes get the stored names.
+    it. The constants of the assets' nodes get the stored names. An existing file of a stored name is
+    overwritten. KeyError if the graph has no node of an asset.
 
     Raises:
         NotServable: a file does not exist or cannot be read.
@@ -438,7 +439,8 @@ def write_saved_model(
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
-        NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, or
+        LfsPointer: an asset is a pointer of Git LFS. NotServable: an asset cannot be read, the graph's
+            constants exceed protobuf's limit of 2 GiB, or
             `server` lacks something that the graph needs.
         DiskFull, PublishError: the directory cannot be written.
     """
@@ -584,7 +586,7 @@ def write_pair(
         MappingError: a variable that is to be cast is used in a way that forbids it.
         NotServable: the graph reads files, has no default signature or one of sparse tensors, or `server`
             lacks something that it needs.
-        DiskFull, PublishError: the directory cannot be written.
+        DiskFull, PublishError: the directory cannot be written, or cannot have hard links.
     """
     meta_graph = restorable_graph(graph, mapping, server=server)
     if graph.assets:
@@ -605,7 +607,8 @@ def write_pair(
 
 
 def keep_pair_alone(directory: Path) -> None:
-    """Remove `saved_model.pb` and `variables/` beside a pair; if the former is not there, nothing is removed.
+    """Remove `saved_model.pb` and `variables/` beside a pair; if `saved_model.pb` is not there, nothing is
+    removed.
 
     Raises:
         PublishError: they cannot be removed.

@@ -106,7 +106,7 @@ class VariablesReport(Struct, frozen=True):
     work: tuple[int, int] = (0, 0)
     """The number of tasks that wrote shards, and of the bytes that these read."""
     job: Job | None = None
-    """The job that wrote shards; a context manager, to be left once the version is published. None without
+    """The job that wrote shards; a context manager, to be exited once the version is published. None without
     tasks.
     """
     rounded: Mapping[str, Rounding] = field(default_factory=dict)
@@ -320,7 +320,8 @@ class _Writer:
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards, and wait for them; return their tensors and reports.
 
-        Sets `_rounded`. The job ends with `stack`.
+        Sets `_rounded`. If the runner keeps jobs, the job is exited when `stack` closes. Raises the errors of
+        `write_variables`.
         """
         before, runner, made = len(self._kept), self._runner, self._made
         shards = self._moves.run(
@@ -342,9 +343,9 @@ def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[
     """Return a plan of each shard that an export to `target` links or copies, in the order of the bundle's
     shards.
 
-    Nothing is written. A planned link that the file system does not allow becomes a compacted copy later;
-    with `data` LINK, an error. Raises MappingError if values would have to move out of, or into, parts that
-    are not ranges of whole rows.
+    Nothing is written. When written, a planned link that the file system does not allow becomes a compacted
+    copy, or LinkRefused if `data` is LINK. Raises MappingError if values would have to move out of, or into,
+    parts that are not ranges of whole rows.
     """
     verbatim, _ = _divided(mapping, target)
     return list(_plans(mapping, _extents_by_origin(verbatim), data))
@@ -430,8 +431,8 @@ def divide(source: TensorSource, files: Sources, catalog: Catalog, task_bytes: i
 
     Moved rows are written in the boxes that the graph restores; values that are only cast keep the stored
     boxes. Each box of a mapped table is one place, however large: a variable is mapped from one file. Stored
-    runs are registered in `files`; `task_bytes` decides which tables are large. Raises MappingError if values
-    would have to move into or out of boxes that are not ranges of whole rows.
+    runs are registered in `files`; `task_bytes` decides which tables are large. While iterating, raises
+    MappingError if values would have to move into or out of boxes that are not ranges of whole rows.
     """
     tensor = source.tensor
     is_served_so = source.is_mapped or source.is_in_8_bits or _moves_rows(source)
@@ -655,7 +656,7 @@ def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
     """Yield each variable of a source with its box and extent in a written bundle, in the order of the
     variables.
 
-    Raises KeyError if the bundle lacks the source's tensor.
+    While iterating, raises KeyError if the bundle lacks the source's tensor.
     """
     runs = {box: run.extent for box, run in stored_runs(written, written.tensors[source.key])}
     for variable in source.variables:
@@ -664,7 +665,10 @@ def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
 
 
 def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
-    """Return the name and size in bytes of a mapped variable's own file, which includes its hot rows."""
+    """Return the name and size in bytes of a mapped variable's own file, which includes its hot rows.
+
+    The caller must know that it has one: AssertionError otherwise.
+    """
     name, extent = run.variable.served_name, run.extent
     whole = written.tensors.get(names_of(name)[0])
     end = whole.bytes_ if whole is not None else 0 if extent is None else extent.size
@@ -674,7 +678,10 @@ def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
 
 
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
-    """Return the file name in `variables/` of each mapped variable, by node."""
+    """Return the file name in `variables/` of each mapped variable, by node.
+
+    Raises KeyError if the bundle lacks one of their tensors.
+    """
     mapped = (source for source in mapping.sources if source.is_mapped)
     runs = (run for source in mapped for run in served_runs(source, written))
     return {run.variable.node: own_file(run, written)[0] for run in runs}

@@ -73,7 +73,8 @@ def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
 def parse_request(text: str, signatures: Mapping[str, Proto], line: int = 1) -> WarmupRequest:
     """Parse one request in the form of TF Serving's REST, and check it against its signature.
 
-    `signatures` are the SignatureDefs by name, `line` is the number to record.
+    `signatures` are the SignatureDefs by name, `line` is the number to record. Without `signature_name`, the
+    request is for "serving_default".
 
     Raises:
         ValueError: it is not JSON, not a request, or not one that its signature takes.
@@ -130,7 +131,8 @@ def examples_request(
 
 
 def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
-    """Write the requests' records into the SavedModel `directory`, in order; return the file's path.
+    """Write the requests' records into the SavedModel `directory`, in order, over an existing file; return
+    the file's path.
 
     Raises:
         DiskFull, PublishError: it cannot be written.

@@ -174,7 +174,7 @@ def merged(spans: Sequence[SpanLike]) -> Span:
     """Return the span of a delta that holds the rows of `spans`, oldest first; it fits every state inside.
 
     Raises:
-        DeltaGap: a delta does not fit the end of the one before it.
+        DeltaGap: a delta does not fit the state at the end of the previous one.
         ValueError: there are none.
     """
     if not spans:
@@ -186,7 +186,8 @@ def merged(spans: Sequence[SpanLike]) -> Span:
 
 
 def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
-    """Return the neighbouring deltas that should be merged now, oldest first; empty if nothing is due.
+    """Return the `FANOUT` neighbouring deltas that should be merged now, oldest first; empty if nothing is
+    due.
 
     As in a log-structured merge tree: `FANOUT` neighbours of one magnitude (of publications, to base
     `FANOUT`) become one of the next. A reader is then at most `FANOUT - 1` deltas of each magnitude behind,
@@ -205,12 +206,12 @@ def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
 def expendable(
     spans: Iterable[SpanT], bases: Collection[int], *, needed: Collection[int]
 ) -> tuple[SpanT, ...]:
-    """Return the deltas that may be removed, oldest first; `bases` and `needed` are positions.
+    """Return the deltas that may be removed, ordered by their ends; `bases` and `needed` are positions.
 
     Without them, and by the same chains as before,
 
-    - every base still reaches the newest position and each of `needed`, if it did before;
-    - every state that a base reached, and every one of `needed`, still reaches the newest position.
+    - every base still reaches the newest position and each of `needed`, if it did before; - every state that
+    a base reached, and every one of `needed`, still reaches the newest position.
     """
     furthest_first = sorted(spans, key=lambda span: (span.end, span.start), reverse=True)
     newest = max([*(span.end for span in furthest_first), *bases], default=0)
@@ -249,7 +250,8 @@ def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: i
 
 
 def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int) -> int:
-    """Return the base from which the fewest deltas reach `target`; of several, the newest.
+    """Return the base from which the fewest deltas reach `target`; of several, the newest. The base at
+    `target` itself needs none.
 
     Raises:
         PositionUnknown: no base reaches it.
@@ -268,7 +270,7 @@ def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int)
 def _tiles(spans: Iterable[SpanT]) -> list[SpanT]:
     """Return the chain of deltas that ends at the newest position, oldest first.
 
-    At each end the longest delta is chosen.
+    Of several deltas with one end the longest is chosen. Empty without deltas.
     """
     by_end: dict[int, SpanT] = {}
     for span in spans:

@@ -47,7 +47,9 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return KeyedRows(self.name, self.keys[which], self.values[which], freqs)
 
     def rows_of(self, keys: Array) -> Array:
-        """Return the row number here of each of these keys, -1 for keys without one: int64 [n]."""
+        """Return the row number, in this object, of each of these keys (any order), -1 for keys without one:
+        int64 [n].
+        """
         if not len(self.keys):
             return np.full(len(keys), -1)
         order = np.argsort(self.keys)
@@ -56,7 +58,9 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return np.where(self.keys[rows] == keys, rows, -1)
 
     def same_as(self, other: KeyedRows) -> Array:
-        """Return a mask of the rows here that `other` has under the same keys with the same bytes."""
+        """Return a mask, bool [n], of this object's rows that `other` has under the same keys with the same
+        bytes.
+        """
         from exporter.delta.compare_rows import differing_rows
 
         rows = other.rows_of(self.keys)
@@ -76,7 +80,7 @@ class KeyedChange(Struct, frozen=True, eq=False):
     def then(self, later: KeyedChange) -> KeyedChange:
         """Return one change with the effect of this one followed by a `later` one of the same table.
 
-        `freqs` are dropped.
+        The result's rows have no `freqs`.
         """
         ours = self.rows
         stays = ~among(ours.keys, np.sort(later.removed)) & (later.rows.rows_of(ours.keys) < 0)
@@ -146,7 +150,8 @@ class ServedTable(Struct, frozen=True):
         """Verify the checksums of all variables of the table.
 
         They are fetched whole first if they are in a store. Raises CorruptFile if one differs,
-        CheckpointError (and subclasses) if values cannot be read.
+        CheckpointError (and subclasses) if values cannot be read, DiskFull or PublishError if bytes fetched
+        from a store cannot be kept.
         """
         names = [variable.name for variable in self.variables]
         for name in names:  # rows will be read in any order
@@ -164,19 +169,31 @@ class ServedTable(Struct, frozen=True):
         return self.variables[-1]
 
     def seeds(self, groups: Array) -> Array:
-        """Return the elements of `index_seeds` with these numbers, in the order of `groups`."""
+        """Return the elements of `index_seeds` with these numbers, in the order of `groups`.
+
+        Raises the errors of `LayeredState.rows_at`.
+        """
         return self._at(0, groups)
 
     def rows(self, slots: Array) -> Array:
-        """Return the elements of `index_rows` with these numbers, in the order of `slots`."""
+        """Return the elements of `index_rows` with these numbers, in the order of `slots`.
+
+        Raises the errors of `LayeredState.rows_at`.
+        """
         return self._at(1, slots)
 
     def keys(self, rows: Array) -> Array:
-        """Return the elements of `keys` with these numbers, in the order of `rows`."""
+        """Return the elements of `keys` with these numbers, in the order of `rows`.
+
+        Raises the errors of `LayeredState.rows_at`.
+        """
         return self._at(2, rows)
 
     def find(self, keys: Array) -> Array:
-        """Return the row of each key (int64, any order), int64; -1 for keys that are absent."""
+        """Return the row of each key (int64, any order), int64; -1 for keys that are absent.
+
+        Raises the errors of `LayeredState.rows_at`.
+        """
         found = [
             find_rows(self.geometry, self, keys[start : start + _KEYS_AT_ONCE])
             for start in range(0, len(keys), _KEYS_AT_ONCE)
@@ -184,7 +201,10 @@ class ServedTable(Struct, frozen=True):
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def live(self) -> tuple[Array, Array]:
-        """Return the numbers of the rows in use, int64 ascending, and their keys; reads all of the index."""
+        """Return the numbers of the rows in use, int64 ascending, and their keys; reads all of the index.
+
+        Raises the errors of `LayeredState.rows_at`.
+        """
         rows = np.flatnonzero(live_rows(self.geometry, self))
         return rows, self.keys(rows)
 
@@ -192,7 +212,8 @@ class ServedTable(Struct, frozen=True):
         """Return the changes of the index that add keys and drop others (int64, no key twice).
 
         Nothing is written. Raises TableFull if there is no room, CorruptFile if the index does not fit its
-        number of default rows, ValueError if a key is named twice.
+        number of default rows, ValueError if a key is named twice, the errors of `LayeredState.rows_at` if
+        the index cannot be read.
         """
         cursor, *others = self.keys(np.arange(self.geometry.cursor_row, self.geometry.capacity)).tolist()
         is_last, unused = others[-1] == EMPTY_KEY, set(others[:-1]) <= _NO_KEYS
@@ -229,7 +250,9 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
     """Return the changes that remove keys from a table, then put rows of old and new keys, by variable.
 
     `rows` are in the served dtype. A key that is removed and put keeps its row number. Raises TableFull if
-    there is no room for the new keys, CorruptFile if the index does not fit the manifest.
+    there is no room for the new keys, CorruptFile if the index does not fit the manifest, ValueError if a key
+    of `rows` or of `removed` occurs twice, the errors of `LayeredState.rows_at` if the index cannot be read.
+    Variables that do not change are left out.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -244,7 +267,8 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
 
     Checksums are not verified. Large results are a map of an unnamed file in `scratch`. Raises TableFull if
     there is no room for new keys, CorruptFile if the index does not fit the manifest, OSError if the file
-    cannot be written.
+    cannot be written, the errors of `LayeredState.rows_at` if the table cannot be read. Variables that do not
+    change are left out.
     """
     rows = table.find(trained.keys)
     live, live_keys = table.live()

@@ -66,7 +66,8 @@ def divide(
     Raises:
         WildValues: rows are beyond their bound and `on_wild` refuses them; or a variable that is served whole
             is, unless `on_wild` only warns.
-        CheckpointError: a published value cannot be read, or is damaged.
+        CheckpointError: a published value cannot be read, or is damaged. DiskFull, PublishError: bytes
+            fetched from a store cannot be kept.
         OSError: the scratch file cannot be written.
     """
     sieves, whole = _sieves(changes, published, schema, allowed, coded, first or {})
@@ -128,7 +129,8 @@ def _require_allowed(
 ) -> tuple[WildRows, ...]:
     """Return the reports on rows beyond their bound: those of tables, then those of whole variables.
 
-    Raises WildValues if `on_wild` refuses some of them, or does not only warn of a whole variable.
+    Raises WildValues if `on_wild` refuses some of them, or if a variable that is served whole is beyond its
+    bound and `on_wild` does not only warn.
     """
     rows = tuple(found for sieve in sieves if (found := sieve.wild) is not None)
     variables = tuple(_wild_whole(whole, allowed.norms))  # they cannot be held back
@@ -139,8 +141,8 @@ def _require_allowed(
 
 
 def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean distances [n] of the rows of two arrays [n, ...], computed in `dtype`, at least
-    float32.
+    """Return the Euclidean distances [n] of the rows of two arrays [n, ...], computed in `dtype`, float32 or
+    float64; for any other dtype in float32.
 
     NaN and infinite values give NaN or infinity.
     """
@@ -149,7 +151,8 @@ def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
 
 
 def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`, at least float32.
+    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`, float32 or float64; for any other
+    dtype in float32.
 
     They may be NaN or infinite.
     """
@@ -338,7 +341,8 @@ class _Sieve:
         """Return when each held-back row began to wait, float64 in seconds since 1970, in the order of the
         rows.
 
-        Infinite for rows beyond their norm, which are never overdue. Only if rows are held back.
+        Infinite for rows beyond their norm, which are never overdue. Call it only after `send`, and if rows
+        are held back.
         """
         assert self.held_back is not None
         ids = self.held_back.ids
@@ -384,7 +388,7 @@ class _Sieve:
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
         """Record as rounded the rows whose served form, `image`, differs from the trainer's `values`.
 
-        They count as stale, too. `ids` are the numbers of all these rows. The largest error is updated.
+        These rows count as stale, too. `ids` are the numbers of all these rows. The largest error is updated.
         """
         rounded = differing_rows(image, values)
         if len(rounded):

@@ -56,8 +56,9 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
     """Return the tensor of each variable's moving average, by the variable's own tensor; both are names.
 
-    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons. Empty if there
-    are none. Raises UsageError if the user's object path does not exist.
+    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons (of the slots
+    `average` and `slow` only those of the first that exists). Empty if there are none. Raises UsageError if
+    the user's object path does not exist.
     """
     found = {}
     suffix = TF_AVERAGE if slot == "ema" else slot
@@ -78,7 +79,10 @@ _SLOTS = ("average", "slow")
 
 
 def kinds_of_averages(trained: TrainedObjects) -> list[str]:
-    """Return the values of `--average` for which an object-based checkpoint has averages, "ema" first."""
+    """Return the values of `--average` for which an object-based checkpoint has averages, "ema" first.
+
+    Raises UsageError if the user's object path does not exist.
+    """
     return [kind for kind in ("ema", *_SLOTS) if averages(trained, kind)]
 
 
@@ -127,8 +131,8 @@ def find_tables(
 ) -> Iterator[tuple[GraphTable, TensorRef, TensorRef]]:
     """Yield each table, named and shaped as in the checkpoint, with its key tensor and value tensor.
 
-    Raises MissingTensors if the checkpoint lacks one of them, ShapeMismatch if one has another dtype or
-    shape, AmbiguousRename if rules disagree on a name.
+    While iterating, raises MissingTensors if the checkpoint lacks one of them, ShapeMismatch if one has
+    another dtype or shape, AmbiguousRename if rules disagree on a name.
     """
     for table in tables:
         names = stored_names(table, rules.renamed)
@@ -249,14 +253,17 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
     """Map each variable of a graph to a tensor of a checkpoint whose shape, dtype and order of rows fit.
 
     Raises:
-        MissingTensors: variables without a tensor, each with the nearest names and why they do not fit.
+        MissingTensors: variables without a tensor, each with the nearest names and why they do not fit;
+            contents of a lookup table, or state of an operation, are missing; or `--average` finds no average
+            of any variable.
         ShapeMismatch: a tensor of another shape or dtype.
         AmbiguousRename: two variables claim one tensor, or two rules disagree on a variable.
         NoCertainMatch: tensors without names of their own fit in no way, or in several.
         ObjectMismatch: the model's objects and those of an object-based checkpoint do not correspond.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
         UsageError: the rules name an object path that does not exist.
-        CorruptFile: the checkpoint's graph of objects is damaged.
+        CorruptFile: the checkpoint's graph of objects is damaged. CheckpointError: it cannot be read
+            (CheckpointChanged if its file vanished or shrank).
     """
     wanted = group_parts(graph.variables)
     _refuse_shared_names(wanted)
@@ -506,7 +513,8 @@ def check_rules(
     """Require that each option about names in a request matched some variable, table or tensor.
 
     Raises:
-        UsageError: an option matched nothing, or does not apply to this checkpoint.
+        UsageError: an option matched nothing, does not parse, or does not apply to this checkpoint.
+            CheckpointError: the checkpoint's graph of objects is damaged or cannot be read.
     """
     if request.object_path is not None and read_object_graph(catalog) is None:
         raise UsageError(
@@ -621,7 +629,9 @@ def _notes(
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
-    """Yield at most one note: on left-over tensors that make the match of numbered names doubtful."""
+    """Yield at most one note: on left-over tensors that equal served ones except for numbers in their names,
+    which makes the match of numbered names doubtful.
+    """
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}
     twins = [*left_over_twins(used, left)]

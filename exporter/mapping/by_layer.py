@@ -46,7 +46,8 @@ class NamedPair(Struct, frozen=True):
 def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
     """Yield, for a person, each reason why the names contradict the pairs; nothing if they agree.
 
-    Names that say nothing (`Variable_3`) are not compared.
+    Names that say nothing (`Variable_3`) are not compared. Pairs of equal names except for numbers contradict
+    if their numbers grow in different orders.
     """
     groups: dict[tuple[object, ...], list[NamedPair]] = {}
     for pair in pairs:
@@ -68,9 +69,11 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (left-over name, used name) for names of one kind that are equal except for numbers.
+    """Yield (left-over name, used name) for each name in `left` that has the kind of a name in `used` and
+    equals it except for numbers.
 
-    Both mappings have, by name, the kind to compare: dtype and shape.
+    Both mappings have, by name, the kind to compare: dtype and shape. Of several used names the last one is
+    yielded.
     """
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():

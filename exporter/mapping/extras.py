@@ -155,7 +155,7 @@ def whole_objects(
     Return the tensors that may be left out, and at most one note. `used` are the names of the tensors that
     are served. A note names left-out variables where names decided which tensor is which, and where the
     object corresponds to a module around models. Raises ObjectMismatch if another variable of a served object
-    is not served, for no known reason.
+    is not served, for no known reason, UsageError if the user's object path does not exist.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
@@ -191,7 +191,8 @@ def _served_objects(
 ) -> Iterator[tuple[int, list[Member], Member | None]]:
     """Yield (number, variables, a served variable) of each object that is served.
 
-    The third is None for a container of models, as it was known `before` or is found now.
+    The third is None for a container of models, as it was known `before` or is found now. While iterating,
+    raises UsageError if the user's object path does not exist.
     """
     for number, members in _members(trained).items():
         served = next((member for member in members if member.tensor.name in used), None)
@@ -387,8 +388,8 @@ def left_out_by_names(
 ) -> Iterator[str]:
     """Yield at most one note, on variables that are not served but are in the scope of a served one.
 
-    Only of a checkpoint by names. `used` are the names of the tensors that are served. Raises ObjectMismatch
-    if the file says that they are of one layer, as Keras 2's files do.
+    Only of a checkpoint by names. `used` are the names of the tensors that are served. While iterating,
+    raises ObjectMismatch if the file says that they are of one layer, as Keras 2's files do.
     """
     if catalog.naming is not Naming.NAMES:  # of layers and lists all values have to fit anyway
         return

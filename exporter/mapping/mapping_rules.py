@@ -161,7 +161,8 @@ class RenameTable(Struct, frozen=True):
         names.
 
         A typing error would silently leave a variable to other rules. Raises UsageError, which names the
-        line.
+        line. For a dynamic table, CheckpointError and subclasses if the checkpoint's embedding variables are
+        damaged.
         """
         from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 
@@ -187,7 +188,8 @@ def read_renames(path: Path) -> RenameTable:
     """Read the table of names in the file `path`.
 
     Raises:
-        UsageError: it cannot be read, or a line has another form; the message names the line.
+        UsageError: it cannot be read, a line has another form, or a variable occurs twice; the message names
+            the line.
     """
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
@@ -352,7 +354,8 @@ class MappingRules(Struct, frozen=True):
     def cast(self, key: str) -> DType | None:
         """Return the dtype that the first matching cast rule stores a float variable in.
 
-        Without a matching rule, the dtype of an earlier export; None if there is none.
+        Without a matching rule, the dtype of an earlier export; None if there is none. The caller has to know
+        that the variable is of a float type: `cast_for`.
         """
         ruled = next((rule.label for rule in self.casts if rule.pattern.fullmatch(key)), self.dtypes.get(key))
         return DType.of(ruled) if ruled else None

@@ -272,7 +272,8 @@ class MappingSpec(
         Raises:
             SchemaChanged: the checkpoint is of another model.
             UsageError: it has no object at the recorded path.
-            CorruptFile: its graph of objects is damaged.
+            CorruptFile: its graph of objects is damaged. CheckpointError: its graph of objects cannot be
+                read. DocumentError: a variable of the recipe is inconsistent.
         """
         from exporter.mapping.build import build_mapping
 
@@ -295,13 +296,14 @@ class MappingSpec(
             ) from error
 
     def trained_name(self, table: DynamicTable) -> str:
-        """Return the name of a dynamic table in the checkpoint."""
+        """Return a dynamic table's name in the checkpoint: the one that `--rename` gave, else its own."""
         return self.renamed.get(table.name, table.name)
 
     def sources(self) -> tuple[TensorSource, ...]:
         """Return the served variables as stored in a bundle of this recipe, by their served names.
 
-        Their tensors have no extents. The contents of lookup tables come last.
+        Their tensors have no extents. The contents of lookup tables come last. Raises DocumentError if a
+        variable of the recipe is inconsistent.
         """
         variables = (self._published(*item) for item in group_parts(self.variables).items())
         return (*variables, *(source for table in self.tables for source in self._contents(table)))
@@ -342,6 +344,8 @@ class MappingSpec(
 def _renamed(graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> dict[str, str]:
     """Return the trainer's names of variables and tables, by their own names, where a rule or the tables'
     objects gave others.
+
+    Raises AmbiguousRename if rename rules disagree on a name.
     """
     names = {variable.key for variable in graph.variables}
     names |= {name for table in graph.tables for name in (table.keys, table.values)}

@@ -145,9 +145,11 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """Return the tensors, by the variable's key, of the pair of objects that finds the most of them.
+    """Return the tensors, by the variable's key, of the pair of objects (one of each side) from which a walk
+    finds the most of them.
 
-    Empty if none finds any, or if another pair finds as many, but other ones.
+    Empty if none finds any, or if another pair finds as many, but other ones. Raises UsageError if no object
+    has the user's path.
     """
     search = _Search(wanted, served, trained, {})
     starts = [(ours, theirs) for ours in search._served_roots() for theirs in search._trained_roots()]

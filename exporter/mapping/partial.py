@@ -51,13 +51,13 @@ def fit_partly(
 ) -> PartialMapping:
     """Match the variables that the checkpoint certainly has.
 
-    Return these, and the reasons why others do not fit. `counted` are names, without numbers, that a
-    framework numbers.
+    Return the fits, the reasons why other variables do not fit, and the left-over tensors. `counted` are
+    names, without numbers, that a framework numbers.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.
         UsageError: the rules name an object that does not exist.
-        CorruptFile: the checkpoint's graph of objects is damaged.
+        CorruptFile: the checkpoint's graph of objects is damaged. CheckpointError: it cannot be read.
     """
     try:
         whole = build_mapping(graph, catalog, rules)
@@ -147,8 +147,9 @@ class _Partial(Struct, frozen=True):
     def _counted(self, found: Collection[str]) -> dict[str, tuple[TensorRef, str]]:
         """Match the tensors of layers that a framework named by class and number, in the numbers' order.
 
-        Return tensor and way of matching by the variable's key; `found` are the keys matched before. Adds
-        reasons to `misfits` where the numbers are not equal on both sides.
+        Return, by the variable's key, the tensor and "number" (or "name", for a tensor of another shape);
+        `found` are the keys matched before. Adds reasons to `misfits` where the numbers are not equal on both
+        sides.
         """
         stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for name, refs in self.trained.items():
@@ -179,8 +180,8 @@ class _Partial(Struct, frozen=True):
     def _by_objects(self, found: Mapping[str, object]) -> dict[str, tuple[TensorRef, str]]:
         """Match variables whose names identify nothing, by the edges to them on both sides.
 
-        Return tensor and way of matching by the variable's key, without keys in `found`; empty without
-        objects on both sides.
+        Return, by the variable's key, the tensor and "object", without keys in `found` or with a misfit;
+        empty without objects on both sides. Raises UsageError if no object has the user's path.
         """
         if self.objects is None or self.graph.objects is None:
             return {}

@@ -42,7 +42,7 @@ def check_batch_statistics(
 
     Raises:
         TrainingModeServed: it does; names the statistics, and the nodes that normalise.
-        CorruptFile: the checkpoint's graph of objects is damaged.
+        CorruptFile: the checkpoint's graph of objects is damaged. CheckpointError: it cannot be read.
     """
     found = [*unserved_statistics(graph, catalog, sources)]
     if not found:
@@ -64,7 +64,8 @@ def unserved_statistics(
     """Yield the moving statistics of served layers that are not served, each with a served variable beside
     it.
 
-    Raises CorruptFile if the checkpoint's graph of objects is damaged.
+    While iterating, raises CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it
+    cannot be read.
     """
     names = _names(catalog)
     served = _served_names(graph, names, sources)
@@ -104,6 +105,8 @@ def _served_names(
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
     """Return the names of each tensor, by its name: its own without suffix, and the one that the program gave
     its variable.
+
+    Raises CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it cannot be read.
     """
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}

@@ -55,7 +55,7 @@ def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
     """Return the left-overs of a graph and a checkpoint, by rules and names.
 
     A MappingError becomes their `reason`. Raises UsageError if the rules name an object that does not exist,
-    CorruptFile if the checkpoint's graph of objects is damaged.
+    CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it cannot be read.
     """
     try:
         mapping = build_mapping(graph, catalog, rules)

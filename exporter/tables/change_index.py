@@ -88,7 +88,10 @@ def find_rows(geometry: TableGeometry, state: TableState, keys: Array) -> Array:
 
 
 def live_rows(geometry: TableGeometry, state: TableState) -> Array:
-    """Return a mask, bool [capacity], of the rows that a key has; reads all of `index_rows`."""
+    """Return a mask, bool [capacity], of the rows that a key has; reads all of `index_rows`.
+
+    Errors of reading are those of `state`.
+    """
     used = np.zeros(geometry.capacity, bool)
     for begin in range(0, geometry.slots, _SCAN):
         used[state.rows(np.arange(begin, min(begin + _SCAN, geometry.slots)))] = True
@@ -104,7 +107,7 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
 
     Raises:
         TableFull: rows run out, or a group of keys finds no seed.
-        ValueError: a key is named twice.
+        ValueError: a key is named twice. Errors of reading: those of `state`.
     """
     both = np.concatenate([add, drop])
     if len(distinct(both)) != len(both):
@@ -150,7 +153,8 @@ def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: i
     used.
 
     Rows of dropped keys, `gone`, are chosen first, then rows that were never used, then other free rows; only
-    then all of `index_rows` is read. Raises TableFull if there are too few.
+    then all of `index_rows` is read. Raises TableFull if there are too few rows, the errors of `state` if it
+    cannot be read.
     """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]

@@ -128,7 +128,8 @@ class DynamicTable(TableLookups):
     def _import(self, ids: Tensor) -> Tensor:
         """Add the nodes of a lookup of `ids` (int64, any shape) to the graph that is being built.
 
-        Return the tensor of row numbers. Raises UsageError outside of a graph.
+        Return the tensor of row numbers. Raises UsageError outside of a graph, or if something else in the
+        graph has a name of the table's variables.
         """
         tensors = [*(variable.handle for variable in self._variables()), ids]
         graph_def = protos.GraphDef()
@@ -196,7 +197,8 @@ def _captured(tensor: Tensor) -> Tensor:
 def _default_rows(default: Any, dim: int, dtype: DType, name: str) -> Array:
     """Return the default rows, an array [d, dim] of `dtype`, for a number, a row, or several rows.
 
-    Raises UsageError for another shape; `name` is the table that the error names.
+    Raises UsageError for another shape or an empty array, ValueError or TypeError for something else than
+    numbers; `name` is the table that the error names.
     """
     given = np.asarray(default, np.float64)
     if given.ndim > 2 or (given.ndim and given.shape[-1] != dim) or not given.size:

@@ -209,8 +209,8 @@ class TablePlan(Struct, frozen=True, eq=False):
     def of(
         cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """Plan a table for the keys of a variable, `awaited` more keys, and room for `head_room` times as
-        many again.
+        """Plan a table for the keys of a variable and `awaited` more keys, with room for further ones:
+        `head_room` times as many, but at least 1,000.
 
         `defaults` are the default rows [d, dim]. Raises UsageError if the table would have more than
         `MAX_ROWS` rows.
@@ -247,7 +247,8 @@ class TablePlan(Struct, frozen=True, eq=False):
     ) -> TensorRef:
         """Return a tensor whose first rows are the `stored` tensors, in order.
 
-        Its other rows get an extent of `place`.
+        Its other rows get the next extent of `place`, which advances. Stored tensors without an extent get
+        one in shard -1, to be replaced; empty ones are left out.
         """
         slices, row = [], 0
         for ref in stored:

@@ -94,7 +94,7 @@ class KeyIndex:
     def find(self, keys: Tensor) -> Tensor:
         """Return the row of each key (int64 [n]): int64 [n], `ABSENT` for keys without a row.
 
-        Takes no lock.
+        A key may occur several times. Takes no lock.
         """
         with self._at_home():
             rows = self._lookup(keys)
@@ -156,7 +156,8 @@ class KeyIndex:
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """Add the operation that assigns `rows` to `keys` (int64 [n]) and removes all other keys; return it.
+        """Add the operation that assigns `rows` to `keys` (int64 [n] each, none twice) and removes all other
+        keys; return it.
 
         It runs under the lock. `also` adds operations that run before the index has the new rows. The record
         of removed keys is cleared. InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the
@@ -184,9 +185,9 @@ class KeyIndex:
     def lay_over(self, keys: Tensor, rows: Tensor, removed: Tensor) -> Any:
         """Add the operation that drops `removed` keys, then assigns `rows` to `keys`, new or existing ones.
 
-        Return it. All are int64 vectors; it runs under the lock. Other keys that have these rows lose them
-        and are recorded as removed: other workers may have met new keys. Rows that become unused are free
-        again.
+        Return it. All are int64 vectors, no key and no row twice; the operation runs under the lock. Other
+        keys that have these rows lose them and are recorded as removed if `is_recorded` is true: other
+        workers may have met new keys. Rows that become unused are free again.
         """
 
         def change() -> Tensor:
@@ -284,7 +285,9 @@ class KeyIndex:
         return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
 
     def _forget(self, keys: Tensor) -> list[Any]:
-        """Add the operations that remove keys from the index and record them as removed; return these."""
+        """Add the operations that remove keys from the index and, if `is_recorded` is true, record them as
+        removed; return these operations.
+        """
         removed = self.index.remove(keys)
         with _after(removed):
             return [removed, self._note_removed(keys)]
@@ -311,7 +314,7 @@ class KeyIndex:
         """Add and return the assignments after which, up to the last of these rows, all rows except these are
         free.
 
-        Rows behind the last of them count as never assigned.
+        Rows after the last one of `rows` count as never assigned.
         """
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])

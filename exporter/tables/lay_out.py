@@ -113,7 +113,8 @@ class IndexJob:
             CorruptFile: a tensor that they read has another checksum, or a key occurs twice.
             CheckpointChanged: a file changed or vanished after it was planned.
             TableFull: keys find no place in an index.
-            EngineFailed: the engine that runs the tasks failed.
+            CheckpointError: a file cannot be read. DiskFull, PublishError: a task's result cannot be written.
+                EngineFailed: the engine that runs the tasks failed.
         """
         pieces: list[WrittenPart] = []
         place = job.directory.place
@@ -233,7 +234,7 @@ def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterat
     """Yield a table's keys in order, in runs of up to `task_bytes`, each with the tensors that decide on
     admission.
 
-    A variable without keys gets one empty run per part.
+    A part without keys gets one empty run.
     """
     variable, row = table.variable, 0
     has_freqs = admission.min_freq > 0 and all(part.freqs is not None for part in variable.parts)
@@ -273,7 +274,7 @@ def join_pieces(
 
     Raises:
         CheckpointChanged, CorruptFile: a task's result is gone, shorter or damaged.
-        DiskFull, PublishError: the shard cannot be written.
+        CheckpointError: a task's result cannot be read. DiskFull, PublishError: the shard cannot be written.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
@@ -318,7 +319,7 @@ def show_pieces(
     for more rows, `ZEROS` in `scratch`, which workers need not see (`Input`).
 
     Raises:
-        PublishError: a file cannot be written, as `ZEROS` if it is there already.
+        DiskFull, PublishError: a file cannot be written, for example because `ZEROS` exists already.
     """
     first = len(catalog.shards) - 1
     objects = {name: first + n for n, name in enumerate(sorted({piece.object for piece in pieces}))}
@@ -361,8 +362,8 @@ class _Rest:
         self._zeros = 0
 
     def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
-        """Yield the slices of a tensor after its first `held` rows: zeros up to row `row`, then its last
-        rows, `elements`.
+        """Yield the slices of a tensor after its first `held` rows: zeros up to row `row` (none if `held`
+        reaches it), then its last rows, `elements`.
 
         The elements are kept in memory, to be written by `put`.
         """
@@ -380,8 +381,8 @@ class _Rest:
         """Write both shards: the elements as a new object of the directory, the zeros as `ZEROS` in
         `scratch`.
 
-        Return the name of the first. Raises DiskFull or PublishError if one cannot be written, as `ZEROS` if
-        it is there already.
+        Return the name of the first. Raises DiskFull or PublishError if one cannot be written, for example
+        because `ZEROS` exists already.
         """
         # Named by its contents and never rewritten: so its tag stays the same, and so do plans that read it.
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
@@ -412,7 +413,7 @@ def _copy(piece: WrittenPart, path: Path, descriptor: int, run: WrittenRun) -> N
     """Append a piece of an open object to a run of a shard, and to the run's checksum.
 
     Raises CheckpointChanged if the object at `path` became shorter, CorruptFile if it differs from what the
-    task wrote.
+    task wrote, OSError if reading or writing fails.
     """
     crc = done = 0
     for chunk in chunks_of(descriptor, piece.offset, piece.size):
@@ -437,7 +438,8 @@ def _written(
 
     Return its completed index entry. `number` is the new shard's number, `tail` the first row and the
     elements of the tensor's end (None: no such rows); `opened` opens an object by its name. Raises
-    CheckpointChanged or CorruptFile if a piece is shorter or damaged.
+    CheckpointChanged or CorruptFile if a piece is gone, shorter or damaged, CheckpointError if it cannot be
+    opened, OSError if reading or writing fails.
     """
     (known,) = (extent for extent in ref.extents if extent.shard == number)
     element = int(np.prod(ref.shape[1:])) * ref.dtype.numpy.itemsize
@@ -492,7 +494,8 @@ class TableLayout(Struct, frozen=True, eq=False):
     def with_source(self, catalog: Catalog) -> TableLayout:
         """Return the layout of the same tables over another catalog, to which their tensors were copied.
 
-        Raises KeyError if the catalog lacks the keys of a table.
+        Raises KeyError if the catalog lacks the keys of a table. Raises CheckpointError and subclasses if the
+        catalog's embedding variables are damaged or cannot be read.
         """
         # Matched by the tensor of keys: a table's name may depend on tables that were not copied.
         known = {variable.parts[0].keys.name: variable for variable in embedding_variables(catalog).values()}
@@ -501,7 +504,11 @@ class TableLayout(Struct, frozen=True, eq=False):
         return lay_out(catalog, (replace(plan, variable=variable) for plan, variable in plans))
 
     def index_job(self, admission: Admission, task_bytes: int) -> IndexJob:
-        """Plan the tasks that build the indexes; `task_bytes` is the approximate size of a task's input."""
+        """Plan the tasks that build the indexes; `task_bytes` is the approximate size of a task's input.
+
+        Raises CheckpointChanged if a shard with keys no longer exists, CheckpointError if it cannot be
+        reached.
+        """
         return IndexJob(self.source, self.tables, admission, task_bytes)
 
     def write(
@@ -509,7 +516,7 @@ class TableLayout(Struct, frozen=True, eq=False):
     ) -> tuple[Catalog, Job]:
         """Write the elements that no shard of the checkpoint holds, to `scratch` or where jobs are kept.
 
-        Wait for the tasks. Return the catalog with all tensors, and the job: a context manager, to be left
+        Wait for the tasks. Return the catalog with all tensors, and the job: a context manager, to be exited
         once the tensors have been read.
 
         Raises:

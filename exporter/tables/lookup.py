@@ -138,7 +138,7 @@ class JoinedLookup(Struct, frozen=True):
 def add_joined_rows(
     graph_def: Proto, name: str, handles: Sequence[str], lookups: Sequence[JoinedLookup], *, found: bool
 ) -> list[RowNodes]:
-    """Add nodes under `name/` that look up several tensors of ids, each in its table, at once.
+    """Add nodes under `name/` that look up several tensors of ids (at least one), each in its table, at once.
 
     Return the names of the results. The result has an item for each of `lookups`, in their order; its tensors
     are vectors, also for ids of other shapes. `handles` are the handles of the joined seeds, rows and keys,

@@ -241,7 +241,8 @@ class _Sorting:
         target file.
 
         Sets `counts`, `read` and `wide_crc`. Raises CorruptFile if a key is not in its bucket,
-        CheckpointChanged if a file became shorter, OSError if the target cannot be written.
+        CheckpointChanged or CheckpointError if a file became shorter or cannot be read, OSError if the target
+        cannot be written.
         """
         of_blocks = list(self._count())
         self.counts = np.sum([self.counts, *of_blocks], axis=0)
@@ -265,7 +266,9 @@ class _Sorting:
     def _count(self) -> Iterator[Array]:
         """Yield the number of keys in each range, block by block; write int32 keys as int64 to the target.
 
-        Sets the checksums of both. Raises CorruptFile if a key is not in its bucket.
+        Sets the checksums of both. While iterating, raises CorruptFile if a key is not in its bucket or
+        bucket offsets are damaged, CheckpointChanged or CheckpointError if a file became shorter or cannot be
+        read, OSError if the target cannot be written.
         """
         run, crc = self.run, 0
         offsets = None if run.offsets is None else read_offsets(self._catalog, run.keys, run.offsets)
@@ -283,7 +286,7 @@ class _Sorting:
     def _left_out(self) -> Array | None:
         """Return a mask of the run's keys that are not admitted; None if all are.
 
-        Adds the checksums read to `read`.
+        Adds the checksums read to `read`. Raises the errors of `_blocks`.
         """
         run, task = self.run, self._task
         found = np.zeros(run.stop - run.start, bool)
@@ -301,7 +304,8 @@ class _Sorting:
         """Yield the run's elements of a tensor in blocks, each after the number of its first element in the
         run.
 
-        Raises CheckpointChanged if the file became shorter.
+        While iterating, raises CheckpointChanged if the file is gone or became shorter, CheckpointError if it
+        cannot be opened, OSError if reading fails.
         """
         count, dtype, at = self.run.stop - self.run.start, ref.dtype.numpy, self.run.part(ref)
         with open_shard(self._catalog.shards[at.input]) as descriptor:
@@ -421,7 +425,8 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         """Yield, for each run, the file and offset of each of its sections.
 
         Sections in a store are fetched into a temporary file. The file is removed at the end. Raises
-        CheckpointChanged if an object is not as planned.
+        CheckpointChanged if an object is not as planned, CheckpointError if it cannot be read, DiskFull or
+        PublishError if the temporary file cannot be written.
         """
         with new_file(directory.scratch) as (descriptor, path), workers(_FETCHED, "sections") as pool:
 
@@ -440,7 +445,9 @@ class PlaceKeys(Task, frozen=True, kw_only=True):
         """Write seeds and slots of a run to the open file `target` from `offset` on.
 
         Return their two checksums, plain crc32c. `places` has the file and offset of each section. Raises
-        CorruptFile if a key occurs twice, TableFull, which names the table, if keys find no place.
+        CorruptFile if a key occurs twice, TableFull, which names the table, if keys find no place,
+        CheckpointChanged or CheckpointError if a section's file is gone, shorter or cannot be opened, OSError
+        if reading or writing fails.
         """
         keys = partial(_read_keys, run, places)
         slots_at = offset + 8 * run.groups[1]
@@ -478,8 +485,8 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
     """Yield seeds and slots of the ranges `start` (even) to `stop` in pieces, not in the order of their
     numbers.
 
-    `keys` reads the keys of a range. Raises KeyTwice if a key occurs twice, TableFull if keys find no place,
-    and the errors of `keys`.
+    `keys` reads the keys of a range. While iterating, raises KeyTwice if a key occurs twice, TableFull if
+    keys find no place, and the errors of `keys`.
     """
     placing = _Placing(ranges, keys)
     empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
@@ -522,7 +529,7 @@ class _Placing(Struct, frozen=True):
         Return the seeds of its groups (int64), and the rows in its slots and the window behind them (int32).
         `before` and `behind` are the rows in the shared windows as the neighbours left them. With
         `only_first` only the first slots are right. Raises KeyTwice if a key occurs twice, TableFull if keys
-        find no place.
+        find no place, and the errors of `keys`.
         """
         ranges, geometry = self.ranges, self.ranges.geometry
         hashed, rows, counts = self._by_groups(number)
@@ -549,7 +556,7 @@ class _Placing(Struct, frozen=True):
         group.
 
         Raises TableFull if there are more keys than slots, KeyTwice if one of these occurs twice; if some
-        keys are not served, KeyTwice for any key that occurs twice.
+        keys are not served, KeyTwice for any key that occurs twice. Also raises the errors of `keys`.
         """
         hashed, rows = self.keys(number, self.ranges.room + 1)
         if len(hashed) > self.ranges.room:
@@ -587,7 +594,8 @@ def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int)
     `KeysOfRange`.
 
     They are read from files: `places` has the file and offset of each of the run's sections. Raises
-    CheckpointChanged if a file became shorter or is gone.
+    CheckpointChanged if a file became shorter or is gone, CheckpointError if it cannot be opened, OSError if
+    reading fails.
     """
     at = number - run.start
     count = min(sum(section.counts[at] for section in run.sections), most)

@@ -204,7 +204,8 @@ def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
 
 
 def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """Return the least `--table-head-room` with which these keys (int64) are easily placed.
+    """Return the least of 4, 8, 16, ... that, as `--table-head-room`, lets these keys (int64) be placed
+    easily.
 
     None if the table would then exceed the maximum number of rows.
     """

@@ -398,7 +398,10 @@ def trainable_embedding_class() -> Any:
 
 
 def _saved_table(layer: Any) -> Any:
-    """Return a new index of a layer's keys, as an object that `tf.train.Checkpoint` tracks."""
+    """Return a new index of a layer's keys, as an object that `tf.train.Checkpoint` tracks.
+
+    Raises UsageError if the layer's capacity is below 1.
+    """
     rows: Variable = layer.rows.value
     fresh = tf.Variable(rows[: min(_FRESH_ROWS, layer.capacity)], trainable=False)
 
@@ -467,8 +470,8 @@ def _saved_table(layer: Any) -> Any:
 
 
 def _slots(optimizer: Any, rows: Any) -> list[Variable]:
-    """Return the variables that a Keras optimizer keeps for the weight `rows`, with a row for each of its
-    rows.
+    """Return the variables that a Keras optimizer keeps for the weight `rows` and that have as many rows as
+    the weight.
     """
     stem = f"{rows.path.replace('/', '_')}_"
     found = [each for each in optimizer.variables if each.path.rpartition("/")[2].startswith(stem)]
