@@ -82,7 +82,7 @@ def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
     """Return the ranges of (offset, size) pairs, ordered by offset, with targets packed without gaps from 0
     on.
 
-    Adjacent pairs become one range; equal pairs count once. Others must not overlap.
+    Adjacent pairs become one range; equal pairs count once. Other pairs must not overlap.
     """
     packed: list[ByteRange] = []
     end = 0

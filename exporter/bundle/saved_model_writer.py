@@ -439,8 +439,8 @@ def write_saved_model(
 
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
-        LfsPointer: an asset is a pointer of Git LFS. NotServable: an asset cannot be read, the graph's
-            constants exceed protobuf's limit of 2 GiB, or
+        LfsPointer: an asset is a pointer of Git LFS.
+        NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, or
             `server` lacks something that the graph needs.
         DiskFull, PublishError: the directory cannot be written.
     """

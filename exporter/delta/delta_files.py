@@ -126,7 +126,7 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
     """Return a delta with the tensors of `read` mapped into memory; checksums of rows are not verified.
 
     Raises CorruptFile if row numbers, packed rows or lookup tables are wrong, CheckpointChanged if a shard
-    vanished or shrank. CheckpointError if a shard cannot be read.
+    vanished or shrank, CheckpointError if a shard cannot be read.
     """
     catalog = read.catalog
     variables = [variable for variable in schema.variables if variable.name in read.tensors]

@@ -28,6 +28,7 @@ def restoring(
     Raises:
         CheckpointError: a value cannot be read any more, or is damaged.
         OSError: the scratch file cannot be written.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     tables = [variable.name for variable in schema.variables if variable.kind is ChangeKind.TABLE]
     then.check(name for name in tables if any(name in layer for layer in since))

@@ -164,10 +164,12 @@ class BaseMerger:
         return runs if at == end else []
 
     def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Write the last shard, with the values that no task writes; yield its tensors by key, dtype and box.
+        """Write the last shard, with the values that no task writes, then yield key, dtype and box of each of
+        its tensors.
 
-        Raises CorruptFile if a checksum differs, CheckpointError (and subclasses) if values cannot be read,
-        OSError if the shard cannot be written.
+        Nothing is written before the first item is asked for. Raises CorruptFile if a checksum differs,
+        CheckpointError (and subclasses) if values cannot be read, OSError, DiskFull or PublishError if the
+        shard, or bytes fetched from a store, cannot be written.
         """
         aside = self._prefix.with_name("left")
         values = state()

@@ -225,7 +225,7 @@ def _layer_rows(section: NewestRows, streams: Sequence[ReadRun]) -> Rows:
     """Read the ids of one layer, and return its rows; the values are read later, in order.
 
     `streams` has a reader for each range of the layer. Raises CorruptFile if ids do not increase, or are
-    outside the section. CheckpointChanged if a file became shorter.
+    outside the section, CheckpointChanged if a file became shorter.
     """
     ids = streams[0].take((streams[0].size // 8,), np.dtype(np.int64))
     if len(ids) and not ((ids[1:] > ids[:-1]).all() and section.low <= ids[0] <= ids[-1] < section.high):
@@ -305,7 +305,7 @@ def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[
     """Yield the stored tensors of a table's rows in a delta.
 
     Of a table in slices, the slices of each range of ids. Yields nothing if the delta does not change the
-    table. Raises CorruptFile if slices of ids and values do not match.
+    table. While iterating, raises CorruptFile if slices of ids and values do not match.
     """
     refs = delta.tensors.get(variable.name, ())
     if not refs:

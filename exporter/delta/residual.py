@@ -76,7 +76,8 @@ def save_residual(
     bundle if `since` is empty. The files are a cache: if they are lost or damaged, states are compared.
 
     Raises:
-        OSError: they cannot be written. ValueError: a change does not fit its variable in the schema.
+        OSError: they cannot be written.
+        ValueError: a change does not fit its variable in the schema.
     """
     directory.mkdir(exist_ok=True)
     name = f"{RESIDUAL_PREFIX}{header.to_position}-{state}"
@@ -102,10 +103,10 @@ def load_residual(
 ) -> Waiting | None:
     """Read the rows that `save_residual` wrote for a state of a log.
 
-    None if they are lost, damaged, of another schema or another log's. They wait since `unknown` if no times
-    are kept, or these are lost. A time after `now`, from another clock, counts as `now`; with the default,
-    all count as 0. Rows that are not in the result count as waiting since `now`. All times are in seconds
-    since 1970.
+    None if they are lost, damaged, of another schema or another log's. The rows wait since `unknown` if no
+    times were kept, or the times are lost. A time after `now`, from another clock, counts as `now`; with the
+    default, all count as 0. Rows that are not in the result count as waiting since `now`. All times are in
+    seconds since 1970.
     """
     prefix = directory / f"{RESIDUAL_PREFIX}{position}-{state}"
     try:

@@ -419,8 +419,8 @@ def check_stored(variables: Iterable[RowReader], known: Collection[StoredRun] = 
     Raises:
         CorruptFile: a checksum is wrong.
         CheckpointChanged: a shard vanished or shrank since its catalog was read.
-        CheckpointError: a shard cannot be read. DiskFull, PublishError: bytes fetched from a store cannot be
-            kept.
+        CheckpointError: a shard cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     from exporter.storage.waiting import workers  # late: with logging
 

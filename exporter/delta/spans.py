@@ -90,8 +90,9 @@ class Span(Struct, Reach, frozen=True, order=True):
 
     @classmethod
     def of(cls, header: DeltaHeader) -> Span:
-        """Return the positions of a delta by its header, which does not have the number of publications: it
-        counts as 1.
+        """Return the span of a delta, given its header.
+
+        A header does not have the number of publications: `merged_count` is 1.
         """
         return cls(header.from_position, header.to_position, header.only_from)
 
@@ -210,8 +211,8 @@ def expendable(
 
     Without them, and by the same chains as before,
 
-    - every base still reaches the newest position and each of `needed`, if it did before; - every state that
-    a base reached, and every one of `needed`, still reaches the newest position.
+    - every base still reaches the newest position and each of `needed`, if it did before;
+    - every state that a base reached, and every one of `needed`, still reaches the newest position.
     """
     furthest_first = sorted(spans, key=lambda span: (span.end, span.start), reverse=True)
     newest = max([*(span.end for span in furthest_first), *bases], default=0)

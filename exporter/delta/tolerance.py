@@ -66,8 +66,8 @@ def divide(
     Raises:
         WildValues: rows are beyond their bound and `on_wild` refuses them; or a variable that is served whole
             is, unless `on_wild` only warns.
-        CheckpointError: a published value cannot be read, or is damaged. DiskFull, PublishError: bytes
-            fetched from a store cannot be kept.
+        CheckpointError: a published value cannot be read, or is damaged.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
         OSError: the scratch file cannot be written.
     """
     sieves, whole = _sieves(changes, published, schema, allowed, coded, first or {})
@@ -271,7 +271,7 @@ class _Sieve:
         their norm.
 
         `waiting` has the rows held back so far. Raises CheckpointError and subclasses if published rows
-        cannot be read.
+        cannot be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
         """
         step = ROWS_AT_ONCE if self._published.is_remote(self._variable.name) else _ROWS
         for start in range(0, len(self._change.ids), step):
@@ -388,7 +388,8 @@ class _Sieve:
     def _note_rounded(self, ids: Array, values: Array, image: Array) -> None:
         """Record as rounded the rows whose served form, `image`, differs from the trainer's `values`.
 
-        These rows count as stale, too. `ids` are the numbers of all these rows. The largest error is updated.
+        The rounded rows count as stale, too. `ids` are the numbers of all rows in `values`. The largest error
+        is updated.
         """
         rounded = differing_rows(image, values)
         if len(rounded):

@@ -262,8 +262,8 @@ def build_mapping(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) 
         ObjectMismatch: the model's objects and those of an object-based checkpoint do not correspond.
         PartitionStrategyUnknown: the rows of a re-partitioned lookup table would be in an unknown order.
         UsageError: the rules name an object path that does not exist.
-        CorruptFile: the checkpoint's graph of objects is damaged. CheckpointError: it cannot be read
-            (CheckpointChanged if its file vanished or shrank).
+        CorruptFile: the checkpoint's graph of objects is damaged.
+        CheckpointError: this graph cannot be read (CheckpointChanged if its file vanished or shrank).
     """
     wanted = group_parts(graph.variables)
     _refuse_shared_names(wanted)
@@ -514,7 +514,7 @@ def check_rules(
 
     Raises:
         UsageError: an option matched nothing, does not parse, or does not apply to this checkpoint.
-            CheckpointError: the checkpoint's graph of objects is damaged or cannot be read.
+        CheckpointError: the checkpoint's graph of objects is damaged or cannot be read.
     """
     if request.object_path is not None and read_object_graph(catalog) is None:
         raise UsageError(

@@ -272,8 +272,9 @@ class MappingSpec(
         Raises:
             SchemaChanged: the checkpoint is of another model.
             UsageError: it has no object at the recorded path.
-            CorruptFile: its graph of objects is damaged. CheckpointError: its graph of objects cannot be
-                read. DocumentError: a variable of the recipe is inconsistent.
+            CorruptFile: its graph of objects is damaged.
+            CheckpointError: its graph of objects cannot be read.
+            DocumentError: a variable of the recipe is inconsistent.
         """
         from exporter.mapping.build import build_mapping
 

@@ -57,7 +57,8 @@ def fit_partly(
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.
         UsageError: the rules name an object that does not exist.
-        CorruptFile: the checkpoint's graph of objects is damaged. CheckpointError: it cannot be read.
+        CorruptFile: the checkpoint's graph of objects is damaged.
+        CheckpointError: this graph cannot be read.
     """
     try:
         whole = build_mapping(graph, catalog, rules)

@@ -42,7 +42,8 @@ def check_batch_statistics(
 
     Raises:
         TrainingModeServed: it does; names the statistics, and the nodes that normalise.
-        CorruptFile: the checkpoint's graph of objects is damaged. CheckpointError: it cannot be read.
+        CorruptFile: the checkpoint's graph of objects is damaged.
+        CheckpointError: this graph cannot be read.
     """
     found = [*unserved_statistics(graph, catalog, sources)]
     if not found:

@@ -103,11 +103,12 @@ def change_index(geometry: TableGeometry, state: TableState, add: Array, drop: A
     """Return the changes of a table's index that add keys and drop others; nothing is written.
 
     `add` and `drop` are int64 in any order, each key once in both together. An added key that exists keeps
-    its row; keys to drop that are absent are ignored. New keys get the rows of dropped keys first.
+    its row; keys to drop that are absent are ignored. New keys get the rows of dropped keys first. Errors of
+    reading are those of `state`.
 
     Raises:
         TableFull: rows run out, or a group of keys finds no seed.
-        ValueError: a key is named twice. Errors of reading: those of `state`.
+        ValueError: a key is named twice.
     """
     both = np.concatenate([add, drop])
     if len(distinct(both)) != len(both):

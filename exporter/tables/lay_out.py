@@ -113,8 +113,9 @@ class IndexJob:
             CorruptFile: a tensor that they read has another checksum, or a key occurs twice.
             CheckpointChanged: a file changed or vanished after it was planned.
             TableFull: keys find no place in an index.
-            CheckpointError: a file cannot be read. DiskFull, PublishError: a task's result cannot be written.
-                EngineFailed: the engine that runs the tasks failed.
+            CheckpointError: a file cannot be read.
+            DiskFull, PublishError: a task's result cannot be written.
+            EngineFailed: the engine that runs the tasks failed.
         """
         pieces: list[WrittenPart] = []
         place = job.directory.place
@@ -274,7 +275,8 @@ def join_pieces(
 
     Raises:
         CheckpointChanged, CorruptFile: a task's result is gone, shorter or damaged.
-        CheckpointError: a task's result cannot be read. DiskFull, PublishError: the shard cannot be written.
+        CheckpointError: a task's result cannot be read.
+        DiskFull, PublishError: the shard cannot be written.
     """
     number, size = len(catalog.shards) - 1, catalog.shard_sizes[-1]
     written = defaultdict[str, list[WrittenPart]](list)
