@@ -79,10 +79,10 @@ def choose_mapped(
 ) -> MappedChoice:
     """Choose for mapping the variables of at least `LEAST_BYTES` that the graph only gathers rows from.
 
-    Return a copy of the graph, rewritten to read these by rows alone, the mapping with their sources marked,
-    and the reasons why other large variables are not mapped. If the graph is to take deltas, its reads must
-    be such that an overlay can change them, and the variables `indexes` (by key) of dynamic tables stay in
-    memory: any update may change much of them.
+    Return a copy of the graph, rewritten to read tables by rows, the mapping with `is_mapped` set in the
+    chosen sources, and the other large variables with the reasons why they are not mapped. If the graph is to
+    take deltas, its reads must be such that an overlay can change them, and the variables `indexes` (by key)
+    of dynamic tables stay in memory: any update may change much of them.
     """
     meta_graph = deepcopy(graph.meta_graph)
     # a gather after a cast, or a read of the shape, is no reason to read a table whole
@@ -113,9 +113,10 @@ _MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one 
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """Return words for the first node that reads a variable of the source whole, or might change it.
+    """Return a phrase, for messages, about the first node that reads a variable of the source whole, or might
+    change it.
 
-    "" if no node does. `read` has the use of each variable, by its node.
+    "" if no node does. `read` has the use of each variable, by its node; KeyError if one is missing.
     """
     return next((each.taken_by for v in source.variables if Use.WHOLE in (each := read[v.node]).use), "")
 

@@ -86,7 +86,7 @@ def place_assets(
     overwritten. KeyError if the graph has no node of an asset.
 
     Raises:
-        NotServable: a file does not exist or cannot be read.
+        NotServable: a file does not exist or cannot be read, or its name is not one of a file in `assets`.
         LfsPointer: it is a pointer of Git LFS.
         DiskFull, PublishError: it cannot be copied.
     """
@@ -215,8 +215,8 @@ def add_restore(
     """Add the nodes that restore and save, a `SaverDef` and the collection of variables to a graph in place.
 
     `served` are the variables to restore, `tables` the lookup tables, `mapped` the tables that are mapped if
-    possible; `joined` says which variables are parts of joined ones. A graph without variables, tables and
-    imports stays as it is.
+    possible; `joined` says which variables are parts of joined ones. `state` has the nodes that import
+    further contents. A graph without variables, tables and such nodes stays as it is.
     """
     if not served and not tables and not state.importing:  # as with the stock builder
         return
@@ -431,7 +431,8 @@ def write_saved_model(
     mapped: MappedTables = NOTHING_MAPPED,
     server: Version | None = None,
 ) -> Version:
-    """Write `saved_model.pb` and the assets of `graph`; return the oldest server version that loads them.
+    """Write `saved_model.pb` and the assets of `graph`; return the oldest TensorFlow version of a server that
+    loads them.
 
     The directory is created if it does not exist. With `server`, the graph is made for that TensorFlow
     version. `training` is published beside it unchanged except that devices are cleared. The same graph and

@@ -155,8 +155,9 @@ def write_variables(
     """Write `directory/variables`, which must not exist yet, and return a report.
 
     A model without variables gets no directory. `data` says whether shards are linked, copied or compacted.
-    Shards below `made` are the command's own: see `exporter.jobs.shard_job`. `progress` advances by bytes,
-    from several threads. Waits for all copies and tasks.
+    `made` is a directory of shards that this command has made itself (None: there are none); a job that the
+    runner keeps names these by their content. The report's `job` stays entered: exit it once the version is
+    published. `progress` advances by bytes, from several threads. Waits for all copies and tasks.
 
     Raises:
         CheckpointChanged: a shard vanished or changed since the catalog was read.
@@ -165,7 +166,8 @@ def write_variables(
         LinkRefused: `data` is LINK and a shard cannot be linked, or the server could not read it.
         MappingError, NotFinite: a value does not fit the dtype it is cast to.
         EngineFailed: the engine of `runner` failed.
-        PublishError: the target cannot be written; DiskFull if there is no space.
+        PublishError and subclasses: the target exists or cannot be written (DiskFull: no space), or a kept
+            job cannot be used.
         UsageError: tasks are so small that there would be more shards than a bundle may have.
     """
     prefix = directory / VARIABLES_DIRECTORY / VARIABLES_NAME
@@ -320,7 +322,7 @@ class _Writer:
     def _move(self, stack: ExitStack) -> tuple[list[TensorRef], list[ShardReport]]:
         """Run the tasks that write the last shards, and wait for them; return their tensors and reports.
 
-        Sets `_rounded`. If the runner keeps jobs, the job is exited when `stack` closes. Raises the errors of
+        Sets `_rounded`. The job is entered in `stack`, and exited when that closes. Raises the errors of
         `write_variables`.
         """
         before, runner, made = len(self._kept), self._runner, self._made
@@ -340,8 +342,8 @@ class _Writer:
 
 
 def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
-    """Return a plan of each shard that an export to `target` links or copies, in the order of the bundle's
-    shards.
+    """Return a plan of each shard that an export to the directory `target` links or copies, in the order of
+    the bundle's shards; empty for a target in a store.
 
     Nothing is written. When written, a planned link that the file system does not allow becomes a compacted
     copy, or LinkRefused if `data` is LINK. Raises MappingError if values would have to move out of, or into,

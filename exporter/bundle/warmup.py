@@ -102,7 +102,10 @@ def takes_examples(signature: Proto) -> bool:
 
 
 def tensors_request(name: str, inputs: Mapping[str, NDArray[Any]], line: int = 1) -> WarmupRequest:
-    """Return a Predict request of arrays, by the names of inputs, for the signature `name`."""
+    """Return a Predict request of arrays, by the names of inputs, for the signature `name`.
+
+    `line` is the number to record. Raises ValueError for an array of a type that TensorFlow lacks.
+    """
     log = message_class("serving.PredictionLog")()
     request = log.predict_log.request
     request.model_spec.signature_name = name
@@ -116,7 +119,7 @@ def examples_request(
 ) -> WarmupRequest:
     """Return a Classify or Regress request of the examples in a document, under its key `examples`.
 
-    Raises ValueError if it has none, or bad ones.
+    `line` is the number to record. Raises ValueError if the document has no examples, or bad ones.
     """
     method = signature.method_name.rpartition("/")[2]
     if "examples" not in document:

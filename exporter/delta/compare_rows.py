@@ -210,7 +210,8 @@ class StoredSide(Struct, frozen=True):
         """Return a reader's description for rows `start` to `stop`, without the slices that hold none of
         them.
 
-        `first` is the number of the side's first input in the task.
+        If rows are distributed over slices (`gather`), all slices stay, as a row's number follows from its
+        slice's. `first` is the number of the side's first input in the task.
         """
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
         if reader.order.gather:  # a slice's rows follow from its number, so no slice may be left out

@@ -82,8 +82,8 @@ class Comparison(Struct, frozen=True):
 
     @property
     def threads(self) -> int:
-        """The number of threads that compare in this process: `workers`, or one per processor available to
-        it.
+        """The number of threads that compare in this process: `workers`, or one per processor that it may
+        use.
         """
         return self.workers or len(os.sched_getaffinity(0))
 

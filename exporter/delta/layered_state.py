@@ -149,7 +149,9 @@ class LayeredState(Struct, frozen=True, eq=False):
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
     def is_stored_as(self, other: LayeredState, name: str) -> bool:
-        """True if both states store the variable `name` in the same bytes, apart from changes on top."""
+        """True if both states store the variable `name` in the same bytes of the same files, apart from
+        changes on top; False also if that cannot be determined.
+        """
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)
         is_same = (a.box, a.dtype, a.order, a.part) == (b.box, b.dtype, b.order, b.part)

@@ -74,14 +74,16 @@ class BaseMerger:
     ) -> None:
         """Write the bundle in `variables/`, which must not exist; wait for all tasks.
 
-        If the runner keeps jobs, the job is exited when `stack` closes. `state` returns the values that the
-        base stores in boxes that are not ranges of rows: no task writes these.
+        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed, or,
+        after an error, stays to be resumed. `state` returns the values that the base stores in boxes that are
+        not ranges of rows: no task writes these.
 
         Raises:
             CorruptFile: a checksum differs.
             CheckpointError: a file changed or cannot be read.
             EngineFailed: the engine of `runner` failed.
-            OSError, PublishError: `variables/` exists, or a file cannot be written.
+            OSError, PublishError and subclasses: `variables/` exists, a file cannot be written, or a kept job
+                cannot be used.
         """
         self._prefix.parent.mkdir()
         others = bool(self._left) or not self.tasks

@@ -55,13 +55,14 @@ class DeltaMerger:
         """Write the merged delta's bundle at its prefix, wait for all tasks, and return its number of rows of
         all tables.
 
-        If the runner keeps jobs, the job is exited when `stack` closes.
+        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed, or,
+        after an error, stays to be resumed.
 
         Raises:
             CorruptFile: a checksum differs, or row numbers are wrong.
             CheckpointError: a file changed or cannot be read.
             EngineFailed: the engine of `runner` failed.
-            OSError, PublishError: a file cannot be written.
+            OSError, PublishError and subclasses: a file cannot be written, or a kept job cannot be used.
         """
         own = self.tasks != 1
         placed = self._job.run(stack, runner, self._prefix, behind=own, progress=progress).placed

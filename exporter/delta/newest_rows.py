@@ -66,7 +66,9 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return (*self.base, *(each for layer in self.layers for each in layer))
 
     def renumbered(self, numbers: Mapping[int, int]) -> NewestRows:
-        """Return the same section with other numbers of inputs: `numbers` has the new one of each old one."""
+        """Return the same section with other numbers of inputs; `numbers` maps each present one to the new
+        one.
+        """
         base = renumbered(self.base, numbers)
         return replace(self, base=base, layers=tuple(renumbered(layer, numbers) for layer in self.layers))
 

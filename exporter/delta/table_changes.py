@@ -96,7 +96,7 @@ class KeyedChange(Struct, frozen=True, eq=False):
 def merged(changes: Iterable[KeyedChange]) -> dict[str, KeyedChange]:
     """Merge consecutive changes of several tables, oldest first, into one of each table.
 
-    Return them by the table's name.
+    Return them by the table's name; merged ones have no `freqs`.
     """
     found: dict[str, KeyedChange] = {}
     for change in changes:

@@ -176,7 +176,8 @@ class _Cut:
 
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
-        """Return the lowest cut above which all rows that compete fit into `room` bytes.
+        """Return the cut with the lowest score above which all competing rows of the sieves fit into `room`
+        bytes.
 
         The cut also has the bytes that are left for rows with exactly its score; it has no limit if all rows
         fit. A negative room counts as 0.

@@ -209,8 +209,9 @@ def _last(name: str) -> str:
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
     """Match the tensors of layers named by class and number, in the order of the numbers.
 
-    Return {variable: tensor}. Empty for files without owners of tensors. Raises NoCertainMatch if the file
-    has several tensors of a kind, but not as many as the graph.
+    Return {variable: tensor}; variables without a tensor of their kind are left out. Empty for files without
+    owners of tensors. Raises NoCertainMatch if the file has several tensors of a kind, but not as many as the
+    graph.
     """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():
@@ -245,8 +246,8 @@ def _by_path(
 ) -> dict[str, str]:
     """Match the tensors as Keras itself would load them; return {variable: tensor}.
 
-    `layers` has, by variable, the places where Keras looks for its value; the last one counts. Raises
-    NoCertainMatch if the layers' names or number differ.
+    `layers` has, by variable, the places where Keras looks for its value; the last one counts. Variables
+    without such a place are left out. Raises NoCertainMatch if the layers' names or number differ.
     """
     stored = {name: ref for name, ref in catalog.tensors.items() if not _NO_LAYER.search(name)}
     places = (place for several in layers.values() for place in several)
@@ -350,10 +351,11 @@ def _refuse_left_over_twins(found: Mapping[str, str], catalog: Catalog) -> None:
 
 
 def _group_of(scope: str, groups: Mapping[str, Sequence[TensorRef]]) -> str | None:
-    """Return the only group of `groups` whose layer's name equals the scope, or is the end of it, or ends
-    with it.
+    """Return the only group of `groups` whose layer's name fits the scope; None if there is none.
 
-    None if there is none. Raises NoCertainMatch if there are several.
+    A name fits if it equals the scope, else if it ends with `/<scope>`, else if the scope ends with
+    `/<name>`; only the first of these rules that any group meets counts. Raises NoCertainMatch if several
+    groups meet it.
     """
     fits_in: tuple[Callable[[str], bool], ...] = (
         lambda owner: owner == scope,

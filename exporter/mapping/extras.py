@@ -152,10 +152,11 @@ def whole_objects(
 ) -> tuple[ServedWhole, list[str]]:
     """Require that a checkpoint's objects are served whole.
 
-    Return the tensors that may be left out, and at most one note. `used` are the names of the tensors that
-    are served. A note names left-out variables where names decided which tensor is which, and where the
-    object corresponds to a module around models. Raises ObjectMismatch if another variable of a served object
-    is not served, for no known reason, UsageError if the user's object path does not exist.
+    Return the tensors that may be left out, with the paths of objects that are served without a variable of
+    their own, and a list of at most one note. `used` are the names of the tensors that are served. A note
+    names left-out variables where names decided which tensor is which, and where the object corresponds to a
+    module around models. Raises ObjectMismatch if another variable of a served object is not served, for no
+    known reason, UsageError if the user's object path does not exist.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)

@@ -54,8 +54,9 @@ def row_order(
     """Return the moves that bring a table's rows from training's order to the order of the graph's lookups.
 
     `variables` are the table's parts in the graph. For either strategy, None means unknown, NONE that the
-    table's parts are never looked up together. Raises PartitionStrategyUnknown if rows may have to move, and
-    a strategy that matters is unknown or parts have other lengths than `mod` gives.
+    table's parts are never looked up together. Without parts on both sides, or with the same parts and an
+    unknown strategy, no rows move. Raises PartitionStrategyUnknown if rows may have to move, and a strategy
+    that matters is unknown or parts have other lengths than `mod` gives.
     """
     # TF1's `embedding_lookup` on a partitioned variable defaults to `mod`: row i is row i // n of part i % n,
     # while the parts are stored as contiguous boxes. Served with another number of parts, or whole, the

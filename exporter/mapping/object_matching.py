@@ -70,9 +70,9 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
-        """The variables of each name, without optimizers' slots; with a user's path, only variables below it.
+        """The checkpoint's variables by name, each tensor once and without optimizers' slots.
 
-        Raises UsageError if no object has this path.
+        With a user's path, only variables below it. Raises UsageError if no object has this path.
         """
         slots = {slot for item in self.objects.objects for slot in item.slots}
         within = None if self.start is None else self.objects.paths_from(self.start)
@@ -358,6 +358,9 @@ class _Search(Struct, frozen=True, dict=True):
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
         """Return the walk with the variables added that can be reached only through an optimizer's list of
         variables.
+
+        It is unchanged if it met no variable or all wanted ones, or if no optimizer's list has the model's
+        length and agrees with the variables that were met.
         """
         # A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
         # keeps all trainable variables in the model's own order. That order is used if both lists have the
@@ -441,8 +444,10 @@ class _Search(Struct, frozen=True, dict=True):
 
 
 def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
-    """Return name and target of the trained object's edges, except those whose numbers count other layers
-    than the served's.
+    """Return name and target of the trained object's edges that a walk follows.
+
+    Left out are `layer_with_weights-<n>` edges if both objects have the same `layer-<n>` edges but other
+    `layer_with_weights-<n>` ones: their numbers then count other layers.
     """
     # Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
     # weights and the `dynamic_embedding` in its place has none, which moves the second count alone.

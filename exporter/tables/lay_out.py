@@ -496,7 +496,7 @@ class TableLayout(Struct, frozen=True, eq=False):
     def with_source(self, catalog: Catalog) -> TableLayout:
         """Return the layout of the same tables over another catalog, to which their tensors were copied.
 
-        Raises KeyError if the catalog lacks the keys of a table. Raises CheckpointError and subclasses if the
+        Raises KeyError if the catalog lacks the keys of a table, CheckpointError and subclasses if the
         catalog's embedding variables are damaged or cannot be read.
         """
         # Matched by the tensor of keys: a table's name may depend on tables that were not copied.

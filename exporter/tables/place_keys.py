@@ -58,8 +58,10 @@ class KeyRanges(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, count: int) -> KeyRanges:
-        """Return the ranges for about `count` keys: about `RANGE_KEYS` keys to a range, a power of two of
-        them.
+        """Return a table's ranges for about `count` keys: a power of two of them, with at most `RANGE_KEYS`
+        keys each on average.
+
+        A table with few groups has fewer ranges, of more keys.
         """
         wanted = max(0, (-(-count // RANGE_KEYS) - 1).bit_length())
         most = geometry.group_bits - (_LEAST_GROUPS - 1).bit_length()
