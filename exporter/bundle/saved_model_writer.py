@@ -80,10 +80,10 @@ def place_assets(
 ) -> None:
     """Copy each asset's file into `directory/assets`, and name it in `meta_graph`, which is changed in place.
 
-    Two files of one name are told apart by a number; one file that two nodes read is stored once. `names` has
-    the stored name of each file that was copied before; these are not copied again, and new ones are added to
-    it. The constants of the assets' nodes get the stored names. An existing file of a stored name is
-    overwritten. KeyError if the graph has no node of an asset.
+    Of two files of one name, the second is stored with a number in its name; one file that two nodes read is
+    stored once. `names` has the stored name of each file that was copied before; these are not copied again,
+    and new ones are added to it. The constants of the assets' nodes get the stored names. An existing file of
+    a stored name is overwritten. KeyError if the graph has no node of an asset.
 
     Raises:
         NotServable: a file does not exist or cannot be read, or its name is not one of a file in `assets`.

@@ -40,8 +40,9 @@ class Chunk(Struct, frozen=True):
 
 
 def chunks(schema: Schema) -> Iterator[Chunk]:
-    """Yield all chunks of the schema's variables except halves of lookup tables, in the order of their
-    numbers (the first is chunk 0).
+    """Yield all chunks of the schema's variables, in the order of their numbers (the first is chunk 0).
+
+    Keys and values of lookup tables have no chunks.
     """
     for variable in digested(schema):
         rows = row_count(variable)
@@ -102,7 +103,9 @@ def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk])
 
 
 def digested(schema: Schema) -> list[ServedVariable]:
-    """Return the variables that have chunks, all except halves of lookup tables, in the schema's order."""
+    """Return the variables that have chunks, in the schema's order: all except keys and values of lookup
+    tables.
+    """
     return [variable for variable in schema.variables if variable.contents is None]
 
 

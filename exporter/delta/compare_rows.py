@@ -405,8 +405,9 @@ class TaskComparison:
         """Return an iterator of the results for the table `name`, in the order of its rows.
 
         None if tasks do not compare it. Tables must be asked for in the order in which they were given. The
-        iterator waits for each task, and raises EngineFailed, the task's errors (see `Compare.run`) and
-        CheckpointError if its result cannot be read.
+        iterator waits for each task. While iterating, raises EngineFailed, the task's errors (see
+        `Compare.run`), CheckpointError if its result cannot be read, and the errors of
+        `LayeredState.rows_at`.
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 

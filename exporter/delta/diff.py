@@ -199,8 +199,8 @@ def _changed_since(
 
 
 def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
-    """Return the changes from the lookup tables of `old` to those of `new`, by variable: both halves of each
-    changed table.
+    """Return the changes from the lookup tables of `old` to those of `new`, by variable: keys and values of
+    each changed table.
 
     All their checksums are verified. A table with the same bytes in both is left out. Raises CorruptFile if
     one differs, CheckpointError (and subclasses) if a file cannot be read.
@@ -224,8 +224,8 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def _add_other_halves(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
-    """Add to `changes`, in place, the other half of each lookup table of which only one half changed, from
-    `new`.
+    """Add to `changes`, in place, the keys or the values, from `new`, of each lookup table of which only the
+    other changed.
 
     Raises the errors of `LayeredState.whole`.
     """

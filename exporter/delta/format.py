@@ -167,7 +167,7 @@ class ServedVariable(Struct, frozen=True, array_like=True):
     def bytes_(self) -> int:
         """The bytes of all values as served; 0 for strings.
 
-        Meaningless for a lookup table's half, whose length is open.
+        Meaningless for keys or values of a lookup table, whose number is open.
         """
         return math.prod(self.shape) * (self.dtype.itemsize or 0)
 
@@ -240,7 +240,7 @@ class Schema(Struct, frozen=True, dict=True):
         """Return the schema of these variables, sorted by name.
 
         Raises ValueError if two tensors would have one name (a variable given twice, or one called as the
-        header), or a lookup table lacks a half.
+        header), or a lookup table has only keys or only values.
         """
         schema = cls(tuple(sorted(variables, key=lambda variable: variable.name)))
         keys = [POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys]
@@ -278,8 +278,8 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each dense variable of at least 16 MiB, halves of lookup tables left out: every
-        delta that changes it holds all of it.
+        """A sentence for each dense variable of at least 16 MiB, lookup tables left out: every delta that
+        changes it holds all of it.
         """
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         return tuple(
@@ -338,7 +338,7 @@ Change: TypeAlias = "Rows | Array"
 
 
 def check_lookups(schema: Schema, changes: Mapping[str, Change]) -> None:
-    """Require that changes hold both halves of each lookup table, with as many keys as values, or neither.
+    """Require that changes hold both keys and values of each lookup table, as many of each, or neither.
 
     Raises ValueError otherwise, or if a table with all buckets has a number of them that is not a power of
     two.

@@ -74,9 +74,9 @@ class BaseMerger:
     ) -> None:
         """Write the bundle in `variables/`, which must not exist; wait for all tasks.
 
-        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed, or,
-        after an error, stays to be resumed. `state` returns the values that the base stores in boxes that are
-        not ranges of rows: no task writes these.
+        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed,
+        except after an error that a second run may overcome (see `Job`). `state` returns the values that the
+        base stores in boxes that are not ranges of rows: no task writes these.
 
         Raises:
             CorruptFile: a checksum differs.

@@ -55,8 +55,8 @@ class DeltaMerger:
         """Write the merged delta's bundle at its prefix, wait for all tasks, and return its number of rows of
         all tables.
 
-        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed, or,
-        after an error, stays to be resumed.
+        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed,
+        except after an error that a second run may overcome (see `Job`).
 
         Raises:
             CorruptFile: a checksum differs, or row numbers are wrong.

@@ -55,8 +55,8 @@ class Codes(Struct, frozen=True):
 def encode(rows: Array, packing: DeltaDtype) -> Codes:
     """Return the codes nearest to rows [n, ...] of float32 or float64.
 
-    `fits` is False for rows with NaN, infinity, or values beyond what codes can represent. Subnormal values
-    become 0.
+    `fits` is False for rows with NaN, infinity, or values beyond what codes can represent. With bfloat16,
+    subnormal values become 0; with int8, rows that do not fit have codes and a scale of 0.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return _to_bfloat16(rows) if packing is DeltaDtype.BFLOAT16 else Codes(*to_codes(rows))

@@ -56,9 +56,9 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
     """Return the tensor of each variable's moving average, by the variable's own tensor; both are names.
 
-    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons (of the slots
-    `average` and `slow` only those of the first that exists). Empty if there are none. Raises UsageError if
-    the user's object path does not exist.
+    `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons (of Addons'
+    slots, `average` or else `slow`). Empty if there are none. Raises UsageError if the user's object path
+    does not exist.
     """
     found = {}
     suffix = TF_AVERAGE if slot == "ema" else slot

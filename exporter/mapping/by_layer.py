@@ -46,8 +46,9 @@ class NamedPair(Struct, frozen=True):
 def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
     """Yield, for a person, each reason why the names contradict the pairs; nothing if they agree.
 
-    Names that say nothing (`Variable_3`) are not compared. Pairs of equal names except for numbers contradict
-    if their numbers grow in different orders.
+    Names that say nothing (`Variable_3`) are not compared. Two names agree if, without their numbers, the
+    shorter is the longer one without some scopes. Among pairs of one kind whose names are equal except for
+    numbers, the numbers must grow in the same order on both sides.
     """
     groups: dict[tuple[object, ...], list[NamedPair]] = {}
     for pair in pairs:
@@ -209,9 +210,9 @@ def _last(name: str) -> str:
 def _by_number(wanted: Mapping[str, GraphVariable], catalog: Catalog) -> dict[str, str]:
     """Match the tensors of layers named by class and number, in the order of the numbers.
 
-    Return {variable: tensor}; variables without a tensor of their kind are left out. Empty for files without
-    owners of tensors. Raises NoCertainMatch if the file has several tensors of a kind, but not as many as the
-    graph.
+    Return {variable: tensor}; variables are left out if the file has no tensor of their kind, or one for
+    several of them. Empty for files without owners of tensors. Raises NoCertainMatch if the file has several
+    tensors of a kind, but not as many as the graph.
     """
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for ref in catalog.tensors.values():

@@ -264,7 +264,7 @@ def _reached(trained: TrainedObjects) -> list[int]:
 
 
 def _in_lists_of(objects: ObjectGraph, number: int) -> Iterator[tuple[int, str]]:
-    """Yield number and path of each variable in lists that an object holds.
+    """Yield number and path of each variable in lists that an object holds, and in lists inside these.
 
     Nothing for an object that is a list itself.
     """
@@ -334,8 +334,8 @@ def _is_state(member: Member, beside: Iterable[Member], used: Collection[str]) -
     """True for state of training, known by its kind: a count, a seed, a layer's state, an average of a served
     variable.
 
-    So are moving statistics beside the served parameters of a normalising layer. `beside` are all variables
-    of the object, `used` the names of the served tensors.
+    Moving statistics count as such state only beside served parameters of a normalising layer. `beside` are
+    all variables of the object, `used` the names of the served tensors.
     """
     ref = member.tensor
     leaf = _SCOPE.split(member.name)[-1].strip("_")
