@@ -538,7 +538,7 @@ def _followed(paths: Mapping[str, Path], fetched: Collection[str]) -> list[Follo
 def _trust(
     models: Iterable[FollowedModel], trusting: Trusting, canaries: Collection[str], stack: ExitStack
 ) -> None:
-    """Until the stack ends, ignore publications of these models that no trusted key has signed.
+    """Ignore publications of these models that no trusted key has signed, until `stack` closes.
 
     `canaries` has the names of models with a canary. This is for models to which others write: `--pull`
     checks publications before it stores them.
@@ -592,8 +592,8 @@ def _settings(
 def _own_port(own: PortFlags, journal: Journal, look: Callable[[], FleetView]) -> Iterator[int]:
     """Serve metrics, probes and the status page of the fleet that `look` returns; yield the port's number.
 
-    Also records samples and writes events of changes. ServerError if the port cannot listen, UsageError for a
-    bad option.
+    Also records samples and writes events of changes, in a thread that ends with the block. At entry
+    ServerError if the port cannot listen, UsageError for a bad option (certificate, token file, host names).
     """
     from serving.agent import http
     from serving.agent.changes import Changes

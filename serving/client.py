@@ -225,6 +225,7 @@ class ModelClient:
         The recording's own model and version are replaced in a copy; the answer is discarded.
 
         Raises:
+            KeyError: `request` is of another kind.
             CallFailed: the server did not respond, or refused the call.
         """
         kind = request.DESCRIPTOR.name
@@ -271,8 +272,10 @@ class ModelClient:
     def labelled(self, label: str) -> int | None:
         """Return the available version that a label names; None if there is none.
 
+        None, too, for any call that ends as UNAVAILABLE, as where nothing listens at the address.
+
         Raises:
-            CallFailed: the server did not respond, or refused for another reason.
+            CallFailed: the server did not respond in time, or refused for another reason.
         """
         try:
             return self.metadata(label=label).version
@@ -314,7 +317,7 @@ class ModelClient:
             raise CallFailed(error.code, message, cause=error.cause, hint=hint) from error
 
     def close(self) -> None:
-        """Close the channel; later calls fail."""
+        """Close the channel; later calls fail, with ValueError. May be called repeatedly."""
         self._connection.channel.close()
 
     def __enter__(self) -> Self:

@@ -175,7 +175,8 @@ def _not_pem(option: str, file: str, error: Exception) -> NoReturn:
 def server_credentials(path: Path) -> grpc.ServerCredentials:
     """Return the credentials of a port: the server's key and certificate, and the authority of its clients.
 
-    `path` is an `SSLConfig` in text form. UsageError if the file, or a key or certificate in it, cannot be
+    `path` is an `SSLConfig` in text form. Clients must present a certificate of `custom_ca` if it has
+    `client_verify`; otherwise none is asked for. UsageError if the file, or a key or certificate in it, cannot be
     used.
     """
     import grpc

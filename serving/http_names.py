@@ -50,7 +50,8 @@ class OwnNames(Struct, frozen=True):
     def of(cls, names: Sequence[str], address: str) -> OwnNames:
         """Return the names of a port with these further names that listens on this IP address.
 
-        It takes short names unless the address is a loopback address.
+        It takes short names unless the address is a loopback address. Names are compared without case and a
+        final dot. ValueError if `address` is not an IP address.
         """
         return cls(tuple(map(_plain, names)), not ip_address(address).is_loopback)
 

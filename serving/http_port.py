@@ -56,7 +56,10 @@ _SLOWEST_BYTES_PER_S = 256 << 10
 
 
 class HttpTls(Struct, frozen=True):
-    """Files of a port's certificate and key, and of the authority that signs clients' certificates."""
+    """Files of a port's certificate and key, and of the authority that signs clients' certificates.
+
+    With `client_ca` clients are asked for a certificate, and may connect without one; see `HttpRequest`.
+    """
 
     certificate: Path
     key: Path
@@ -91,7 +94,8 @@ class HttpTls(Struct, frozen=True):
     def context(self) -> ssl.SSLContext:
         """Return a context for the server's side of connections, with the present content of the files.
 
-        OSError (SSLError included) if they cannot be used.
+        It speaks TLS 1.2 and later. With `client_ca`, a client certificate is requested and, if presented,
+        must be of that authority; it is not required. OSError (SSLError included) if they cannot be used.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -165,6 +169,7 @@ class HttpPort:
         port: see `OwnNames`.
 
         Raises:
+            OSError: the files of `tls` cannot be used (SSLError included).
             ServerError: the port cannot listen on the address.
             UsageError: `allow_host` is not a list of names.
         """

@@ -59,8 +59,9 @@ def warm_up(model: Model, directory: Path, how: Inference = DEFAULT_INFERENCE, *
     """Replay the warm-up requests of the SavedModel in `directory`, in file order; return their number.
 
     Each is replayed `iterations` times before the next one; 0 replays none. Without a file of them nothing
-    happens. StatusError for too many requests, a damaged file, or a request that does not fit; TensorFlow's
-    own errors pass.
+    happens; both return 0. StatusError for more than `MAX_RECORDS` requests, a damaged file, or a request
+    that does not fit, after the requests before it were replayed; OSError if the file cannot be read;
+    TensorFlow's own errors pass.
     """
     from exporter.wire.tfrecord import DamagedRecord, read_records
 

@@ -148,7 +148,7 @@ def listed_models(config: Proto) -> tuple[ModelConfig, ...]:
 
     Raises:
         StatusError: INVALID_ARGUMENT, it is not a list of models, names a model twice, or an entry lacks its
-            name or platform, or its path is relative or not local.
+            name, path or platform, or its path is relative or not local. Platforms of other names pass.
     """
     if config.WhichOneof("config") == "custom_model_config":
         raise invalid("Only ModelConfigList is currently supported")

@@ -122,7 +122,10 @@ class RestInterface:
         self._metrics_path = metrics_path
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        """Return the response to one request, and count it; every error becomes a status."""
+        """Return the response to one request; every error of a call becomes a status.
+
+        Requests below `/v1/` are counted; the page of metrics and other paths (404) are not.
+        """
         if self._metrics_path is not None and request.path == self._metrics_path:
             return self._show_metrics(request.target)
         if _OUR_PATHS.fullmatch(request.target):

@@ -196,7 +196,8 @@ def _the_model(
 def _require_no_neighbour(sink: Output, path: Path) -> None:
     """Raise UsageError for a path beside the model that was probably meant, a file, or checkpoints.
 
-    A directory without versions is accepted, with a note; one that does not exist, too.
+    A directory without versions is accepted, with a note; one that does not exist, too, without one. OSError
+    if the directory cannot be listed.
     """
     from exporter.publish.versions import likely_model
 

@@ -171,7 +171,8 @@ def client_of(
 ) -> ModelClient:
     """Return a client of the named model, or else of the only one that the server serves.
 
-    CallFailed as `find_model`, whose other arguments these are.
+    The caller closes it. With a name (`model`) nothing is asked; errors and other arguments are those of
+    `find_model`.
     """
     return connect(model) if model else find_model(connect, published)
 
@@ -179,7 +180,7 @@ def client_of(
 def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
     """Return a client of the only model on a server, for a command without a model's name.
 
-    `connect` makes a client for the model of a name. `serve-model run` lists its models. TensorFlow Serving's
+    The caller closes it; clients that are tried and fail are closed here. `connect` makes a client for the model of a name. `serve-model run` lists its models. TensorFlow Serving's
     interface does not: there the name may be the last part of the `published` path, or TensorFlow Serving's
     own default.
 

@@ -56,8 +56,9 @@ _STATE = ("sequence", "since", "quiet", "unsettled")
 class SharedNodes(Struct, frozen=True):
     """The nodes that all signatures share.
 
-    `before` is the first read of the sequence. `handles` maps the handle of each updated variable to the node
-    through which signatures get it, which runs after that read.
+    `before` is the node that first reads the sequence. `handles` maps the node of each updated variable's
+    handle to the node through which signatures get it, which runs after that read. `patience_seconds` limits
+    a reader's wait for an update.
     """
 
     state: StateNodes
@@ -69,10 +70,11 @@ class SharedNodes(Struct, frozen=True):
 def order_handles(
     editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
 ) -> SharedNodes:
-    """Reroute all present uses of `handles` (VarHandleOps), and of the position's, through nodes that run
-    after a read of the sequence.
+    """Reroute all present uses of `handles`, and of the position's handle, through new nodes that run after
+    a read of the sequence.
 
-    Changes the graph's nodes in place; returns the nodes that signatures share. `patience_seconds` limits a
+    `handles` are names of VarHandleOps, each once. Changes the graph's nodes in place; returns the nodes that
+    signatures share; nodes that are added later are not rerouted. `patience_seconds` limits a
     reader's wait for an update.
     """
     consumers = list(editor.graph_def.node)
@@ -100,7 +102,7 @@ def isolate(
     with_position: bool,
     warmed: bool,
 ) -> tuple[dict[str, str], str | None]:
-    """Add the nodes by which a signature computes again if an update wrote while it read.
+    """Add the nodes by which the signature named `signature` computes again if an update wrote while it read.
 
     Returns the node names of the new outputs, by the names of the tensors that they replace (empty if the
     signature reads nothing that updates write), and the name of its position tensor, int64 [3] (None unless
@@ -198,7 +200,11 @@ def _clean(
 
 
 class _Retry(Struct, frozen=True, dict=True):
-    """The builder of the function that repeats a forward pass until no update wrote meanwhile."""
+    """The builder of the function that repeats a forward pass until no update wrote meanwhile.
+
+    `forward` computes the outputs, of these `dtypes`; the last is the position if `with_position`. With
+    `warmed` the function also records that it has run. After 12 tries it returns the outputs of the last.
+    """
 
     isolation: SharedNodes
     forward: Forward
@@ -390,9 +396,10 @@ class Forward(Struct, frozen=True):
 def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> Forward:
     """Return the nodes that compute the tensors `fetches` from the tensors `feeds`, and their captures.
 
-    The graph is not changed. `fetches` must exist in it; a feed that nothing uses is left out.
+    The graph is not changed. A feed that nothing uses is left out.
 
     Raises:
+        KeyError: a node of `fetches` does not exist.
         NotServable: a node outputs a reference.
     """
     by_name = {node.name: node for node in graph_def.node}

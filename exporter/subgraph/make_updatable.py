@@ -63,9 +63,9 @@ NO_OVERLAYS: Mapping[str, int] = {}
 
 
 class IncrementalOptions(Updates, frozen=True, kw_only=True):
-    """The constants of a base's graph: its place in a log, and how it takes updates.
+    """The constants of a base's graph: its position in a log, and how it takes updates.
 
-    `log` is the first position of the log, `position` and `step` are the base's own. `patience_seconds`
+    `lineage` identifies the log, `log` is its first position; `position` and `step` are the base's own. `patience_seconds`
     limits a reader's wait for an update; it must exceed the time that the largest snapshot takes to write.
     `warmed` names the signatures whose first call is a warm-up record: it prepares everything they may need.
     """
@@ -86,11 +86,14 @@ def make_updatable(
 ) -> InferenceGraph:
     """Return a copy of the graph that takes deltas; its new asset is written into the directory `scratch`.
 
+    An existing file of the asset's name is overwritten; `graph` is not changed.
+
     `overlays` maps the node of a mapped table's handle to the number of changed rows that its overlay holds.
-    Variables must have the dtype in which they are served, so casts come first. Lookup tables must have the
-    names and shapes that a mapping gave them.
+    Variables must have the dtype in which they are served, so casts come first. Lookup tables must already
+    have the names and shapes under which deltas store them.
 
     Raises:
+        OSError: the asset cannot be written.
         NotServable: the graph has no variables; a signature has a reserved name or output, or cannot be
             isolated; variables that share a tensor differ; a table in `overlays` is read other than by
             gathers of rows.
@@ -168,8 +171,9 @@ def schema_of(graph: InferenceGraph) -> Schema:
 
 
 def _lookups(graph: InferenceGraph) -> Served:
-    """Return the two halves of each lookup table: keys with the names of the nodes that make the table,
-    values with none.
+    """Return the keys and the values of each lookup table as two served variables, in this order.
+
+    The keys have the names of the nodes that make the table, the values none.
     """
     served: dict[ServedVariable, tuple[str, ...]] = {}
     for table in graph.tables:
@@ -187,8 +191,9 @@ def _lookups(graph: InferenceGraph) -> Served:
 
 
 def _refuse_reserved_names(signatures: Mapping[str, Proto], options: IncrementalOptions) -> None:
-    """Raise NotServable if a signature's name begins with `incremental_` or, with stamps, an output has a
-    stamp's name.
+    """Raise NotServable if a signature's name begins with `incremental_`, or an output has a stamp's name.
+
+    Outputs are checked only if `options.stamp`, and only of Predict signatures, which alone get stamps.
     """
     for name, signature in signatures.items():
         if name.startswith("incremental_"):
@@ -252,7 +257,7 @@ def _isolate_signatures(
     handles: list[str],
     options: IncrementalOptions,
 ) -> None:
-    """Isolate each signature if the options ask for snapshots, and add the stamps if they ask for these.
+    """Isolate each signature if the options ask for snapshots; add stamps to Predict signatures with `stamp`.
 
     Changes the graph and `signatures` in place. `handles` are the nodes of the handles of all variables that
     updates write. NotServable if a node outputs a reference.
@@ -279,7 +284,7 @@ def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: Increme
     """Write the JSON file that describes the deltas of this base to `path`; return it as an asset of the
     graph.
 
-    Adds the asset's node to the graph.
+    Adds the asset's node to the graph. An existing file is overwritten; OSError if it cannot be written.
     """
     document = {
         "format_version": 1,

@@ -33,9 +33,10 @@ from exporter.wire.dtypes import DType
 
 
 class OverlayNodes(Struct, frozen=True):
-    """Nodes of an overlay: variables, and the `shape` of its rows; place 0 is never used.
+    """The variables of an overlay, by the nodes of their handles.
 
-    Tables that are alike share one, as if they were one table of `table_rows` rows.
+    `rows`, of `dtype` and `shape`, holds changed rows; its row 0 is never used. `table_rows` is the number of
+    rows of the mapped table, or of all mapped tables that share the overlay.
     """
 
     # `used`, int64 [2]: the numbers of rows with a pair of places, and of pages with slots.
@@ -79,8 +80,8 @@ class OverlayNodes(Struct, frozen=True):
 
     @property
     def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Return the dtype and shape of each variable that an update uses, by node, in the order of
-        `Overlay`.
+        """Return the dtype and shape of each variable that an update uses, by node of its
+        handle, in the order of the fields of `Overlay`.
         """
         pages, slots = _sizes(self.table_rows, self.capacity)
         kinds: dict[str, tuple[DType, tuple[int, ...]]] = {
@@ -132,22 +133,22 @@ _USED = DType.INT64, (2,)
 
 
 class OverlaidTable(Struct, frozen=True):
-    """A mapped table's overlay, and the number there of the table's first row."""
+    """A mapped table's overlay, in which the table's first row has the number `first`."""
 
     overlay: OverlayNodes
     first: int = 0
 
     def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
-        """Return how the graph is to read the table `variable`; `named` are the nodes in signatures."""
+        """Return how the graph is to read the table `variable`; `named` are nodes in signatures."""
         each = self.overlay
         beside = each.changed, each.slots, each.rows, each.pages
         return OverlaidReads(variable.node, each.dtype, each.shape[1:], *beside, self.first, named)
 
 
 def _sizes(table_rows: int, capacity: int) -> tuple[tuple[int, ...], tuple[int]]:
-    """Return the shapes of an overlay's variables `pages`, () if there is a slot for each row, and `slots`.
+    """Return the shapes of an overlay's variables `pages` and `slots`; () for `pages` if each row has a slot.
 
-    The table has `table_rows` rows, of which up to `capacity` may change.
+    The mapped table has `table_rows` rows, of which up to `capacity` may change.
     """
     if table_rows <= MOST_ROWS_OF_A_PAGE:
         return (), (table_rows,)
@@ -221,9 +222,9 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.InplaceUpdate(x=gathered, i=places.idx, v=changed)
 
     def place(self, ids: Tensor) -> Places:
-        """Add the choice of places for changed rows and return it; no variable is written.
+        """Add nodes that choose places in `rows` for changed rows, and return them; no variable is written.
 
-        `ids`, int64 [n], are numbers of rows in this overlay, each greater than the one before. `Places.used`
+        `ids`, int64 [n], are numbers of rows in this overlay and must increase. `Places.used`
         may exceed the capacity: the caller has to check.
         """
         found = self._slots(ids)
@@ -321,10 +322,10 @@ class Places(Struct, frozen=True):
 def add_overlays(
     editor: GraphEditor, variables: Iterable[GraphVariable], capacities: Mapping[str, int]
 ) -> dict[str, OverlaidTable]:
-    """Add overlays for the variables in `capacities`, and return each one's overlay.
+    """Add overlays for those of `variables` that are in `capacities`, and return the overlay of each.
 
-    Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit.
-    `MANY` tables and more with rows of one shape and dtype share an overlay, except tables that are restored
+    Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit; a
+    key that is not of `variables` is ignored. `MANY` tables and more with rows of one shape and dtype share an overlay, except tables that are restored
     from one tensor.
     """
     overlaid = [variable for variable in variables if variable.node in capacities]
@@ -348,7 +349,7 @@ def _alike(
 ) -> Iterator[list[GraphVariable]]:
     """Yield lists of at least `MANY` tables with rows of one shape and dtype, which are to share an overlay.
 
-    A list has at most as many as fit into `MOST_PLACES`. `capacities` are by node of the handle.
+    Tables of which there are fewer are left out. A list has at most as many as fit into `MOST_PLACES`. `capacities` are by node of the handle.
     """
     kinds: dict[object, list[list[GraphVariable]]] = {}
     for each in variables:

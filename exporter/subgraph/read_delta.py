@@ -39,10 +39,10 @@ from exporter.wire.update_status import UpdateStatus
 
 
 class DeltaForm(Struct, frozen=True):
-    """The arrangement of a delta in memory: `own` variables separately, those of a group together.
+    """The arrangement of a delta in memory: the variables `own` separately, the tables of a group together.
 
-    `groups` are tables with rows of one shape and dtype: each table of the schema with the number that is
-    added to its row numbers, which is not 0 for parts of a joined variable.
+    A group has tables with rows of one shape and dtype, each with the number that is added to its row
+    numbers: the first row of the table in the variable or overlay that the group shares, else 0.
     """
 
     # An operation that makes one tensor of n takes time in n squared in each run of TensorFlow's graph
@@ -67,7 +67,7 @@ class DeltaForm(Struct, frozen=True):
         return tuple(variable for variable in self.variables if variable.is_table)
 
     def gather(self, read: Mapping[str, Tensor]) -> Tensor:
-        """Pack the tensors `read`, by their key in the delta, into one scalar.
+        """Pack the tensors `read`, by their key in the delta, into one scalar of dtype variant.
 
         `RestoredRows.of` unpacks it.
         """
@@ -83,7 +83,8 @@ class DeltaForm(Struct, frozen=True):
         """Unpack `RestoredRows.arranged` into tensors of own variables, by variable, and lists of tensors of
         groups.
 
-        An own table has ids and rows, another variable its value [0 or 1, ...]. A group, in the order of
+        An own table has ids, int64, and rows; another own variable has its value, of which the first
+        dimension is 0 (not in the delta) or 1. A group, in the order of
         `groups`, has ids, to which each table's number is added, rows, and the number of rows of each table,
         int64.
         """
@@ -157,7 +158,7 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @property
     def by_variable(self) -> dict[ServedVariable, Tensor]:
-        """Return the rows or the value of each `own` variable."""
+        """Return the rows, or the value with a first dimension of 0 or 1, of each `own` variable."""
         return dict(zip(self.form.own, self.values, strict=True))
 
     def arranged(self) -> Tensor:
@@ -422,10 +423,10 @@ def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
 
 
 def _checks_of_lookups(schema: Schema, values_of: Mapping[ServedVariable, Tensor]) -> list[DeltaRefusal]:
-    """Return a check for each lookup table: it has as many keys as values and, if all its buckets are stored,
-    a power of two of them, or no entries.
+    """Return a check for each lookup table: it has as many keys as values.
 
-    `values_of` has the tensor of each half.
+    If all its buckets are stored, there must be a power of two of them, or the table is not in the delta.
+    `values_of` has the tensor of the keys, and of the values, of each table.
     """
     checks = []
     for keys, values in schema.lookups:
@@ -568,7 +569,7 @@ def _unpack(
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a scalar that holds the tensors, without copying them."""
+    """Return a scalar of dtype variant that holds the tensors, without copying them."""
     # Loops and branches then carry one tensor, not hundreds.
     return tf.raw_ops.OptionalFromValue(components=list(tensors))
 

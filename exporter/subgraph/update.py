@@ -325,10 +325,9 @@ def _follow(outlook: Outlook, state: UpdateState, target: UpdateTarget, rules: U
 
 
 def _without_room(name: Tensor, refusal: Tensor, full: Tensor) -> Tensor:
-    """Return the refusal of delta `name`: that an overlay lacks room, or `refusal` if `full` is empty; string
-    [].
+    """Return the refusal, string [], of the delta `name`: an overlay lacks room, or `refusal` if none does.
 
-    `full` is the text of `UpdateTarget.full_overlay`.
+    `full` is the text of `UpdateTarget.full_overlay`, empty if there is room; otherwise `refusal` is lost.
     """
     text = " changes more rows of ", full, " overlay has room for"
     said = tf.strings.join([f"{UpdateStatus.OVERLAY}: ", name, *text])
@@ -456,8 +455,7 @@ def _log_directory(base: Tensor, log: Tensor) -> Tensor:
 
 
 def _list_and_hold(directory: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the paths in a log's directory, string [n], as `_list_log`, and the position of the hold, int64
-    [].
+    """Return the paths in a log's directory, as `_list_log` does, and the position of the hold, int64 [].
 
     The hold is `NO_LIMIT` without a hold file, -1 if the file cannot be read.
     """
@@ -530,7 +528,7 @@ def _count_overlaid(target: UpdateTarget, places: DeltaPlaces) -> Tensor:
 def one_at_a_time(
     state: UpdateState, part: Callable[[], Sequence[Tensor]], occupied: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """Add nodes that run `part` unless another call is running it; return its results, else `occupied`.
+    """Add nodes that run `part` unless another call runs it; return the results of `part`, else `occupied`.
 
     `occupied` has a value of the same dtype for each result. All reads of `part` come after its call has the
     turn.

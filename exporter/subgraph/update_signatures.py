@@ -59,7 +59,10 @@ def add_update(
 
 
 class HowToUpdate(Struct, frozen=True):
-    """A tracer of `update`; its fields and the schema identify a traced function."""
+    """A tracer of `update`, hashable: bases with equal fields and an equal layout share a traced function.
+
+    `finite` refuses NaN and infinity; `snapshot_max_rows` is that of `UpdateRules` (-1: always in chunks).
+    """
 
     finite: bool
     snapshot_max_rows: int
@@ -67,10 +70,10 @@ class HowToUpdate(Struct, frozen=True):
     def __call__(
         self, up_to: Tensor, state: UpdateState, target: UpdateTarget, log: Tensor, lineage: Tensor
     ) -> tuple[Tensor, ...]:
-        """Add the nodes of `update` and return its tensors; log and lineage, string [], are inputs, not
-        constants.
+        """Add the nodes of `update` and return its tensors.
 
-        So bases share the traced function.
+        `log`, the name of the log's directory, and `lineage` are string [], and inputs of the traced
+        function instead of constants, so that bases share it.
         """
         expected = Expected(lineage, target.layout.form, self.finite)
         return update(up_to, state, target, UpdateRules(log, expected, self.snapshot_max_rows))
@@ -225,9 +228,9 @@ def _traced(
 def _unless_refused(
     editor: GraphEditor, name: str, outputs: Sequence[str], dtypes: Sequence[DType]
 ) -> list[str]:
-    """Add a check of the refusal, the last of `outputs`; return the names of the other outputs behind it.
+    """Add a check of the refusal, the last of `outputs`; return copies of the other outputs, by node name.
 
-    When run, a refusal that is not empty lets the call fail with it as the message. `dtypes` are the dtypes
+    The copies run after the check: a refusal that is not empty lets the call fail with it as the message. `dtypes` are the dtypes
     of the other outputs.
     """
     # The check is outside the function: inside, TensorFlow would put the function's name before the message.
@@ -267,10 +270,11 @@ def add_init(
     before: str | None,
     start: tuple[int, int],
 ) -> str:
-    """Add the operation that initializes the state and overlays, and runs the node `before`; return its name.
+    """Add an operation that initializes the state and overlays, after the node `before`; return its name.
 
-    It also sets all variables named `.../warm` to false. `asset` is the node of the asset at
-    `<base>/<version>/assets/<file>`; `before` is None if there is no such node; `start` is position and step.
+    It also sets all variables named `.../warm` to false. `asset` is the node with the path of
+    the asset, `<base>/<version>/assets/<file>`; `before` is the model's own initializer, None without one;
+    `start` is position and step.
     """
 
     def model_base(path: Tensor) -> Tensor:

@@ -42,14 +42,14 @@ DeltaPlaces: TypeAlias = dict[OverlayNodes, Places]
 
 
 class JoinedRows(Struct, frozen=True):
-    """The rows of a variable that is part of a joined one: the handle of that, and the first row in it."""
+    """A variable that is part of a joined one: `handle` of the joined one, and its `first` row in that."""
 
     handle: Tensor
     first: int
 
 
 class MappedRows(Struct, frozen=True):
-    """A mapped table's handle and overlay, and the number there of the table's first row."""
+    """A mapped table: its handle, its overlay, and the number of its first row in the overlay."""
 
     handle: Tensor
     overlay: Overlay
@@ -62,8 +62,8 @@ Handle: TypeAlias = "Tensor | JoinedRows | MappedRows"
 class TableGroup(Struct, frozen=True):
     """Tables whose rows are written together, each with the number that is added to its row numbers.
 
-    `home` is the place of the joined variable's handle, the overlay that they share, or, if the number is 0,
-    the place of each one's handle.
+    `home` is the place (the index among all handles) of the handle of the joined variable whose parts they
+    are; or the overlay that they share; or, for separate variables, the place of each table's handle.
     """
 
     parts: tuple[tuple[ServedVariable, int], ...]

@@ -31,7 +31,8 @@ SIGNATURE = "incremental_digest"
 class Audited(Struct, frozen=True):
     """The result of an audit. `differing` lists the chunks that differ from the published ones.
 
-    `skipped` says why there is no result, for example because the replica moved during the audit.
+    `chunks` is the number of chunks compared. `skipped` says why there is no result, for example because the
+    replica moved during the audit; else it is empty.
     """
 
     position: int
@@ -45,9 +46,10 @@ def audit(
 ) -> Audited:
     """Compare `count` random chunks of a version at a position, and the `suspects`, which differed before.
 
-    `model` is the model's directory, `action` the version and position. Files that cannot be read, a server
-    without digests, and a replica that moved give a result with `skipped`. CallFailed if the server does not
-    respond.
+    `model` is the model's directory, `action` has the version, its position and lineage. All chunks are
+    compared if there are fewer; suspects that the log lacks are ignored. Files that cannot be read, another
+    lineage, a server without digests, and a replica that moved give a result with `skipped`. CallFailed if
+    the server does not respond or refuses.
     """
     if SIGNATURE not in client.metadata(action.version).signatures:
         return Audited(

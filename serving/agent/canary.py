@@ -46,9 +46,9 @@ rolled back."""
 
 
 class Trial(Struct, frozen=True):
-    """The replica that goes first from the approved position, and the time since when (monotonic seconds).
+    """The replica that goes first from the approved position, and since when (monotonic seconds).
 
-    The replicas in `lost` did not pass the hold in time; the last ones of them, in `dead`, had stopped
+    `address` is "" while none is chosen. The replicas in `lost` did not pass the hold in time; the last ones of them, in `dead`, had stopped
     responding.
     """
 
@@ -67,7 +67,7 @@ class Idle(Struct, frozen=True):
 
 
 class Approve(Struct, frozen=True):
-    """Move the canary's hold to `position`, if it is still at `expected`."""
+    """Move the canary's hold to `position`, if it is still at `expected` (None: if there is no hold)."""
 
     expected: int | None
     position: int
@@ -179,8 +179,9 @@ def _were_asked(replicas: Mapping[str, Observed]) -> bool:
 
 
 def _begin(log: Log, replicas: Mapping[str, Observed], trial: Trial | None) -> Action:
-    """Return an approval of the position for the first hold, chosen such that no replica moves, back or
-    forward.
+    """Return an approval of the position for the first hold: the greatest that a replica serves.
+
+    Without one it is the position at which the trial began, else the base's.
 
     It is Idle while a replica was not asked yet, and if none reports a position, one does not respond and
     none is loading. If an operator lifted the hold during a trial, that does not approve the position of the
@@ -205,7 +206,7 @@ def _ahead(
 ) -> tuple[str, Served, int] | None:
     """Return address, version and position of the replica furthest beyond `approved`; None if none is beyond.
 
-    Of several at one position it is the one on trial.
+    Of several at that position it is the one on trial, else the first of `replicas`.
     """
     on_trial = None if trial is None else trial.address
     beyond = (one for one in _placed(replicas, lineage) if one[2] > approved)

@@ -77,7 +77,8 @@ _NEWS = frozenset(
 def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: int) -> tuple[Answer, ...]:
     """Send golden requests to a version, one at a time; return its answers in order, which may be refusals.
 
-    CallFailed if the server or the network fails.
+    A signature that the version lacks, inputs that do not fit it, and codes by which a model refuses are
+    refusals. CallFailed if a call fails with another code, or the version's metadata cannot be had.
     """
     signatures = client.metadata(version).signatures
     answers = []
@@ -100,7 +101,10 @@ def ask_golden(client: ModelClient, requests: Sequence[GoldenRequest], version: 
 
 
 class CanaryRules(Struct, frozen=True):
-    """The gates of a model's canary, and the time that a replica may take to go first (`patience_s`)."""
+    """The gates of a model's canary, and the time that a replica may take to go first (`patience_s`).
+
+    `deadline_s` limits each call to a replica; `access` has the files for TLS and a token.
+    """
 
     gates: Gates
     patience_s: float = 30.0
@@ -182,7 +186,8 @@ class Canary:
     def follow(self, stop: threading.Event) -> None:
         """Decide for the model whenever no other agent does, until `stop` is set; then close all connections.
 
-        Errors are reported as events, and it tries again after a second.
+        Errors are reported as events, except while the model's directory cannot be read, and it tries again
+        after a second. While it decides, it holds a lock in that directory.
         """
         self._stop = stop
         while not stop.is_set():
@@ -515,7 +520,8 @@ class Canaries:
 def _run_rollback(model: Path, to: int, reason: str) -> subprocess.CompletedProcess[str]:
     """Run this installation's rollback command and wait for its end; the result has its exit code and output.
 
-    `to` is the position whose values are published again. The working directory does not matter.
+    `to` is the position whose values are published again. A failed rollback is not an exception; OSError if
+    the process cannot be started. The working directory does not matter.
     """
     import exporter
 

@@ -54,7 +54,8 @@ class Changes:
     def look(self, view: FleetView) -> None:
         """Write an event for each finding that the last look had, too, and that is not yet reported.
 
-        A finding that has disappeared is reported again when it returns.
+        A finding that has disappeared is reported again when it returns. No event is written of a rollback
+        that another thread has reported within the last 60 s.
         """
         models = {model.name: model for model in view.models}
         found = {

@@ -161,7 +161,8 @@ def line(
 ) -> str:
     """Return the SVG path of a line through (x, value), in pixels; `least` and `most` are at its edges.
 
-    `height` is the distance of the edges. None makes a gap. With `is_step` each value lasts until the next.
+    `height` is that of the picture; the edges are 3 pixels inside it. A value of None makes a gap. Without
+    values the path is empty. With `is_step` each value lasts until the next.
     Points inside level lines are left out: most points are, and a page has hundreds of lines.
     """
 

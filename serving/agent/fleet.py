@@ -71,7 +71,8 @@ class Targets:
 def _all_addresses(target: str) -> tuple[str, ...]:
     """Return the addresses of a name with ports, sorted: all IPv4 ones, or else all IPv6 ones.
 
-    A replica with both must not count twice. OSError or UnicodeError if the name does not resolve.
+    A replica with both must not count twice. OSError or UnicodeError if the name does not resolve; UsageError
+    if `target` is not `dns:///NAME[:PORT]`.
     """
     host, port = _host_and_port(target)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -142,7 +143,10 @@ class Fleet:
 
     @contextmanager
     def running(self, grace_s: float) -> Iterator[None]:
-        """Run all threads inside the block; at its end, calls in progress have `grace_s` seconds to end."""
+        """Run all threads inside the block; at its end, calls in progress have `grace_s` seconds to end.
+
+        Names are resolved before the block begins. A call that is not over by then is left behind.
+        """
         stop = threading.Event()
         threads = [
             threading.Thread(target=publications.follow, args=(stop,), daemon=True)

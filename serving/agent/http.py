@@ -268,6 +268,7 @@ def serving(
     `allow_host` lists the host names that requests may name.
 
     Raises:
+        OSError: the files of `tls` cannot be used (SSLError included).
         ServerError: the port cannot listen on the address.
         UsageError: `allow_host` is not a list of names.
     """

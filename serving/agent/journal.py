@@ -122,7 +122,7 @@ class Journal:
     def read_by(self, reader: Callable[[AgentEvent], None]) -> None:
         """Call `reader` with each later event, one at a time, in the thread that writes it.
 
-        It must not write events itself: the journal is locked meanwhile.
+        It must not write events itself: the journal is locked meanwhile. Its exceptions are ignored.
         """
         self._readers.append(reader)
 

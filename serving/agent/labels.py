@@ -53,9 +53,12 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
 
     Returns the labels that moved; a label that cannot move is a problem in the result. If one has to move,
     the server is sent the whole configuration, and this waits until it is served, for `deadline_s` at most.
+    Nothing is sent if the server serves a model that the file does not list, or lacks one that it lists;
+    that is a problem, too, unless that model is loading.
 
     Raises:
-        ExportError: the file cannot be used, or the server does not answer or refuses.
+        UsageError: the file cannot be used.
+        ServerError: the server does not answer (CallFailed), refuses, or does not serve it in time.
     """
     wanted, current, problems = _labels(client, rules)
     moved = {label: version for label, version in wanted.items() if current.get(label) != version}

@@ -34,7 +34,12 @@ _NOISE_S = 0.001
 
 
 class PacePolicy(Struct, frozen=True):
-    """The limits of pacing: the slowdown of predictions, a delta's longest wait, the period of probes."""
+    """The limits of pacing.
+
+    `factor` limits the p99 of probes, as a multiple of the idle replica's; `longest_delay_s` a delta's wait;
+    `probe_s` is the time between two probes; of an idle replica with enough probes, ten times that. In
+    seconds.
+    """
 
     factor: float
     longest_delay_s: float = 5.0

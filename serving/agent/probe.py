@@ -40,7 +40,7 @@ _OWN_SIGNATURES = "incremental_"
 def probe_request(version: Path) -> Proto | None:
     """Return the first recorded prediction of a version, for probes; None if its warm-up file has none.
 
-    `version` is the version's directory. Requests for signatures that updates add are left out. None, too, if
+    It is a Predict, Classify or Regress request. `version` is the version's directory. Requests for signatures that updates add are left out. None, too, if
     the file cannot be read or is damaged.
     """
     try:

@@ -73,7 +73,7 @@ class Publications:
         """Return a warning that a trainer wrote into files of the newest version; "" if file times do not
         show that.
 
-        It is "" for a copy, too, and if the version's manifest cannot be read.
+        It is "", too, for a copy, without a version, and if the version's manifest cannot be read.
         """
         newest = self.current.newest_version
         if newest is None or self.model.is_copy:

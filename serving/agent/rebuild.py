@@ -61,8 +61,10 @@ class Rebuilder:
     def rebuild(self, address: str, model: str, path: Path) -> str:
         """Have a server load a model again from `path`; return the reason if that was not done, "" if it was.
 
-        It waits for the load, up to ten minutes, and meanwhile the server does not serve the model.
-        ServerError if the server does not answer, refuses, does not unload the model or cannot load it again.
+        It waits for the load, up to ten minutes, and meanwhile the server does not serve the model. Nothing
+        is sent if no other server serves it, another replica of it is being rebuilt, the published files are
+        damaged, or the configuration cannot be read. ServerError (CallFailed included) if the server does not
+        answer, refuses, does not unload the model within `deadline_s` or cannot load it again.
         """
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"

@@ -121,7 +121,7 @@ class Observed(Struct, frozen=True):
         return answered._forget_passed()
 
     def moved(self, version: int, position: int, step: int) -> Observed:
-        """Return the observation after `version` confirmed `position` and `step`.
+        """Return the observation after `version` confirmed `position` and `step`; an unknown one is ignored.
 
         Failures are forgotten, and refusals of deltas that no version still needs.
         """
@@ -329,7 +329,7 @@ def _advance(
 def smallest_step(log: Log, position: int, without: Collection[Span]) -> Span:
     """Return the delta with the smallest end that applies at a position; a call to its end selects it.
 
-    Those of `without` are not used. Another delta has to apply, else ValueError.
+    Deltas in `without` are not used. ValueError if no other delta applies.
     """
     return min(log.fitting(position, without), key=lambda span: (span.end, -span.start))
 
@@ -395,7 +395,8 @@ def differences(before: Sequence[Served], now: Sequence[Served]) -> tuple[tuple[
     """Return the events between two observations of a replica: (version, kind of event, text), in order of
     `now`.
 
-    A kind is `version` for a new version or state, `restarted` for an earlier position.
+    A kind is `version` for a new version or state, `restarted` for an earlier position. A version that is
+    gone has no event.
     """
     known = {version.number: version for version in before}
     events = []
