@@ -101,7 +101,8 @@ class PortFlags(Struct, frozen=True):
     def token(self) -> str | None:
         """Return the token that requests need, one word; None without --token-file.
 
-        UsageError if the file cannot be read or does not hold exactly one word.
+        UsageError if the file cannot be read or does not hold exactly one word; LfsPointer if it is a pointer
+        of Git LFS.
         """
         if self.token_file is None:
             return None
@@ -545,6 +546,7 @@ def _trust(
 
     Raises:
         UsageError: a key cannot be used, or such a model has a canary.
+        NotTrusted: the identity that is pinned in a directory cannot be read.
     """
     from exporter.publish.versions import in_force
     from exporter.transfer.opened import trust_in

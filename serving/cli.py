@@ -410,7 +410,7 @@ def _content(path: Path) -> str:
 def _request(source: str) -> dict[str, Any]:
     """Return the JSON object in the file `source`, or on standard input if that is "-".
 
-    UsageError if it cannot be read, or is not a JSON object.
+    UsageError if it cannot be read, or is not a JSON object; LfsPointer if it is a pointer of Git LFS.
     """
     import json
 

@@ -48,6 +48,7 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 
     Raises:
         UsageError: options exclude each other, or a file cannot be read or has other content.
+        LfsPointer: a file is a pointer of Git LFS.
     """
     import grpc
 
@@ -66,7 +67,10 @@ def channel_credentials(access: ServerAccess) -> grpc.ChannelCredentials | None:
 
 
 def identity(access: ServerAccess) -> tuple[object, ...]:
-    """Return a value that changes when the file of a certificate, key or authority is replaced."""
+    """Return a value that changes when the file of a certificate, key or authority is replaced.
+
+    A file that is missing is no error. The file of a token is left out: it is read for each call.
+    """
     files = filter(None, (access.grpc_ca, access.grpc_cert, access.grpc_key))
     return tuple(identity_of(Path(file)) for file in files)
 
@@ -176,8 +180,8 @@ def server_credentials(path: Path) -> grpc.ServerCredentials:
     """Return the credentials of a port: the server's key and certificate, and the authority of its clients.
 
     `path` is an `SSLConfig` in text form. Clients must present a certificate of `custom_ca` if it has
-    `client_verify`; otherwise none is asked for. UsageError if the file, or a key or certificate in it, cannot be
-    used.
+    `client_verify`; otherwise none is asked for. UsageError if the file, or a key or certificate in it,
+    cannot be used.
     """
     import grpc
 

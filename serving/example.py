@@ -43,6 +43,7 @@ def known_example(
 
     Raises:
         UsageError: as `example`; or the version is not there, or has another signature of that name.
+        ManifestError: the base path cannot be listed.
         CallFailed: the version is not there, and the server does not respond.
         CheckpointError, GraphError: its files are damaged.
         ManifestError: it is being removed, or its manifest is damaged.

@@ -60,9 +60,9 @@ class _Aborted(Exception):
 
 
 class Method(Struct, frozen=True):
-    """What answers a method of a service: from the bytes of a request to those of the answer.
+    """The handler of a service's method: `answer` gets a request's bytes and returns the response's.
 
-    One that is `quick` runs beside the worker threads, whatever occupies these.
+    With `is_quick` it runs in the event loop instead of a worker thread, so it must not block.
     """
 
     answer: Callable[[bytes, Call], bytes]

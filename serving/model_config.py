@@ -115,6 +115,7 @@ def read_config_file(path: Path) -> Proto:
 
     Raises:
         UsageError: the file cannot be read, or has other content.
+        LfsPointer: it is a pointer of Git LFS.
     """
     return read_text_config("--model-config-file", path, "serving.ModelServerConfig")
 
@@ -125,7 +126,8 @@ def read_servers_config(option: str, file: Path, models: Iterable[str]) -> Proto
     `option` names the file in errors.
 
     Raises:
-        UsageError: it cannot be read, has other content, or lacks a model of the agent.
+        UsageError: it cannot be read, has other content, or lacks one of `models`, the agent's.
+        LfsPointer: it is a pointer of Git LFS.
     """
     config = read_text_config(option, file, "serving.ModelServerConfig")
     try:
@@ -221,7 +223,8 @@ def check_to_send(config: Proto) -> None:
 def absent(entry: Proto) -> str:
     """Return the reason why a server would wait for a new model's files; "" if it would not, or if unknown.
 
-    This machine can judge a path if the parent directory exists here and is not the root.
+    This machine can judge a path if the parent directory exists here and is not the root. ManifestError if
+    the directory cannot be listed.
     """
     path = Path(entry.base_path)
     if _SCHEME.match(entry.base_path) or path.parent == path.parent.parent or not path.parent.is_dir():

@@ -106,7 +106,8 @@ def needed_versions(model: Proto) -> set[int]:
 def require_there(new: Iterable[Proto]) -> None:
     """Raise ModelPathNotFound if files of new models do not exist, before the models are sent to a server.
 
-    `new` are their entries; a path that this machine cannot judge passes.
+    `new` are their entries; a path that this machine cannot judge passes. ManifestError if a directory here
+    cannot be listed.
     """
     for entry in new:
         if problem := absent(entry):
@@ -145,8 +146,9 @@ class Reloader:
         """Send the configuration, and wait until it is served; return each model's versions and labels, in
         order.
 
-        ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever; CallFailed if
-        it does not respond or refuses, ServerError if a model is not served in time.
+        ModelPathNotFound or UsageError, and nothing is sent, if a server would wait for ever, ManifestError
+        if a model's directory here cannot be listed; CallFailed if it does not respond or refuses,
+        ServerError if a model cannot be loaded or is not served in time.
         """
         check_to_send(self._wanted)
         with ExitStack() as stack:

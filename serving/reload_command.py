@@ -117,8 +117,9 @@ class EntryFlags(Struct, frozen=True):
     def put_into(self, config: Any, name: str) -> None:
         """Change the entry of the model `name` in `config` by the options, or add one; its other fields stay.
 
-        If labels are given, they replace all labels of the entry. UsageError if a new entry lacks a base path, options exclude each other, or a label is not
-        LABEL=VERSION; other ExportErrors if a tag cannot be looked up.
+        If labels are given, they replace all labels of the entry. UsageError if a new entry lacks a base
+        path, options exclude each other, or a label is not LABEL=VERSION; other ExportErrors if a tag cannot
+        be looked up.
         """
         policy, base_path = self._policy(), self.model_base_path
         found = [entry for entry in config.model_config_list.config if entry.name == name]

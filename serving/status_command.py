@@ -180,9 +180,9 @@ def client_of(
 def find_model(connect: Callable[[str], ModelClient], published: Path | None) -> ModelClient:
     """Return a client of the only model on a server, for a command without a model's name.
 
-    The caller closes it; clients that are tried and fail are closed here. `connect` makes a client for the model of a name. `serve-model run` lists its models. TensorFlow Serving's
-    interface does not: there the name may be the last part of the `published` path, or TensorFlow Serving's
-    own default.
+    The caller closes it; clients that are tried and fail are closed here. `connect` makes a client for the
+    model of a name. `serve-model run` lists its models. TensorFlow Serving's interface does not: there the
+    name may be the last part of the `published` path, or TensorFlow Serving's own default.
 
     Raises:
         CallFailed: the server did not respond, has none of these, or has several models.

@@ -46,6 +46,8 @@ _SCALARS = {"string": "TYPE_STRING", "bool": "TYPE_BOOL", "int64": "TYPE_INT64"}
 def read_text_config(option: str, path: Path, message: str, *, is_secret: bool = False) -> Proto:
     """Read a message in text form from a file; UsageError if it cannot be read, or has other content.
 
+    LfsPointer if it is a pointer of Git LFS.
+
     Args: option: the option that names the file, for errors. path: the file. message: the message's name, as
     for `message_class`, or a name that this module defines. is_secret: errors give only the place of a
     mistake, not the text there.

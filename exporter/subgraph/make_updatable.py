@@ -65,8 +65,9 @@ NO_OVERLAYS: Mapping[str, int] = {}
 class IncrementalOptions(Updates, frozen=True, kw_only=True):
     """The constants of a base's graph: its position in a log, and how it takes updates.
 
-    `lineage` identifies the log, `log` is its first position; `position` and `step` are the base's own. `patience_seconds`
-    limits a reader's wait for an update; it must exceed the time that the largest snapshot takes to write.
+    `lineage` identifies the log, `log` is its first position; `position` and `step` are the base's own.
+    `patience_seconds` limits a reader's wait for an update; it must exceed the time that the largest snapshot
+    takes to write.
     `warmed` names the signatures whose first call is a warm-up record: it prepares everything they may need.
     """
 

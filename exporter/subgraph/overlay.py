@@ -325,8 +325,8 @@ def add_overlays(
     """Add overlays for those of `variables` that are in `capacities`, and return the overlay of each.
 
     Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit; a
-    key that is not of `variables` is ignored. `MANY` tables and more with rows of one shape and dtype share an overlay, except tables that are restored
-    from one tensor.
+    key that is not of `variables` is ignored. `MANY` tables and more with rows of one shape and dtype share
+    an overlay, except tables that are restored from one tensor.
     """
     overlaid = [variable for variable in variables if variable.node in capacities]
     names = Counter(variable.served_name for variable in overlaid)
@@ -349,7 +349,8 @@ def _alike(
 ) -> Iterator[list[GraphVariable]]:
     """Yield lists of at least `MANY` tables with rows of one shape and dtype, which are to share an overlay.
 
-    Tables of which there are fewer are left out. A list has at most as many as fit into `MOST_PLACES`. `capacities` are by node of the handle.
+    Tables of which there are fewer are left out. A list has at most as many as fit into `MOST_PLACES`.
+    `capacities` are by node of the handle.
     """
     kinds: dict[object, list[list[GraphVariable]]] = {}
     for each in variables:

@@ -230,8 +230,8 @@ def _unless_refused(
 ) -> list[str]:
     """Add a check of the refusal, the last of `outputs`; return copies of the other outputs, by node name.
 
-    The copies run after the check: a refusal that is not empty lets the call fail with it as the message. `dtypes` are the dtypes
-    of the other outputs.
+    The copies run after the check: a refusal that is not empty lets the call fail with it as the message.
+    `dtypes` are the dtypes of the other outputs.
     """
     # The check is outside the function: inside, TensorFlow would put the function's name before the message.
     *results, refusal = outputs

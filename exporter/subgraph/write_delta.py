@@ -74,10 +74,10 @@ class HandleLayout(Struct, frozen=True, dict=True):
     """The order of the handles that a function takes, independent of the log, so that bases share it.
 
     `owners` are the variables that are written, once for each of their handles: several if variables of the
-    graph are restored from one tensor. `numbers` are the places of these handles: variables inside one joined
-    variable share a place. `overlaid` has each owner's overlay, or None; `joined` the first row of a variable
-    that is part of another, or None. The handles of overlays come last. The function takes them as vectors,
-    one for each device; `vectors` are the places of what is in each.
+    graph are restored from one tensor. `numbers` are the places of these handles, their indices among all:
+    variables inside one joined variable share a place. `overlaid` has each owner's overlay, or None; `joined`
+    the first row of a variable that is part of another, or None. The handles of overlays come last. The
+    function takes them as vectors, one for each device; `vectors` are the places of what is in each.
     """
 
     schema: Schema
@@ -177,7 +177,7 @@ def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...
 
 
 class _Picked(Sequence[Tensor]):
-    """Handles in their order, each taken out of its vector when it is asked for."""
+    """All handles of a target in the order of their places; an index adds the nodes that take one out."""
 
     def __init__(self, target: UpdateTarget) -> None:
         self._target = target
@@ -206,7 +206,10 @@ class UpdateTarget(Struct, frozen=True):
         return self.layout.schema
 
     def handle(self, variable: ServedVariable) -> Handle:
-        """Add nodes that take a variable's first handle out of its vector, and return it."""
+        """Add nodes that take a variable's first handle out of its vector, and return it.
+
+        ValueError if deltas do not write the variable.
+        """
         return self.layout.handle(_Picked(self), self.layout.owners.index(variable))
 
     def places(self, delta: ReadDelta) -> DeltaPlaces:
@@ -234,11 +237,10 @@ class UpdateTarget(Struct, frozen=True):
         return {each: Places(*islice(parts, len(Places.__struct_fields__))) for each in overlays}
 
     def full_overlay(self, places: DeltaPlaces) -> Tensor:
-        """Return the first table whose overlay lacks room for a delta's rows, as `<name> than its`; string
-        [].
+        """Return a text, string [], that names the first table whose overlay lacks room for a delta's rows.
 
-        If several tables share the overlay, it is `<name> and <n> others than their`; if all have room, it is
-        empty.
+        It is `<name> than its`, or `<name> and <n> others than their` if several tables share the overlay;
+        empty if all have room. `places` is the result of `self.places`.
         """
         full = tf.constant("")
         for overlay, (table, *others) in reversed(self.layout.overlays.items()):
@@ -624,6 +626,6 @@ def _scatter_one_by_one(
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
     """Return a value for the position variable, int64 [3]: position, step, and the target of an unfinished
-    update.
+    update, -1 if none is under way.
     """
     return tf.stack([position, step, tf.cast(target, tf.int64)])

@@ -48,8 +48,8 @@ rolled back."""
 class Trial(Struct, frozen=True):
     """The replica that goes first from the approved position, and since when (monotonic seconds).
 
-    `address` is "" while none is chosen. The replicas in `lost` did not pass the hold in time; the last ones of them, in `dead`, had stopped
-    responding.
+    `address` is "" while none is chosen. The replicas in `lost` did not pass the hold in time; the last ones
+    of them, in `dead`, had stopped responding.
     """
 
     approved: int

@@ -58,7 +58,8 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
 
     Raises:
         UsageError: the file cannot be used.
-        ServerError: the server does not answer (CallFailed), refuses, or does not serve it in time.
+        ServerError: the server does not answer (CallFailed), refuses, or does not serve it in time; or, with
+            other ExportErrors, files that the file lists are missing or cannot be listed here.
     """
     wanted, current, problems = _labels(client, rules)
     moved = {label: version for label, version in wanted.items() if current.get(label) != version}

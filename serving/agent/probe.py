@@ -40,8 +40,8 @@ _OWN_SIGNATURES = "incremental_"
 def probe_request(version: Path) -> Proto | None:
     """Return the first recorded prediction of a version, for probes; None if its warm-up file has none.
 
-    It is a Predict, Classify or Regress request. `version` is the version's directory. Requests for signatures that updates add are left out. None, too, if
-    the file cannot be read or is damaged.
+    It is a Predict, Classify or Regress request. `version` is the version's directory. Requests for
+    signatures that updates add are left out. None, too, if the file cannot be read or is damaged.
     """
     try:
         with regular_file(version / WARMUP_FILE) as file:

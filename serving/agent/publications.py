@@ -130,8 +130,8 @@ class Publications:
     def damage(self, lineage: str, delta: Span) -> str:
         """Return the damage of a listed delta's files; "" if there is none, or if they cannot be listed.
 
-        Servers do not name the damaged file, and some only say that a function failed. All files are read
-        once, and again when one changes.
+        It is also "" for a delta that is not listed. Servers do not name the damaged file, and some only say
+        that a function failed. All files are read once, and again when one changes; other calls wait.
         """
         log = self.current.logs.get(lineage)
         if log is None or delta not in log.deltas:

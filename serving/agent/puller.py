@@ -213,7 +213,8 @@ def pullers_of(
 
     Raises:
         UsageError: an option names an unknown model, or a model twice, or its URL is not a model's; two
-            models share a directory; the library for object stores is not installed.
+            models share a directory; a key cannot be used; the library for object stores is not installed.
+        NotTrusted: the identity that is pinned in a directory cannot be read.
     """
     if options:
         require_libraries("stores", "--pull", "obstore")

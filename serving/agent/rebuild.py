@@ -112,7 +112,7 @@ class Rebuilder:
         would.
 
         That happens if the file lists another model that the server does not serve, and whose path is
-        missing. CallFailed if the server does not answer.
+        missing. CallFailed if the server does not answer, ManifestError if the path cannot be listed.
         """
         for entry in config.model_config_list.config:
             is_other = entry.name != model

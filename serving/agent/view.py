@@ -264,7 +264,7 @@ class FleetView(Struct, frozen=True):
         )
 
     def document(self) -> dict[str, Any]:
-        """Return the document of `/status.json`, without its version and findings."""
+        """Return the document of `/status.json`, without `format_version` and `findings`."""
         return {
             "at": self.at.isoformat(timespec="milliseconds"),
             "models": [
@@ -511,7 +511,7 @@ class Recorder(Struct):
     )
 
     def follow(self, stop: threading.Event) -> None:
-        """Record a sample every second, until `stop` is set."""
+        """Record a sample every second, until `stop` is set; an exception of `view` or `tell` ends it."""
         while not stop.wait(PERIOD_S):
             self.look()
 
