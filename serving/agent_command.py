@@ -687,7 +687,8 @@ def _models(options: tuple[str, ...]) -> dict[str, Path]:
 def _require_no_parent(path: Path, name: str) -> None:
     """Raise UsageError for a directory of several models, in which nothing will ever be published.
 
-    `name` is the name given with the path, or "".
+    `name` is the name given with the path, or "". A directory that does not exist, or holds nothing, passes.
+    ManifestError if it cannot be listed.
     """
     from exporter.publish.versions import models_in, newest_version
 

@@ -238,7 +238,7 @@ class ModelClient:
 
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
         """Return the signatures of a version, or of the version that a label names; without both, of the
-        newest.
+        newest available one. With both, the label counts.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.

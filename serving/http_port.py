@@ -529,8 +529,9 @@ class _Gzip:
         self._unzip = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     def unpack(self, data: bytes | bytearray) -> Iterator[bytes]:
-        """Yield the unpacked content of the next bytes, in parts of at most `_STEP_BYTES`; _Refused if they
-        are not gzip.
+        """Yield the unpacked content of the next bytes, in parts of at most `_STEP_BYTES`.
+
+        Iterating raises _Refused if they are not gzip. Bytes after the end of the gzip data are ignored.
         """
         while data and not self._unzip.eof:
             try:

@@ -55,7 +55,7 @@ class LoadedModel:
 
         Args: feeds: values by tensor name; TensorFlow checks dtypes, and the operations check shapes.
         fetches: names of tensors, in the order of the result. timeout_ms: milliseconds after which the
-        session stops the step; None is never.
+        session stops the step, at least 1; None is never.
         """
         # `Session.run` casts dtypes, refuses shapes that TF Serving accepts, and takes 140 us longer. This is
         # the call that it makes in the end: the same C++ `Session::Run` and error messages as TF Serving's.

@@ -109,7 +109,9 @@ class VersionManager:
     """A thread that loads and unloads the versions of one model as their directories come and go.
 
     After a failed load it waits until the directory changes before it loads the version again. So a version
-    that is still being copied is loaded in the end, and a broken one costs nothing.
+    that is still being copied is loaded in the end, and a broken one costs nothing. `policy` chooses the
+    versions; `poll_seconds` is the time between two looks at the base path (0: look once); `load` loads a
+    version's directory; `listener` gets each new status.
     """
 
     def __init__(

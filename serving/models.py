@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 class ServedModels:
     """Models by name; `create` makes the manager of a new one.
 
-    A model that a new configuration omits is unloaded; the last statuses of its versions stay known.
+    A model that a new configuration omits is unloaded; the last statuses of its versions stay known. With
+    `labels_unavailable_versions` new labels may name versions that are not available.
     """
 
     def __init__(
@@ -237,7 +238,8 @@ class ConfigFile:
     def read(self, *, may_be_empty: bool = True) -> tuple[ModelConfig, ...]:
         """Return the models that the file lists.
 
-        UsageError if it cannot be used, or is empty and `may_be_empty` is False.
+        UsageError if it cannot be used, or is empty and `may_be_empty` is False; LfsPointer if it is a
+        pointer of Git LFS.
         """
         try:
             config = read_config_file(self.path)

@@ -225,7 +225,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     network: NetworkOptions = GRPC_ALONE
 
     def __post_init__(self) -> None:
-        """Raise UsageError for wrong numbers from Python; the command line checks them itself."""
+        """Raise UsageError for negative poll_seconds, no threads, or a port outside 0 to 65535."""
         if self.poll_seconds < 0 or self.threads < 1 or not 0 <= self.port <= 65535:
             raise UsageError("poll_seconds must not be negative, threads positive, and port within 0..65535")
 
@@ -244,7 +244,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         return arguments
 
     def loading(self) -> Loading:
-        """Return the settings for loading versions; UsageError if the session's file cannot be used."""
+        """Return the settings for loading versions; reads the session's file, if there is one.
+
+        UsageError if it cannot be used, LfsPointer if it is a pointer of Git LFS.
+        """
         from serving.loader import Loading
         from serving.text_config import read_text_config
 

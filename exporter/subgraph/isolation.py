@@ -341,7 +341,7 @@ class _Retry(Struct, frozen=True, dict=True):
         return even
 
     def _has_died(self, sequence: Tensor, since: Tensor, now: Tensor) -> Tensor:
-        """Return true, bool [], if an update has been writing for longer than the readers' patience.
+        """Return true, bool [], if an update has been writing for longer than `patience_seconds`.
 
         `sequence` is a value, `since` a handle, `now` the time in seconds since 1970.
         """

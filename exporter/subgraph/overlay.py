@@ -139,7 +139,7 @@ class OverlaidTable(Struct, frozen=True):
     first: int = 0
 
     def reads(self, variable: GraphVariable, named: frozenset[str]) -> OverlaidReads:
-        """Return how the graph is to read the table `variable`; `named` are nodes in signatures."""
+        """Return the reads of the table `variable` for `overlay_reads`; `named` are nodes in signatures."""
         each = self.overlay
         beside = each.changed, each.slots, each.rows, each.pages
         return OverlaidReads(variable.node, each.dtype, each.shape[1:], *beside, self.first, named)
@@ -175,10 +175,11 @@ COUNTER = "overlay/mapped"
 
 
 def add_fill(editor: GraphEditor, tables: Collection[OverlaidTable]) -> tuple[str, str, str]:
-    """Add three counts, int64 [], and return their names.
+    """Add nodes for three counts about mapped tables, int64 [], and return their names in this order.
 
-    They are the number of mapped tables, of tables with an overlay, and the percentage of places used in the
-    fullest overlay that can become full (0 if none can). The first one's variable, `COUNTER`, is added, too.
+    The counts are the number of mapped tables, of tables with an overlay, and the percentage of places used
+    in the fullest overlay that can become full (0 if none can). The first one's variable, `COUNTER`, is
+    added, too.
     """
     counter = editor.variable(COUNTER, DType.INT64)
     # An overlay that has room for every row of its tables never becomes full, and does not count.
@@ -298,11 +299,11 @@ def _largest(numbers: Tensor) -> Tensor:
 
 
 class Places(Struct, frozen=True):
-    """Places for changed rows: `rows`, int64 [n]; `slots`, int32 [n], are the same, to be written at `at`,
-    int64 [n].
+    """The places of changed rows: indices in the variable `rows`, int64 [n], and again as `slots`, int32 [n].
 
-    The `pages`, int64 [k], get slots: `begins`, int64 [k], are their new contents. `used`, int64 [2], are the
-    numbers of rows with places and of pages with slots afterwards.
+    `at`, int64 [n], are the indices in the variable `slots` to which the places are written. The `pages`,
+    int64 [k], get slots: `begins`, int64 [k], are their new contents. `used`, int64 [2], are the numbers of
+    rows with places and of pages with slots afterwards.
     """
 
     at: Tensor

@@ -104,11 +104,10 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
     @cached_property
     def groups(self) -> list[TableGroup]:
-        """Return the tables that are written together: parts of one variable, tables of one overlay, and many
-        alike.
+        """Return the groups of tables that are written together: parts of one variable, tables of one
+        overlay, and `MANY` tables or more that are alike.
 
-        Tables are alike if they have rows of one shape and dtype and are on one device; at least `MANY` are a
-        group.
+        Tables are alike if they have rows of one shape and dtype and are on one device.
         """
         parts: dict[Any, list[tuple[ServedVariable, int]]] = {}
         alike: dict[Any, dict[ServedVariable, int]] = {}

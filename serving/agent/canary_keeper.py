@@ -113,7 +113,7 @@ class CanaryRules(Struct, frozen=True):
 
 
 class Canary:
-    """The canary of one model. `current` is its current log and action; None while another agent decides.
+    """The canary of one model. `current` is a log's lineage and the action there; None while another agent decides.
 
     `failing` lists the gates that the answers at the approved position fail; empty if none do, or if unknown.
     """
@@ -147,7 +147,8 @@ class Canary:
         """Return a sentence for each golden output of numbers: its mean at the last two positions with known
         answers.
 
-        Empty if fewer than two positions have known answers.
+        Empty if fewer than two positions have known answers. Outputs that the earlier answer lacks, and empty
+        ones, are left out.
         """
         known = list(self._answers.items())
         if len(known) < 2:
@@ -205,7 +206,7 @@ class Canary:
             client.close()
 
     def _lead(self) -> None:
-        """Decide until stopped, until the directory is gone, or until no replica could go first for
+        """Decide until stopped, until the directory cannot be read, or until no replica could go first for
         `patience_s`.
         """
         stuck_since: float | None = None
@@ -425,7 +426,7 @@ class Canary:
         """Return True if the first call with these arguments was at least `patience_s` ago; record a first
         call.
 
-        `what` and `about` identify the wait. Only the last 32 are remembered.
+        `what` and `about` identify the wait. Beside a new one only the last 32 are remembered.
         """
         key, now = f"{what} {about}", time.monotonic()
         if key not in self._waiting_since:
@@ -433,7 +434,7 @@ class Canary:
         return now - self._waiting_since[key] >= self._rules.patience_s
 
     def _keep(self, log: Log, position: int, answers: tuple[Answer, ...]) -> None:
-        """Keep the answers at a position and those at the last other position; forget all earlier ones."""
+        """Keep the answers at a position beside the answers that were kept last; forget all earlier ones."""
         kept = list(self._answers.items())[-1:]
         self._answers = {**dict(kept), (log.lineage, position): answers}
 

@@ -34,7 +34,7 @@ _NO_MODEL = "no/model"
 
 
 class LabelRules(Struct, frozen=True):
-    """The tag that each label follows, the servers' configuration file, and the models by their names."""
+    """The tag that each label follows, the servers' configuration file, and each model's directory by name."""
 
     tags: Mapping[str, str]
     config: Path
@@ -42,7 +42,7 @@ class LabelRules(Struct, frozen=True):
 
 
 class Labelled(Struct, frozen=True):
-    """The versions that labels now name, and the reasons why other labels did not move."""
+    """The new version of each label that moved, and the reasons why other labels did not, as sentences."""
 
     moved: Mapping[str, int]
     problems: Sequence[str]

@@ -78,7 +78,7 @@ def _went_back(before: Served | None, now: Served) -> bool:
 
 
 def _reach(version: Served, observed: Observed, published: Model) -> tuple[int, int]:
-    """Return the position that a version reaches by all visible deltas, and the one without refused deltas.
+    """Return two positions that a version can reach: by all visible deltas, and without the refused ones.
 
     Without a visible log both are its present position.
     """

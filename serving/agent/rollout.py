@@ -154,7 +154,7 @@ class Observed(Struct, frozen=True):
         return replace(self, seen_at=None, refusals=(*others, again), error=refusal.reason)
 
     def refusals_of(self, lineage: str, now: float) -> tuple[Span, ...]:
-        """Return the refused deltas of a log that are not to be tried again before a time after `now`."""
+        """Return the refused deltas of a log whose next try is later than `now` (monotonic seconds)."""
         return tuple(
             refusal.delta
             for refusal in self.refusals
@@ -346,7 +346,9 @@ class Quarantined(Struct, frozen=True):
 
 
 def quarantined(replicas: Iterable[Observed], published: Model) -> tuple[Quarantined, ...]:
-    """Return the deltas that every responding replica before them has refused, with the last reason.
+    """Return the published deltas that every replica at a position before them has refused, with a reason.
+
+    The reason is that of the last of `replicas`. Replicas without a known version are left out.
 
     Such a delta is damaged or does not fit, so other replicas would refuse it, too. If no other delta spans
     it, a new base has to be published.
