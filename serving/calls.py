@@ -88,7 +88,8 @@ class Calls:
     def metadata(self, request: Proto) -> Proto:
         """Return the signatures of a version as a `GetModelMetadataResponse`.
 
-        StatusError if no field or another one is requested, or the version is absent.
+        StatusError if no field or another one than `signature_def` is requested, or the model, version or
+        label is absent.
         """
         _require_spec(request)
         if not request.metadata_field:
@@ -107,9 +108,10 @@ class Calls:
         return response
 
     def status(self, request: Proto) -> Proto:
-        """Return the state of each version of a model as a `GetModelStatusResponse`.
+        """Return the state of each version of a model, newest first, as a `GetModelStatusResponse`.
 
-        StatusError if the model or version does not exist.
+        If the request names a version or label, it is only that one. StatusError if the model, version or
+        label does not exist, or no model is named.
         """
         _require_spec(request)
         response = message_class("serving.GetModelStatusResponse")()

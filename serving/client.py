@@ -238,7 +238,9 @@ class ModelClient:
 
     def metadata(self, version: int | None = None, *, label: str | None = None) -> Metadata:
         """Return the signatures of a version, or of the version that a label names; without both, of the
-        newest available one. With both, the label counts.
+        newest available one.
+
+        With both, the label is asked for, and must name that version.
 
         Raises:
             CallFailed: the server did not respond, or refused the call.

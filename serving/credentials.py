@@ -30,7 +30,7 @@ _LONGEST_TOKEN = 16 << 10
 def open_channel(address: str, access: ServerAccess, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
     """Return a channel to a model server; it sends nothing before the first call.
 
-    `options` are gRPC's channel arguments. UsageError for files that cannot be used.
+    `options` are gRPC's channel arguments. Errors are those of `channel_credentials`.
     """
     import grpc
 

@@ -237,7 +237,7 @@ def written(
 
     `request` is a result of `example` for this signature. It asks `version`, or the newest if that is None.
     `address` is HOST:PORT of gRPC, which the program reaches by `access`; REST is assumed at port 8501
-    without TLS, as in TensorFlow Serving.
+    without TLS, as in TensorFlow Serving. UsageError for a program with an input of an unknown type.
     """
     text = json.dumps(request)
     match form:

@@ -69,7 +69,7 @@ class HttpTls(Struct, frozen=True):
     def of(cls, certificate: str | None, key: str | None, client_ca: str | None) -> HttpTls | None:
         """Return the files that `--tls-cert`, `--tls-key` and `--client-ca` name; None if none is given.
 
-        UsageError if one is missing, or they cannot be used.
+        The files are read once, to report errors early. UsageError if one is missing, or they cannot be used.
         """
         if certificate is None and key is None and client_ca is None:
             return None

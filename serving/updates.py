@@ -166,7 +166,7 @@ def update(client: ModelClient, *, up_to: int = NEWEST, version: int | None = No
     client applied.
 
     Raises:
-        UsageError: the model has no incremental subgraph.
+        UsageError: the version, or the newer one, takes no deltas.
         CallFailed (exporter.errors): the model refuses to go to `up_to`, or the call failed otherwise;
             DEADLINE_EXCEEDED: another update ran all the time.
     """

@@ -56,9 +56,9 @@ _STATE = ("sequence", "since", "quiet", "unsettled")
 class SharedNodes(Struct, frozen=True):
     """The nodes that all signatures share.
 
-    `before` is the node that first reads the sequence. `handles` maps the node of each updated variable's
-    handle to the node through which signatures get it, which runs after that read. `patience_seconds` limits
-    a reader's wait for an update.
+    `before` is the node that first reads the sequence. `handles` maps the node of the handle of each updated
+    variable or lookup table to the node through which signatures get it, which runs after that read.
+    `patience_seconds` limits a reader's wait for an update.
     """
 
     state: StateNodes
@@ -73,9 +73,9 @@ def order_handles(
     """Reroute all present uses of `handles`, and of the position's handle, through new nodes that run after
     a read of the sequence.
 
-    `handles` are names of VarHandleOps, each once. Changes the graph's nodes in place; returns the nodes that
-    signatures share; nodes that are added later are not rerouted. `patience_seconds` limits a
-    reader's wait for an update.
+    `handles` are the nodes of the handles of variables and lookup tables, each once. Changes the graph's
+    nodes in place; returns the nodes that signatures share; nodes that are added later are not rerouted.
+    `patience_seconds` limits a reader's wait for an update.
     """
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)

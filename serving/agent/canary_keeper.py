@@ -113,7 +113,7 @@ class CanaryRules(Struct, frozen=True):
 
 
 class Canary:
-    """The canary of one model. `current` is a log's lineage and the action there; None while another agent decides.
+    """The canary of one model. `current` is a log's lineage and the action; None while another agent decides.
 
     `failing` lists the gates that the answers at the approved position fail; empty if none do, or if unknown.
     """
@@ -559,6 +559,7 @@ def canary_rules(
     Raises:
         UsageError: a file cannot be read or does not fit the published version, a model is unknown, or its
             directory is not writable.
+        LfsPointer: a file is a pointer of Git LFS.
     """
     rules: dict[str, CanaryRules] = {}
     for name, file in by_model("--canary", options, models).items():

@@ -39,7 +39,7 @@ class Hour(Struct, frozen=True):
 
 
 class Mark(Struct, frozen=True):
-    """An event at one time: `kind` is `rollback` or `swap`."""
+    """An event: `kind` is `rollback` or `swap`, `x` its time in pixels from the left, `text` its label."""
 
     kind: str
     x: float
@@ -47,7 +47,10 @@ class Mark(Struct, frozen=True):
 
 
 class Panel(Struct, frozen=True):
-    """A part of the chart: `lines` are (class, path); `least` and `most` are the values at its edges."""
+    """A part of the chart: `lines` are pairs of CSS class and SVG path.
+
+    `least` and `most` are the values at its lower and upper edge, as texts.
+    """
 
     title: str
     lines: tuple[tuple[str, str], ...]

@@ -54,7 +54,8 @@ _REQUEST_S = 10.0
 def page(view: Callable[[], FleetView], recorder: Recorder, journal: Journal, fresh_within_s: float) -> str:
     """Return the status page as HTML, of a new view and the last events.
 
-    A replica that lacks a publication for more than `fresh_within_s` is late.
+    A replica that lacks a publication for more than `fresh_within_s` seconds is late. `recorder` has the
+    samples for plots and charts.
     """
     now = view()
     return _template().render(

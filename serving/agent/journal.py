@@ -150,7 +150,10 @@ _STAYS = frozenset({EventKind.ROLLED_BACK, EventKind.GOLDEN, EventKind.DIFFERS})
 
 
 class Line(Struct, frozen=True):
-    """One line. `where` is the replica, or the number of replicas; `aside` may be empty."""
+    """One line. `where` is the replica, or the number of replicas, empty if it concerns none.
+
+    `aside` is the time until a delta was served, as a phrase; empty if unknown, or for other events.
+    """
 
     at: datetime
     model: str

@@ -34,7 +34,7 @@ _NO_MODEL = "no/model"
 
 
 class LabelRules(Struct, frozen=True):
-    """The tag that each label follows, the servers' configuration file, and each model's directory by name."""
+    """The tag of each label, the servers' configuration file, and each model's directory by its name."""
 
     tags: Mapping[str, str]
     config: Path

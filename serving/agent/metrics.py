@@ -280,7 +280,7 @@ class Metrics:
     def _forget_all_but(self, there: Collection[tuple[str, str]]) -> None:
         """Remove the counters of replicas that are not in `there`, pairs of model and address.
 
-        A name may resolve to new addresses each day.
+        The caller holds the lock. Counters of events without a replica stay. A name may resolve to new addresses each day.
         """
         gone = {seen for seen in self._seen if seen[1] and seen[:2] not in there}
         self._seen -= gone

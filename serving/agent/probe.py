@@ -59,7 +59,10 @@ def probe_request(version: Path) -> Proto | None:
 
 
 class Prober:
-    """A prober of one model of one server; `version` returns the version to probe now."""
+    """A prober of one model of one server; `version` returns the version to probe now, None for none.
+
+    `path` is the model's directory; `probe_s` is the time between two probes in seconds.
+    """
 
     def __init__(
         self, address: str, model: str, path: Path, probe_s: float, version: Callable[[], int | None]

@@ -64,7 +64,8 @@ class Rebuilder:
         It waits for the load, up to ten minutes, and meanwhile the server does not serve the model. Nothing
         is sent if no other server serves it, another replica of it is being rebuilt, the published files are
         damaged, or the configuration cannot be read. ServerError (CallFailed included) if the server does not
-        answer, refuses, does not unload the model within `deadline_s` or cannot load it again.
+        answer, refuses, does not unload the model within `deadline_s` or cannot load it again; ManifestError
+        if another model's directory cannot be listed here.
         """
         if not self._is_served_elsewhere(address, model):
             return "no other replica would serve the model meanwhile"
@@ -92,7 +93,8 @@ class Rebuilder:
         """Send a server the whole configuration, and wait, up to ten minutes, until the server serves it.
 
         ServerError if the file cannot be used, or the server would have to wait for a model (then nothing is
-        sent); or if it does not answer, refuses, or cannot load a model.
+        sent); or if it does not answer, refuses, or cannot load a model. ManifestError if another model's
+        directory cannot be listed here.
         """
         try:
             config = self._read()

@@ -109,7 +109,7 @@ class FleetStanding(Struct, frozen=True):
         return self.sentence(self.findings[0]) if self.findings else "Every replica is fresh"
 
     def sentence(self, finding: Finding) -> str:
-        """Return a finding as a sentence, with the model's name if there are several models."""
+        """Return a finding as a sentence, after the model's name if there are several models."""
         if len(self.models) > 1:
             return f"{finding.model}: {finding.text}"
         return finding.text[:1].upper() + finding.text[1:]

@@ -532,13 +532,13 @@ class Recorder(Struct):
 
     def hour(self, model: str) -> list[Hour]:
         """Return the served positions and delays of a model in the last hour, one each ten seconds, the
-        oldest first.
+        oldest first; empty for an unknown model.
         """
         return [found[model] for _, found in tuple(self.hours) if model in found]
 
     def series(self, model: str, address: str) -> list[float | None]:
         """Return the delays of one replica in the last ten minutes, one each second, the oldest first.
 
-        They are in seconds, None if unknown.
+        They are in seconds, None if unknown, or if the replica was not there.
         """
         return [sample.stale_s.get((model, address)) for sample in tuple(self.samples)]
