@@ -152,7 +152,7 @@ def _lock(manifest: Path) -> int | None:
     """Acquire the shared lock that keeps retention from removing the version, without waiting for it.
 
     Returns its descriptor, which the caller closes; None if there is no manifest. StatusError if the version
-    is being removed.
+    is being removed; OSError if the manifest cannot be opened.
     """
     try:
         descriptor = open_regular(manifest)

@@ -207,7 +207,10 @@ _HISTOGRAMS = {
 
 
 def described() -> Iterator[Described]:
-    """Yield every metric of the agent: its full name, kind, labels and help text."""
+    """Yield every metric of the agent: its full name, kind, labels and help text.
+
+    Metrics of the process (`process_...`), which `Metrics` has, too, are left out.
+    """
     yield build_info(PREFIX)
     for labels, table in _GAUGES:
         for name, (text, _) in table.items():
@@ -280,7 +283,8 @@ class Metrics:
     def _forget_all_but(self, there: Collection[tuple[str, str]]) -> None:
         """Remove the counters of replicas that are not in `there`, pairs of model and address.
 
-        The caller holds the lock. Counters of events without a replica stay. A name may resolve to new addresses each day.
+        The caller holds the lock. Counters of events without a replica stay. A name may resolve to new
+        addresses each day.
         """
         gone = {seen for seen in self._seen if seen[1] and seen[:2] not in there}
         self._seen -= gone
