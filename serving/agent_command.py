@@ -626,11 +626,17 @@ class _EventPrinter:
         self._is_lost = False
 
     def started(self, host: str, port: int, scheme: str) -> None:
-        """Print the address of the agent's port; `scheme` is `http` or `https`."""
+        """Print the address of the agent's port; `scheme` is `http` or `https`.
+
+        If that fails, it is a warning.
+        """
         self._print_or_warn(partial(self._print_start, host, port, scheme))
 
     def __call__(self, event: AgentEvent) -> None:
-        """Print an event, with -q only one for which an operator may have to act."""
+        """Print an event, with -q only one for which an operator may have to act.
+
+        If that fails, it is a warning, once until printing succeeds again.
+        """
         self._print_or_warn(partial(self._print, event))
 
     def _print_or_warn(self, write: Callable[[], None]) -> None:

@@ -136,7 +136,7 @@ class ServedModels:
         same configuration again without waiting for it again.
 
         StatusError if the configuration is refused (then nothing changes), or a model does not become
-        available.
+        available: DEADLINE_EXCEEDED if the time is over, else UNKNOWN.
 
         Args: wanted: the models. timeout_seconds: the longest wait; the configuration stays in effect
         afterwards. is_wanted: called about once a second; the wait ends, with StatusError, when it returns

@@ -61,7 +61,10 @@ class ServerMetrics:
                 self._sums_us[key] += took_us  # type: ignore[assignment] # a Counter adds numbers of any kind
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format, of the process and of this server.
+
+        Asks each available version that takes deltas for its position, for up to a second each.
+        """
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
@@ -74,7 +77,10 @@ class ServerMetrics:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield all metrics; prometheus_client calls it for each page."""
+        """Yield all metrics of the server; prometheus_client calls it for each page.
+
+        Asks each available version that takes deltas for its position.
+        """
         yield from self._request_metrics()
         yield from self._model_metrics()
 

@@ -249,7 +249,7 @@ def call_until_there(client: ModelClient, up_to: int, version: int) -> Updated:
     `up_to` -1 is the newest position. While another update runs, it calls again, after up to 0.1 s, until the
     client's deadline; then `Updated.found_another` is true. CallFailed if it does not get to `up_to`
     otherwise: INVALID_ARGUMENT if the model refuses, ABORTED if 20 calls were merged with calls for a smaller
-    position.
+    position; or if the server does not respond. For -1, a hold or a gap is a status of the result.
     """
     until = time.monotonic() + client.deadline_s
     rows = deltas = 0

@@ -193,6 +193,9 @@ class Site(Struct, frozen=True):
     def __call__(self, request: HttpRequest) -> HttpResponse:
         """Return the response to one request: the page, metrics or state by its path, or an error by its
         status.
+
+        It is 405 for methods other than GET and HEAD, 403 without a certificate, 401 without the token, 404
+        for an unknown path, and 503 if a probe fails; a guarded port tells probes only the number of reasons.
         """
         path = request.path
         if request.method not in ("GET", "HEAD"):

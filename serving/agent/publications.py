@@ -92,6 +92,8 @@ class Publications:
     def follow(self, stop: threading.Event) -> None:
         """List the directory whenever something appears in it, and at least every `poll_s`, until `stop` is
         set.
+
+        Changes are reported as `look` does; that the directory cannot be watched, once.
         """
         arrivals = Arrivals(kind=CHANGED)
         while not stop.is_set():

@@ -116,7 +116,8 @@ class Puller:
     def follow(self, stop: threading.Event) -> None:
         """Fetch what is new in the store every `poll_s`, until `stop` is set; errors are reported as events.
 
-        A fetch that `stop` interrupts is resumed by the next agent.
+        Nothing is reported while another process fetches into the directory. A fetch that `stop` interrupts
+        is resumed by the next agent.
         """
         copy = LocalCopy(
             self._url,

@@ -87,7 +87,10 @@ class Observed(Struct, frozen=True):
 
     @property
     def was_left_out(self) -> bool:
-        """Return True if the server has unloaded every version of the model, without an error."""
+        """Return True if the server has unloaded every version of the model, without an error.
+
+        False if no version is known.
+        """
         ended = (known.state is VersionState.END and not known.message for known in self.versions)
         return bool(self.versions) and all(ended)
 
