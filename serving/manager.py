@@ -166,7 +166,8 @@ class VersionManager:
     def follow(self, base_path: Path, policy: VersionPolicy) -> None:
         """Follow another base path, or choose versions by another policy, from now on; does not wait.
 
-        A loaded version of the same number stays, from whichever path it was loaded, as in TF Serving.
+        Nothing happens if both are as before; a retired model starts again. A loaded version of the same
+        number stays, from whichever path it was loaded, as in TF Serving.
         """
         with self._changed:
             if (self.base_path, self._policy) == (base_path, policy):

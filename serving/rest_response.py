@@ -127,7 +127,8 @@ def regressions(values: Sequence[float]) -> dict[str, Json]:
 def to_json(array: NDArray[Any], name: str) -> Json:
     """Return a tensor as nested lists; strings are texts, or `{"b64": ...}` if the name ends in `_bytes`.
 
-    ValueError for complex numbers, and for strings that are not UTF-8 without that ending.
+    Floats of at most 32 bits are the shortest decimals with the same value in their type. ValueError for
+    complex numbers, and for strings that are not UTF-8 without that ending.
     """
     dtype = dtype_of(array)
     if dtype is DType.STRING:

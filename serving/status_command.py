@@ -120,9 +120,9 @@ def _compare(found: ServedVersion, target: Model, now: datetime) -> ServedVersio
 
 
 def _steps_behind(step: int | None, target: Model) -> int | None:
-    """Return the steps from a served one to the newest published; None if either is not recorded.
+    """Return the number of training steps from `step`, a served one, to the newest published one.
 
-    It is negative if the served step is the greater one, after a rollback.
+    It is negative if the served step is greater, after a rollback; None if either step is not recorded.
     """
     newest = None if target.at is None else target.at.step
     return None if step is None or newest is None else newest - step

@@ -301,8 +301,9 @@ def _read_body(
 
 
 def _is_named(prefix: Tensor, *_: Tensor) -> Tensor:
-    """Return true, bool [], unless the path is empty: it is not tried then, because a server logs each failed
-    read.
+    """Return true, bool [], unless the path is empty.
+
+    An empty path is not tried, because a server logs each failed read.
     """
     return tf.not_equal(prefix, "")
 

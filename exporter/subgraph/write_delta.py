@@ -89,7 +89,7 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
-        """Return the index of each handle's vector and the handle's index in it, by the handle's place."""
+        """Return, by the place of each handle, the index of its vector and its index in that vector."""
         vectors = enumerate(self.vectors)
         return {place: (vector, n) for vector, each in vectors for n, place in enumerate(each)}
 
@@ -167,7 +167,7 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
 
 def _with_handle_data(handle: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> Tensor:
-    """Record the dtype and shape of its variable in a handle, and return the same handle."""
+    """Record the dtype and shape of a variable in its handle, and return the same handle."""
     from tensorflow.python.ops import handle_data_util  # the public API cannot set them
 
     known = handle_data_util.create_handle_data(tf.TensorShape(shape), tf.as_dtype(int(dtype)))

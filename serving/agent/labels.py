@@ -54,7 +54,8 @@ def follow_tags(client: ModelClient, rules: LabelRules, access: ServerAccess, de
     Returns the labels that moved; a label that cannot move is a problem in the result. If one has to move,
     the server is sent the whole configuration, and this waits until it is served, for `deadline_s` at most.
     Nothing is sent if the server serves a model that the file does not list, or lacks one that it lists;
-    that is a problem, too, unless that model is loading.
+    that is a problem, too, unless that model is loading. The configuration also has the present labels of
+    the agent's other models by their tags, and no label of a version that is not available.
 
     Raises:
         UsageError: the file cannot be used.
