@@ -564,9 +564,9 @@ def _trust(
 def _settings(
     times: TimeFlags, pacing: PaceFlags, audits: AuditFlags, access: ServerAccess, models: Iterable[str]
 ) -> Settings:
-    """Return the settings of the fleet; UsageError if --rebuild-config cannot be used.
+    """Return the settings of the fleet, without rules of labels.
 
-    `models` are the models' names.
+    `models` are the models' names. UsageError if --rebuild-config cannot be used, or nothing is audited.
     """
     from serving.agent.replica import Settings
     from serving.agent.rollout import RolloutPolicy

@@ -144,7 +144,7 @@ def to_json(array: NDArray[Any], name: str) -> Json:
 
 
 def shortest(value: float) -> float:
-    """Return the shortest decimal with the same float32: 0.1 instead of 0.10000000149011612."""
+    """Return the value of the shortest decimal with the same float32: 0.1, not 0.10000000149011612."""
     import numpy as np
 
     return float(str(np.float32(value)))

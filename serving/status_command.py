@@ -181,11 +181,12 @@ def find_model(connect: Callable[[str], ModelClient], published: Path | None) ->
     """Return a client of the only model on a server, for a command without a model's name.
 
     The caller closes it; clients that are tried and fail are closed here. `connect` makes a client for the
-    model of a name. `serve-model run` lists its models. TensorFlow Serving's interface does not: there the
-    name may be the last part of the `published` path, or TensorFlow Serving's own default.
+    model of a name. The first of these names counts that the server knows: the last part of the
+    `published` path, and `default`, TensorFlow Serving's own default. If it does not know one and lists its
+    models, as only `serve-model run` does, its only model counts. Errors of `connect` pass.
 
     Raises:
-        CallFailed: the server did not respond, has none of these, or has several models.
+        CallFailed: the server did not respond, has none of these, or lists several models.
     """
     names = ["default"] if published is None else [name_of(published), "default"]
     for name in names:

@@ -80,8 +80,9 @@ class OverlayNodes(Struct, frozen=True):
 
     @property
     def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Return the dtype and shape of each variable that an update uses, by node of its
-        handle, in the order of the fields of `Overlay`.
+        """Return the dtype and shape of each variable, by node of its handle, in the order of `Overlay`'s fields.
+
+        `pages` is left out if each row has a slot.
         """
         pages, slots = _sizes(self.table_rows, self.capacity)
         kinds: dict[str, tuple[DType, tuple[int, ...]]] = {

@@ -269,7 +269,8 @@ def serving(
 ) -> Iterator[int]:
     """Serve `site` inside the block; the block gets the number of the port, a free one if `port` is 0.
 
-    `allow_host` lists the host names that requests may name.
+    `allow_host` lists names, separated by commas, by which requests may ask the port beside its own; without
+    `tls`, requests for other names are refused (see `OwnNames`).
 
     Raises:
         OSError: the files of `tls` cannot be used (SSLError included).
