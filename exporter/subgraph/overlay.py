@@ -80,7 +80,7 @@ class OverlayNodes(Struct, frozen=True):
 
     @property
     def handles(self) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Return the dtype and shape of each variable, by node of its handle, in the order of `Overlay`'s fields.
+        """Return the dtype and shape of each variable, by node of its handle, in the order of `Overlay`.
 
         `pages` is left out if each row has a slot.
         """
