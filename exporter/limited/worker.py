@@ -74,8 +74,9 @@ class NotStarted(Exception):
 def worker(work: LimitedWork, descriptor: int | None = None) -> Iterator[Worker]:
     """Yield a process for this work, an idle one if there is one, else a new one.
 
-    After the block it is kept as the idle one of its program, and ends by itself after five seconds; it is
-    killed if the block fails. A new one inherits the open file `descriptor`. Raises NotStarted.
+    After the block it is kept as the idle one of its program, in place of the one kept before, and ends by
+    itself after five seconds; it is killed if the block fails. A new one inherits the open file `descriptor`.
+    NotStarted, on entry, if a new one cannot be started.
     """
     found = _take(work) or Worker(work, descriptor)
     try:
@@ -161,7 +162,8 @@ class Worker:
     def blocks(self, size: int, request: Mapping[str, Any] | None = None) -> Iterator[bytes]:
         """Yield the next `size` bytes of the answer in blocks of 4 MiB, the last one smaller; waits for each.
 
-        `request` is sent first if it is given. Ended if the process ends first.
+        `request`, if given, is sent when the first block is asked for. Ended, while iterating, if the process
+        ends first.
         """
         if request is not None:
             self._send(request, b"")

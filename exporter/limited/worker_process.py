@@ -156,7 +156,7 @@ def main(config: Mapping[str, Any]) -> None:
     """Answer requests on stdin until it ends or none comes for too long.
 
     `config` is that of the module docstring. Standard output and error go elsewhere meanwhile. After an error
-    it writes the reason and exits with REFUSED.
+    it writes the reason to stderr and raises SystemExit with REFUSED.
     """
     # a damaged file may crash the library, which should leave no core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -23,8 +23,9 @@ from exporter.publish.staging import Staging
 def approve(log: Path, model: Path, *, expected: int | None, position: int) -> int | None:
     """Move the canary's hold in the log's directory `log` from `expected` to `position`.
 
-    Return where it is now. `model` is the model's base path; its lock is held meanwhile. With `expected` None
-    there is no hold yet: then the new hold is at most at the position of the canary's newest rollback.
+    Return the position at which the hold is now. `model` is the model's base path; its lock is held
+    meanwhile. With `expected` None there is no hold yet: then the new hold is at most at the position of the
+    canary's newest rollback.
 
     None, with nothing changed, if the hold is not at `expected`, a person's or a rollback's hold is in force,
     the hold came from the store of this copy (no canary here moves that one), or, with `expected` None,
@@ -33,7 +34,9 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
     Raises:
         ManifestError, NotUpdatable: with `expected` None: the newest version cannot be read, or takes no
             deltas.
-        TargetBusy, TargetNotWritable, DiskFull, PublishError: the hold is as it was.
+        TargetBusy: another process held the model's lock for a minute.
+        OSError: the lock's file cannot be opened.
+        TargetNotWritable, DiskFull, PublishError: the hold cannot be written, or not be synced to disk.
     """
     hold = Hold(log)
     with Staging(model) as staging, model_lock(model):
@@ -52,7 +55,8 @@ def approve(log: Path, model: Path, *, expected: int | None, position: int) -> i
 def did_fail(log: DeltaLog, position: int) -> bool:
     """True if a canary rejected the values of a published position, and no canary has approved them since.
 
-    A resumption that publishes such values again counts as rejected until a canary approves it.
+    A resumption that publishes such values again counts as rejected until a canary approves it. Rollbacks
+    whose manifests are damaged are left out.
 
     Raises:
         PositionUnknown: no base of the log is at the position, and no delta ends there.

@@ -82,6 +82,7 @@ def seal(bundle: Path) -> tuple[FileEntry, ...]:
     Raises:
         VerificationError: something in the tree is neither a regular file nor a directory.
         PublishError and subclasses, OSError: the tree cannot be read, changed or synced.
+        CheckpointError: a file is a pointer that Git LFS has not replaced.
     """
     mode = stat.S_IMODE(bundle.stat().st_mode)
     files: list[FileEntry] = []
@@ -178,6 +179,9 @@ class VersionRule(Struct, frozen=True):
         self, step: int | None, *, newest: int | None, last: int | None, now: float
     ) -> tuple[int, int]:
         """Return the version and the position of the next publication, as numbers.
+
+        By position, both are equal: see `next_position`. By time, the version is `now`, or `newest` + 1 if
+        that is greater.
 
         `step` is the training step of its values, or None. `newest` is the greatest version number in use,
         `last` the greatest position; None if there is none. `now` is in seconds since 1970. Raises
@@ -338,13 +342,13 @@ def publish_version(
     grace_seconds: float = GRACE_SECONDS,
     clock: Callable[[], float] = time.time,
 ) -> PublishedVersion:
-    """Rename `staging.path` to `<model>/<version>` and, with `keep`, move older versions away and delete
-    them.
+    """Rename `staging.path` to `<model>/<version>`; with `keep`, also remove older versions.
 
     `draft` has the manifest's fields that are known before; the manifest is completed, signed if a key is in
     force, and written. A reserved position is the version's number, too. `permit` is called under the model's
     lock, and raises if the version may not be published; `is_locked`: the caller has that lock already.
-    `grace_seconds` is how long a superseded version stays; `clock` returns seconds since 1970.
+    `grace_seconds` is how long a superseded version stays; `clock` returns seconds since 1970. A failure to
+    remove older versions is only a warning of the result.
 
     When this returns, the version survives a power cut, except files with a second link (the trainer's
     shards): these are neither synced, which would cost O(bytes), nor changed in their mode.
@@ -359,6 +363,7 @@ def publish_version(
         TargetBusy: another exporter held the lock for `LOCK_SECONDS`.
         ManifestError: the newest version's manifest is damaged, so that the next position is unknown.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
+        CheckpointError: a staged file is a pointer that Git LFS has not replaced.
         TargetNotWritable, DiskFull, PublishError: the operating system refused; nothing was published.
     """
     if keep is not None and keep.newest < 1:
@@ -524,11 +529,10 @@ def _require(model: Path, expected: int | None, found: int | None, *, is_same_lo
 
 
 def _sealed(staging: Staging) -> tuple[FileEntry, ...]:
-    """Seal the staged directory.
+    """Seal the staged directory and return its files, sorted by path.
 
-    Return its files, with their SHA-256 if a signing key is in force for the model.
-
-    Raises VerificationError, PublishError and its subclasses, and OSError as `seal`.
+    They have a SHA-256 if a signing key is in force for the model. Raises VerificationError, PublishError and
+    its subclasses, CheckpointError and OSError as `seal`.
     """
     files = seal(staging.path)
     if signer_of(staging.model) is None:
@@ -549,9 +553,10 @@ def _complete(
 ) -> Manifest:
     """Complete the draft, write it as the staged `manifest.json`, the last file, and return the manifest.
 
-    It is signed for the place `target` if a signing key is in force. `now` is the time of publication in
-    seconds since 1970, `identity` the model's (None: of an earlier release). Raises NotTrusted if the key is
-    for another identity, PublishError and its subclasses if the file cannot be written.
+    If a signing key is in force, the manifest is signed as the publication that will be at `target`. `now` is
+    the time of publication in seconds since 1970, `identity` the model's (None: of an earlier release).
+    Raises NotTrusted if the key is for another identity, PublishError and its subclasses if the file cannot
+    be written or synced.
     """
     manifest = replace(draft, identity=identity).complete(
         position=position,
@@ -593,7 +598,7 @@ NO_SYNC_HINT = "keep the model on a local disk or NFS and push it from there, if
 
 
 def cannot_sync(model: Path) -> str:
-    """The text of the warning for a model whose file system cannot sync directories."""
+    """Return the text of the warning for a model whose file system cannot sync directories."""
     return (
         f"the file system of {model} does not say when the names of files are on disk: readers see what is "
         "published whole or not at all, but a power cut of its server may lose the last of it"
@@ -604,14 +609,14 @@ def cannot_sync(model: Path) -> str:
 def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE) -> Iterator[None]:
     """Hold a model's lock during the block, against other exporters on any machine that shares its files.
 
-    Waits up to `seconds`. `name` is the lock file's, made if needed; it gets the name of this process. The
-    default lock of a model in a store also begins a person's decision there, if this process was opened for
-    one: see `exporter.storage.mirror.locked`.
+    Waits up to `seconds`. `name` is the lock file's, made if needed; this process's id and host name are
+    written into it. The default lock of a model in a store also begins a person's decision there, if this
+    process was opened for one: see `exporter.storage.mirror.locked`.
 
-    Raises:
+    Raises (on entry):
         TargetBusy: other exporters held it for `seconds`.
-        OSError: the lock file cannot be opened or made.
-        ExportError: this decision could not begin in the store; ModelHeld or PositionMoved because of others.
+        OSError: the lock file cannot be opened or made, or the file system has no locks.
+        ExportError: the decision could not begin in the store; ModelHeld or PositionMoved because of others.
     """
     path, is_published_to = model / name, name == LOCK_FILE
     lock = open_lock(path)
@@ -630,11 +635,12 @@ def model_lock(model: Path, seconds: float = LOCK_SECONDS, name: str = LOCK_FILE
 
 
 def _lock_in_turn(model: Path, lock: int, seconds: float) -> bool:
-    """Acquire the model's lock (descriptor `lock`) before anybody who comes later.
+    """Acquire the model's lock (descriptor `lock`) before any process that asks for it later.
 
-    False if that takes more than `seconds`. Whoever waits looks every 20 ms, and a process that publishes
-    without a pause would nearly always have the lock again by then. So each locks the turn first, and keeps
-    it until it has the lock. OSError if the file of the turn cannot be opened.
+    False if that takes more than `seconds`. Waiting processes try every 20 ms, and a process that publishes
+    without a pause would nearly always have the lock again by then. So each first locks the file of the turn,
+    and keeps it until it has the lock. OSError if the file of the turn cannot be opened, or the file system
+    has no locks.
     """
     deadline = time.monotonic() + seconds
     turn = open_lock(model / TURN_FILE)

@@ -63,8 +63,8 @@ class LogBase(Struct, frozen=True):
     def read(cls, path: Path) -> LogBase:
         """Read the base in a version's directory.
 
-        Raises NotUpdatable if the version takes no deltas, ManifestError if its manifest cannot be read, or
-        names another place.
+        Raises NotUpdatable if the version takes no deltas; ManifestError if its manifest cannot be read,
+        names another version, or (NotTrusted) is not signed by a key that is trusted there.
         """
         manifest = read_manifest(path)
         check_place(manifest, path)
@@ -86,8 +86,8 @@ class LogBase(Struct, frozen=True):
 
         Shards are opened when a reader is used.
 
-        Raises VerificationError if a signed file (other than a shard) differs, CheckpointError if the bundle
-        is damaged or lists other tensors than the manifest.
+        Raises VerificationError if a signed file (other than a shard) differs, OSError if one cannot be read,
+        CheckpointError if the bundle is damaged or lists other tensors than the manifest.
         """
         from exporter.checkpoint.tensor_bundle import read_catalog
         from exporter.delta.row_reader import served_in
@@ -108,14 +108,15 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @cached_property
     def path(self) -> Path:
-        """The delta's directory: `START-END` in the log's, both with 20 digits."""
+        """The delta's directory, `START-END` in the log's directory; both numbers have 20 digits."""
         return self.log / span_name(self.start, self.end)
 
     @cached_property
     def manifest(self) -> Manifest:
         """The delta's manifest, read once.
 
-        ManifestError if it cannot be read, is damaged, or names another place.
+        ManifestError if it cannot be read, is damaged, names another delta, or (NotTrusted) is not signed by
+        a key that is trusted there.
         """
         manifest = read_manifest(self.path)
         check_place(manifest, self.path)
@@ -134,17 +135,23 @@ class LogDelta(Struct, Reach, frozen=True, dict=True):
 
     @property
     def at(self) -> Position:
-        """The position where it ends, and the training step there."""
+        """The position where it ends, and the training step there.
+
+        ManifestError if its manifest cannot be read.
+        """
         return Position(self.end, self.manifest.step)
 
     @property
     def only_from(self) -> bool:
-        """True if it applies at its first position only."""
+        """True if it applies at its first position only; ManifestError if its manifest cannot be read."""
         return self.entry.only_from
 
     @property
     def merged_count(self) -> int:
-        """The number of publications merged in it; 1 if none are."""
+        """The number of publications merged in it; 1 if none are.
+
+        ManifestError if its manifest cannot be read.
+        """
         return self.entry.parts
 
 
@@ -213,12 +220,12 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def at(self) -> Position:
-        """The newest position."""
+        """The newest position and the training step there; ManifestError if that manifest cannot be read."""
         return self.newest.at
 
     @property
     def trained(self) -> TrainerVersion:
-        """The trainer's state at the newest position."""
+        """The trainer's state at the newest position; ManifestError if that manifest cannot be read."""
         return self.newest.entry.trained
 
     @cached_property
@@ -248,12 +255,13 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """Read a delta: its changes as memory maps, only of the variables named in `only` if that is given.
 
-        The checksums of all returned values are verified.
+        Names that the delta does not change are ignored. The checksums of all returned values are verified.
 
         Raises:
             ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
             CheckpointError: the delta's files are damaged, or not those of its name and manifest.
             PositionError: the delta is of another log or schema.
+            OSError: a signed file cannot be read.
         """
         from exporter.delta.delta_files import with_values
 
@@ -270,7 +278,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         """Return the numbers of the rows in a delta (integers), by the name of their table.
 
         Of `tables`, those that the log does not have are left out. Checksums are verified; no row's values
-        are read. Raises as `open`.
+        are read. Raises as `DeltaLog.tensors`; CheckpointError also if the numbers are damaged.
         """
         from exporter.delta.delta_files import row_numbers
 
@@ -287,6 +295,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
             CheckpointError: the files are damaged; CorruptFile if positions or tensors differ from name and
                 manifest.
             PositionError: the delta is of another log or schema.
+            OSError: a signed file cannot be read.
         """
         from exporter.delta.delta_files import read_tensors
 
@@ -302,14 +311,17 @@ class DeltaLog(Struct, frozen=True, dict=True):
             return found
 
     def state(self, position: int | None = None, *, only: Collection[str] | None = None) -> LayeredState:
-        """The values at a position (None: the newest); only of the variables named in `only`, if given.
+        """The values at a position (None: the newest).
 
-        It opens the deltas from the nearest base on.
+        With `only`, no delta's changes of other variables are read: these have the values of the nearest base
+        before the position. All deltas from that base on are opened.
 
         Raises:
             PositionUnknown: no base, with deltas, reaches the position.
+            PositionError: a delta is of another log or schema.
             ManifestError, VerificationError: a manifest cannot be read, or a signed file differs.
             CheckpointError: the base or a delta is damaged.
+            OSError: a signed file cannot be read.
         """
         from exporter.delta.layered_state import LayeredState
 
@@ -341,7 +353,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
         return self.hold.approved()
 
     def standing(self, position: int) -> LogBase | LogDelta:
-        """Return the base at a position, or else the longest delta that ends there.
+        """Return the base at a position, or else the shortest delta that ends there.
 
         Raises:
             PositionUnknown: there is neither.
@@ -427,9 +439,10 @@ def log_of(model: Path, versions: Sequence[VersionDir]) -> DeltaLog:
 
 
 def logs_of(model: Path, versions: Sequence[VersionDir]) -> tuple[DeltaLog, ...]:
-    """Return the logs of which a base is among a model's versions, that of the newest version first.
+    """Return the logs of which a base is among a model's versions, the newest version's log first.
 
-    Versions are as `version_dirs` lists them; those that take no deltas, or cannot be read, are skipped.
+    `versions` are as `version_dirs` lists them; those that take no deltas, or cannot be read, are skipped, as
+    are logs whose directory cannot be listed.
     """
     found: dict[int, DeltaLog] = {}
     for child in versions:

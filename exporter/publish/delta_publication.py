@@ -90,8 +90,8 @@ def publish_changes(
 
     Raises:
         NotFinite: the log's model would refuse it; nothing was published.
-        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta`; nothing was
-            published.
+        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta` (PositionMoved,
+            NotUpdatable, NotTrusted among them); nothing was published.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
     require_finite(log, changes, what.span, what.hint)
@@ -117,8 +117,9 @@ def publish_written(
     checked them (`exporter.publish.finite`).
 
     Raises:
-        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta`; nothing was
-            published.
+        CheckpointError: the staged delta's index cannot be read.
+        UsageError, PositionError, ManifestError, VerificationError: see `publish_delta` (PositionMoved,
+            NotUpdatable, NotTrusted among them); nothing was published.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: nothing was published.
     """
     span, entry = what.span, what.entry

@@ -30,12 +30,10 @@ _WHOLE = np.zeros(1, np.int64)
 
 
 def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hint: str) -> None:
-    """Refuse changes, by variable name, that the log's model refuses; it may accept any values.
+    """Raise NotFinite if the log's model wants finite values, and a change holds NaN or infinity.
 
-    `span` and `hint` are for the error: the delta that would be published, and the advice.
-
-    Raises:
-        NotFinite: the model wants finite values, and a change holds NaN or infinity.
+    `changes` are by variable name. `span` and `hint` are for the error: the delta that would be published,
+    and the advice.
     """
     if log.base.entry.updates.finite:
         for name, rows in _not_finite(log, changes):
@@ -45,7 +43,7 @@ def require_finite(log: DeltaLog, changes: Mapping[str, Change], span: Span, hin
 def require_base_finite(catalog: Catalog) -> None:
     """Refuse a new base with NaN or infinity, by its bundle's catalog: its model would refuse deltas with it.
 
-    Every value is read; checksums are not verified.
+    Every floating-point value is read; checksums are not verified.
 
     Raises:
         NotFinite: a tensor holds NaN or infinity.
@@ -67,12 +65,12 @@ def require_base_finite(catalog: Catalog) -> None:
 def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hint: str = "") -> None:
     """Refuse a merger of the deltas in `run` (oldest first) that the log's model would refuse.
 
-    `span` and `hint` are for the error: the merger's span, and the advice. Checked deltas are read only after
-    unchecked ones.
+    `span` and `hint` are for the error: the merger's span, and the advice. Deltas marked as checked are read
+    only while rows of unchecked ones before them are not finite.
 
     Raises:
         NotFinite: the newest value of something in the deltas is not finite, and the model wants that.
-        CheckpointError, VerificationError: a delta is damaged, or its manifest cannot be read.
+        ManifestError, VerificationError, CheckpointError, PositionError, OSError: as `DeltaLog.open`.
     """
     if log.base.entry.updates.finite:
         for name, rows in lasting(log, run).items():
@@ -82,11 +80,11 @@ def require_merger_finite(log: DeltaLog, run: Sequence[LogDelta], span: Span, hi
 def lasting(log: DeltaLog, run: Iterable[LogDelta]) -> dict[str, Array]:
     """The numbers of the rows that are NaN or infinite at the end of a run of deltas, by variable name.
 
-    `run` is oldest first. The number of a variable that is not a table is 0. Variables without such rows are
-    left out.
+    `run` is oldest first. The numbers (int64) are ascending; the number of a variable that is not a table is
+    0. Variables without such rows are left out.
 
     Raises:
-        CheckpointError, VerificationError: a delta is damaged, or its manifest cannot be read.
+        ManifestError, VerificationError, CheckpointError, PositionError, OSError: as `DeltaLog.open`.
     """
     left: dict[str, Array] = {}
     for delta in run:
@@ -122,7 +120,8 @@ def refused(log: DeltaLog, delta: LogDelta) -> bool:
     A delta marked as checked is not read.
 
     Raises:
-        CheckpointError, VerificationError: it is damaged, or its manifest cannot be read.
+        ManifestError: its manifest cannot be read.
+        VerificationError, CheckpointError, PositionError, OSError: as `DeltaLog.open`.
     """
     wanted = log.base.entry.updates.finite and not delta.entry.finite
     return wanted and any(True for _ in _not_finite(log, log.open(delta).changes))

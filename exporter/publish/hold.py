@@ -83,10 +83,10 @@ class HeldBy(Struct, frozen=True):
     def now(
         cls, position: int, why: str | None = "", *, canary: bool = False, values_of: int | None = None
     ) -> HeldBy:
-        """A hold at `position` that is set now by this process's user; a long reason is shortened.
+        """A hold at `position` that is set now by this process's user.
 
-        `canary`: it is a canary's. `values_of` is the position whose values a rollback brought back; None: no
-        rollback sets it.
+        A reason of more than 1,000 characters is shortened; None: none. `canary`: it is a canary's.
+        `values_of` is the position whose values a rollback brought back; None: no rollback sets it.
         """
         why = why or ""
         if len(why) > _LONGEST_REASON:
@@ -116,7 +116,7 @@ class HeldBy(Struct, frozen=True):
         return self.url or model
 
     def lifting(self, model: Path) -> list[str]:
-        """The words of the command that lifts the hold where it was set: in a store, or else in `model`."""
+        """The words of the command that lifts the hold where it was set: at a store's URL, or in `model`."""
         return ["export-model", "resume", str(self.place(model)), *(["--lift-canary"] if self.canary else [])]
 
     @property
@@ -230,7 +230,10 @@ class Hold(Struct, frozen=True):
 
     @property
     def binds(self) -> bool:
-        """True if it binds publishers: there is a hold, and it is not a canary's."""
+        """True if it keeps exporters from publishing versions: there is a hold, and it is not a canary's.
+
+        True also for a hold that cannot be read.
+        """
         return self.is_set and not self.is_canary
 
     def read(self) -> int | None:
@@ -266,7 +269,8 @@ class Hold(Struct, frozen=True):
     def decided(self) -> Decided:
         """Return the directory's own hold and the store's; each is None if it is not set.
 
-        A hold without a recorded author counts as the directory's own.
+        A hold without a recorded author counts as the directory's own. If the number cannot be read, both are
+        as `hold.json` says.
         """
         content, said = self.content(), self._said()
         if content is None:
@@ -511,9 +515,10 @@ def _document_in(content: bytes) -> HoldDocument:
 
 
 def _held_at(number: bytes, said: HoldDocument | None) -> HeldAt:
-    """The hold of a number's bytes, which must have a position, and of the document beside it (or None).
+    """Return the hold that a number's bytes and the document beside it (or None) state.
 
-    The document counts only if one of its holds is at that position.
+    The document counts only if one of its holds is at the number's position. The bytes must state a position:
+    AssertionError otherwise.
     """
     position = position_in(number)
     assert position is not None
@@ -532,7 +537,10 @@ def _of(said: HoldDocument) -> HeldBy:
 
 
 def _of_nobody(held: HeldAt, path: Path) -> HeldBy:
-    """The hold of a number without a document: no author, and the time of its file (1970 if that is gone)."""
+    """A hold without a recorded author, for a number without a document; its time is that of the file.
+
+    `path` is the file of the number; the time is 1970 if that is gone.
+    """
     try:
         since = path.lstat().st_mtime
     except OSError:

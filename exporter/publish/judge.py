@@ -194,7 +194,11 @@ def seconds_since(time: datetime | None, now: datetime) -> float:
 
 
 def superseded_since(model: Model, served: Served) -> datetime | None:
-    """The time at which the newest log began, if a server needs a version of it to be fresh; else None."""
+    """The time at which the newest log began, if the served version lacks that log; else None.
+
+    It lacks the log if its own log has no base here, or if its version number is at most the position of the
+    newest base. None also for a version of the newest log, and if no version takes deltas.
+    """
     newest = model.newest_log
     if newest is None or served.lineage == newest.lineage:
         return None
@@ -466,7 +470,7 @@ def _behind(model: Model, server: Server, served: Served, now: datetime, limits:
 
 
 def _age(published: Path, now: datetime) -> float:
-    """The seconds from the publication of the version in directory `published` to `now`.
+    """The seconds from the publication of the version in directory `published` to `now`, at least 0.
 
     0 if its manifest cannot be read.
     """
@@ -485,9 +489,9 @@ _TIMES, _SHORTEST_S = 3.0, 60.0
 
 
 def longest_silence_s(times: Iterable[datetime]) -> float | None:
-    """The seconds without a publication after which a publisher is unusually silent, by its publications.
+    """The seconds without a publication after which a publisher is unusually silent; at least 60.
 
-    `times` are those of its publications, in any order; None if there are too few (less than nine).
+    `times` are when it published, in any order; equal ones count once. None if there are fewer than nine.
 
     One day's pause of training is not a habit, and neither are a few quick publications after a start: the
     longest few of the last intervals do not count.

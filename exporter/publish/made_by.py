@@ -52,7 +52,10 @@ def _place(model: str | Path) -> Path:
 
 
 def _kept(model: str | Path) -> _Kept | None:
-    """The arguments that an export of this user kept; None if there are none, or they cannot be read."""
+    """The arguments that an export of this user kept for a model (its path or URL).
+
+    None if there are none, they cannot be read, or another user wrote them.
+    """
     place = _place(model)
     with suppress(OSError, RuntimeError, msgspec.DecodeError):
         if place.lstat().st_uid != os.getuid():
@@ -62,10 +65,11 @@ def _kept(model: str | Path) -> _Kept | None:
 
 
 def keep_command(request: ExportRequest) -> None:
-    """Keep an export's arguments and the current directory in a file, beside the model or in user state.
+    """Keep an export's arguments and the current directory in a file, for the hints of later commands.
 
-    The latter is for a URL. If `--model` was not a name that can be typed, or a name is not UTF-8, a kept
-    file is removed instead. The file is only for people, so that a failure to write it is ignored.
+    The file is beside a local model, and in the user's directory of states for a model in a store. If
+    `--model` was not a name that can be typed, or a name is not UTF-8, a kept file is removed instead. The
+    file is only for people, so that a failure to write it is ignored.
     """
     with suppress(OSError, RuntimeError):
         place = _place(request.out)

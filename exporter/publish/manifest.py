@@ -247,8 +247,7 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
     linked: Annotated[LinkedFile | None, doc("its status when published, if it is a trainer's, too")] = None
 
     def is_written(self, directory: Path, *, for_sure: bool = True) -> bool:
-        """True if this file of a published directory is a trainer's, too, and was written to since
-        publication.
+        """True if a trainer, who has this file of a published directory, too, wrote to it since publication.
 
         Judged by its size and times, which a program may set; with `for_sure` false, also True if it may have
         been. False if the file cannot be looked at.
@@ -403,7 +402,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
     def overwritten(self, version: Path) -> list[Path]:
         """The paths of the files in the directory `version` that the trainer also links and wrote to since.
 
-        They are judged by their sizes and times.
+        They are judged by their sizes and times; files that cannot be looked at are left out.
         """
         return [version / file.path for file in self.files if file.is_written(version)]
 
@@ -449,9 +448,7 @@ class ManifestHead(Struct, frozen=True, rename={"created_text": "created"}):
 
     @property
     def log(self) -> int | None:
-        """The position with which the log of a base or delta began;
-        None for a version that takes no deltas.
-        """
+        """The position with which the log of a base or delta began; None for a version without deltas."""
         return None if self.incremental is None else self.incremental.log
 
 

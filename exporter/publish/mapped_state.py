@@ -101,7 +101,8 @@ def mapped_elsewhere(record: MappedRecord, version: Path) -> str:
 def tables_state(record: MappedRecord, version: Path) -> str:
     """The state of a version's tables: `mapped`, `mapped from DIR` for a copy, or `restored: ` and why.
 
-    `version` is the directory that is looked at. ManifestError if the name of a table's file is not below it.
+    `version` is the directory that is looked at. ManifestError if the name of a table's file is not below it,
+    CheckpointError if a file is a pointer of Git LFS.
     """
     why, elsewhere = why_restored(record), mapped_elsewhere(record, version)
     if why:

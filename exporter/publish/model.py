@@ -183,12 +183,13 @@ class Log(Struct, frozen=True, dict=True):
 
     @property
     def number(self) -> int:
-        """The position of its first base, which names its directory."""
+        """The position of its first base, which names its directory; ValueError if `path` is not a log's."""
         return int(self.path.name)
 
     def up_to(self, position: int) -> Log:
-        """The log with `position` as its limit, for a call that names a position: the hold does not apply to
-        it.
+        """Return the log with `position` as its limit in place of its hold.
+
+        For a call that names a position: the hold does not apply to it.
         """
         return replace(self, limit=position)
 
@@ -279,8 +280,9 @@ class _Known(Struct):
     def base(self, path: Path) -> LogBase | None:
         """The base in a version's directory, read again only if its manifest is another file than before.
 
-        None if the version takes no deltas, or cannot be read (`doctor` reports that). What was read is
-        remembered: bases, rollbacks, times, and errors about untrusted versions.
+        None if the version takes no deltas, is not trusted, or has no manifest that can be read (`doctor`
+        reports that). What was read is remembered: bases, rollbacks, times, and errors about untrusted
+        versions. OSError if the manifest exists but cannot be looked at.
         """
         try:
             file = FileIdentity.of((path / MANIFEST_FILE).stat())
@@ -306,15 +308,15 @@ class _Known(Struct):
         return base
 
     def bases_of(self, lineage: str) -> list[LogBase]:
-        """Return the remembered bases of the log with an id, in the order in which they were read."""
+        """Return the remembered bases of the log with the id `lineage`, in the order of reading."""
         found = (base for _, base in self.bases.values() if base is not None)
         return [base for base in found if base.manifest.lineage == lineage]
 
     def log(self, base: LogBase, hold: HeldAt | None, listed: Sequence[LogDelta]) -> Log:
         """Return the log of `base`, its newest base, with the `listed` deltas that can be read.
 
-        `hold` is the log's, or None. Deltas are read once and remembered; after an untrusted delta there are
-        none.
+        `base` was returned by `_Known.base` before. `hold` is the log's, or None. Deltas are read once and
+        remembered; after an untrusted delta there are none.
         """
         lineage, is_canary = base.manifest.lineage or "", hold is not None and hold.is_canary
         limit = None if hold is None else hold.position
@@ -345,8 +347,9 @@ class _Known(Struct):
         )
 
     def forget_all_but(self, lineages: Collection[str]) -> None:
-        """Forget what was read of other logs than these, but keep the publication times
-        of logs with a base.
+        """Forget the deltas of all logs but these, and publication times of logs without a remembered base.
+
+        KeyError if one of `lineages` was not read by `log` before.
         """
         self.deltas = {lineage: self.deltas[lineage] for lineage in lineages}
         self.commits = {
@@ -453,6 +456,7 @@ class Model(Struct, frozen=True, dict=True):
         Raises:
             NotUpdatable: nothing is published.
             ManifestError: the model cannot be looked at, or the log of its newest version has vanished.
+            OSError: a manifest exists but cannot be looked at.
         """
         known = _Known() if before is None else before.known
         versions = version_dirs(path)
@@ -485,7 +489,7 @@ class Model(Struct, frozen=True, dict=True):
         """Read the model and the manifests of all its publications, which `publications` and `at` then have.
 
         Raises:
-            NotUpdatable, ManifestError: as `read`.
+            NotUpdatable, ManifestError, OSError: as `Model.read`.
         """
         found = cls.read(path)
         _ = found.publications, found.at  # now: in a store, files that move later would be read anew
@@ -495,8 +499,9 @@ class Model(Struct, frozen=True, dict=True):
     def look(cls, path: Path, before: Model | None = None, *, since: datetime | None = None) -> Model:
         """Read the model; if it cannot be read, return it without logs, and with the reason as its `problem`.
 
-        Manifests that were read `before` are not read again. With `since`, what was not there before counts
-        as published after that time and not later than now. It raises no ExportError or OSError.
+        Manifests that were read `before` are not read again; its memory of manifests is updated and shared.
+        With `since`, what was not there before counts as published after that time and not later than now. It
+        raises no ExportError or OSError.
         """
         seen = cls(path=path) if before is None else before
         seen.known.since = since
@@ -577,8 +582,9 @@ class Model(Struct, frozen=True, dict=True):
 
     @property
     def skew_s(self) -> float | None:
-        """The least number of seconds by which the publisher's clock is ahead; negative: behind, None: not
-        known.
+        """The least number of seconds by which the publisher's clock is ahead; None if that is not known.
+
+        It is negative if the clock is behind.
         """
         return self.known.skew_s
 
@@ -589,7 +595,10 @@ class Model(Struct, frozen=True, dict=True):
         return sorted(found, key=lambda one: one.created)
 
     def decided(self) -> Model:
-        """Return the model as if the canary had approved its logs to their ends, or to the store's hold."""
+        """Return the model as if the canary had approved its logs to their ends, or to the store's hold.
+
+        Logs that a person or a rollback holds are unchanged.
+        """
         logs = {
             lineage: replace(log, limit=log.bound, is_canary=False) if log.is_canary else log
             for lineage, log in self.logs.items()

@@ -93,7 +93,7 @@ def require_not_taken_back(model: Path, misfit: PositionError) -> None:
     """Raise ModelHeld, caused by `misfit`, if the newest version is a rollback's and the model is held.
 
     The trainer's next publication does not fit the restored values; it fits again after `resume`.
-    ManifestError if that version's manifest cannot be read. Otherwise it returns.
+    ManifestError if that version's manifest, or the model's directory, cannot be read. Otherwise it returns.
     """
     newest = newest_version(model)
     if newest is None or (told := read_manifest(newest.path).taken_back) is None or told.made != "rollback":
@@ -110,7 +110,8 @@ def require_not_taken_back(model: Path, misfit: PositionError) -> None:
 def require_on_way(log: DeltaLog, span: Span) -> None:
     """Refuse a merged delta that would bring servers to a position from which the model was rolled back.
 
-    `span` is the merged delta's.
+    `span` is the merged delta's. One that ends beyond the hold is not refused, nor is any without a hold, or
+    while the hold cannot be read: then no server follows it.
 
     Raises:
         ModelHeld: it would.
@@ -162,7 +163,10 @@ def _log_of(version: VersionDir) -> int | None:
 
 
 def _held(model: Path, hold: Hold) -> ModelHeld:
-    """The error for a hold that binds publishers; the hold is read once, as it may be lifted meanwhile."""
+    """Return the error for a hold that binds publishers.
+
+    The hold is read once, as it may be lifted meanwhile.
+    """
     held = hold.for_servers() or HeldAt(-1)
     where = f" ({hold.path} cannot be read)" if held.position < 0 else f" at {held.position}"
     place = model if held.by is None else held.by.place(model)

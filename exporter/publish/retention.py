@@ -145,8 +145,7 @@ class RetiredDeltas(Struct, frozen=True):
 def retire_deltas(
     log: DeltaLog, *, now: float, rollback_positions: int = ROLLBACK_POSITIONS
 ) -> RetiredDeltas:
-    """Rename deltas that no base or rollback needs to hidden directories, to be deleted by the caller
-    (`trash`).
+    """Rename deltas that no base or rollback needs to hidden directories, for the caller to delete (`trash`).
 
     The caller holds the model's lock. `now` is in seconds since 1970. Needed is every delta on the way from
     an existing base to the newest position, to each of the newest `rollback_positions`, to the position that
@@ -182,11 +181,10 @@ def retire_deltas(
 
 
 def _needed(log: DeltaLog, bases: Sequence[int], rollback_positions: int) -> list[int]:
-    """The positions that must stay within reach: the newest ones, then the tagged ones, then the approved
-    one.
+    """The positions that must stay within reach: the newest, then the tagged, then the approved one.
 
-    The newest are the last `rollback_positions` of the log's deltas and of `bases`. ManifestError if the tags
-    cannot be read.
+    The newest are the last `rollback_positions` of the log's deltas and of `bases`, ascending. Tagged
+    positions of other logs are left out. ManifestError if the tags cannot be read.
     """
     tagged = {tag.position for tag in read_tags(log.model).values()}
     known = {position for delta in log.deltas for position in (delta.start, delta.end)}
@@ -240,7 +238,7 @@ def logs_without_base(model: Path, current: Path | None) -> list[Path]:
     """The directories of logs without any existing version, sorted, except `current`.
 
     `current` is the newest version's own log; None: there is none. Empty while the manifest of a version
-    cannot be read.
+    cannot be read. ManifestError if a directory cannot be listed.
     """
     others = [
         path

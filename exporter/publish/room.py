@@ -62,9 +62,7 @@ class Room(Struct, frozen=True):
 
     @property
     def spare(self) -> int:
-        """The number of bytes that removing all old versions would free; the newest two stay, as servers need
-        them.
-        """
+        """The number of bytes that removing all versions but the newest two would free; servers need two."""
         return sum(self.own[:-_NEEDED_VERSIONS])
 
     @property

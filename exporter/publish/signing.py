@@ -92,7 +92,9 @@ class Signer:
         return cls(name, _private_key(source), identity)
 
     def require(self, identity: str | None, where: object) -> None:
-        """Refuse to sign publications of another identity than the signer's own; it may have none.
+        """Refuse to sign publications of another identity than the signer's own.
+
+        Any is accepted if it has none.
 
         Raises:
             NotTrusted: `identity` differs, or is None; `where` is named in the message.
@@ -315,7 +317,7 @@ def _kept(of: object, digest: str) -> str:
 def _passing_digest(path: Path) -> str:
     """Return the SHA-256 of an object in a store, by its file in a mirror; its bytes are not kept on disk.
 
-    CheckpointError if the object cannot be fetched.
+    CheckpointError if the object cannot be fetched, OSError if the mirror's file is gone.
     """
     digest, size = hashlib.sha256(), path.stat().st_size
     for start in range(0, size, _PIECE):

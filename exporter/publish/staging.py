@@ -127,7 +127,10 @@ def remove_leftovers(model: Path) -> None:
 
 
 def dead_leftovers(model: Path) -> list[Path]:
-    """The paths that `remove_leftovers` would remove: directories, sorted, then jobs; OSError as there."""
+    """The paths that `remove_leftovers` would remove: directories, sorted, then jobs.
+
+    OSError if the directory cannot be listed, or what was listed vanishes meanwhile.
+    """
     found = [path for path in model.iterdir() if path.name.startswith((STAGING_PREFIX, TRASH_PREFIX))]
     dead = [path for path in found if path.name.startswith(TRASH_PREFIX) or _is_dead(path)]
     from exporter.jobs.runner import abandoned_jobs
@@ -138,7 +141,8 @@ def dead_leftovers(model: Path) -> list[Path]:
 def _is_dead(root: Path) -> bool:
     """True if no process has the lock of a staging directory; False also for anything but a directory.
 
-    A very new one may still lack its lock file: it counts as alive.
+    A very new one (less than 10 s old) may still lack its lock file: it counts as alive. OSError if the
+    directory vanishes meanwhile, or the file system has no locks.
     """
     if root.is_symlink() or not root.is_dir():
         return False

@@ -289,7 +289,7 @@ class Standing(Struct, frozen=True, dict=True):
 
         Raises:
             NotUpdatable: nothing is published.
-            ManifestError: the manifest of the newest version cannot be read.
+            ManifestError: the manifest of the newest version cannot be read, or a directory cannot be listed.
         """
         versions = version_dirs(model)
         if newest_of(versions) is None:
@@ -343,7 +343,10 @@ class Standing(Struct, frozen=True, dict=True):
 
     @property
     def newest(self) -> int:
-        """The model's newest position; the newest version's number if that takes no deltas."""
+        """The model's newest position; the newest version's number if that takes no deltas.
+
+        ManifestError if the manifest of the newest delta cannot be read.
+        """
         return self.log.at.position if self.log is not None else max(self.plain)
 
     def loss(self, position: int) -> str:
@@ -570,7 +573,7 @@ def tagged_versions(versions: Iterable[VersionDir], tags: Mapping[str, PositionT
     """The numbers of the versions that tagged positions need, each with the name of one tag that needs it.
 
     It is the version at the tag's position, or else the base before it: the newest before that takes deltas.
-    Where a manifest cannot be read, its version counts as one.
+    Where a manifest cannot be read, its version counts as one. A tag without either needs none.
     """
     numbers = {child.version: child.path for child in versions if child.has_manifest}
     found: dict[int, str] = {}

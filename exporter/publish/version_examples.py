@@ -48,6 +48,7 @@ def example_of(version: VersionDir, name: str, signature: Proto) -> Proto | Mapp
         UsageError: the version's own signature of that name differs.
         CheckpointError, GraphError: its files are damaged.
         ManifestError: it is being removed, or its manifest is damaged.
+        OSError: a file in it cannot be read.
     """
     held: AbstractContextManager[Any] = lease(version.path) if version.has_manifest else nullcontext()
     with held:
@@ -76,7 +77,7 @@ def _types(taken: Proto) -> dict[str, int]:
 def _recorded(version: Path, name: str, signature: Proto) -> Proto | None:
     """The first warm-up request in a version for the signature `name` that was not generated; else None.
 
-    CorruptFile if the file of warm-up requests is damaged.
+    CorruptFile if the file of warm-up requests is damaged, OSError if it exists but cannot be read.
     """
     path = version / WARMUP_FILE
     try:
@@ -124,7 +125,8 @@ def _is_given(request: Proto) -> bool:
 def _values(keys: Iterable[object], dtype: int) -> tuple[Value, ...]:
     """Return up to 16 of the keys, in their order, that an input of this dtype (its number) accepts.
 
-    Zeros and empty texts are left out; if some are plain lower-case words, only these are returned.
+    At most the first 1,024 keys are looked at. Zeros and empty texts are left out; if some are plain
+    lower-case words, only these are returned. Errors of reading lazy `keys` are raised as they are.
     """
     read = (_value(key, DType(dtype)) for key in islice(keys, _LOOKED_AT))
     found = [value for value in dict.fromkeys(read) if value]

@@ -155,7 +155,8 @@ def served_version(name: str) -> int | None:
 def version_dirs(model: Path) -> tuple[VersionDir, ...]:
     """Return everything in a model base path that TensorFlow Serving takes for a version, the newest first.
 
-    Plain files count, too; () if the path does not exist. ManifestError if it cannot be listed.
+    Plain files count, too; () if the path does not exist. ManifestError if it, or a version in it, cannot be
+    looked at.
     """
     found = []
     for entry in _entries(model):
@@ -306,7 +307,8 @@ class AbandonedNumbers(Struct, frozen=True):
 def taken(model: Path) -> AbandonedNumbers:
     """Return the greatest version and position of publications that were begun in the store and abandoned.
 
-    The model's directory has the store's list of them; both are None for a local model.
+    The model's directory has the store's list of them; both are None for a local model, or if the list cannot
+    be read.
     """
     names = [PurePosixPath(path).name for path in _taken_paths(model)]
     ends = [int(match[2]) for name in names if (match := _DELTA.fullmatch(name))]
@@ -315,7 +317,10 @@ def taken(model: Path) -> AbandonedNumbers:
 
 
 def is_taken(model: Path, path: Path) -> bool:
-    """True if a version's or delta's path in the model is in the store's list of abandoned publications."""
+    """True if a version's or delta's path in the model is in the store's list of abandoned publications.
+
+    ValueError if `path` is not below `model`.
+    """
     return path.relative_to(model).as_posix() in _taken_paths(model)
 
 
@@ -340,6 +345,8 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         ManifestError: there is none, it cannot be read, it is too long, or it is not a valid manifest.
         NotTrusted: keys are trusted there, and none of them has signed it (`exporter.publish.signing`).
+        UsageError: keys are trusted there, and a file of keys cannot be read.
+        CheckpointError: it is a pointer of Git LFS, or an object of a store that cannot be fetched.
     """
     path = directory / MANIFEST_FILE
     return _manifests.of(path, _read) if trust_of(directory) is None else _read(path)
@@ -370,10 +377,11 @@ def check_place(manifest: Manifest, path: PurePath, where: object = None) -> Non
 
 
 def originals(manifests: Mapping[str, Manifest]) -> dict[str, str]:
-    """Map each version that is a copy of another to that one: two numbers have one manifest.
+    """Map each version that is a copy of another (two numbers have one manifest) to its original.
 
     `manifests` are those of all versions, by their numbers as text, as are the keys and values returned. The
-    original is the version whose number is its position, or else the least number.
+    original is the version whose number is its position, or else the least number. ValueError if a key is not
+    a number.
     """
     found: dict[str, str] = {}
     firsts: dict[datetime, str] = {}
@@ -402,7 +410,7 @@ def read_head(directory: Path) -> ManifestHead:
     """Return the head of a version's or delta's manifest: its position and time of publication, among others.
 
     Raises:
-        ManifestError: as `read_manifest`.
+        ManifestError, NotTrusted, UsageError, CheckpointError: as `read_manifest`.
     """
     with _open_manifest(directory) as (descriptor, path):
         return _parse(descriptor, path, head_from_json)
@@ -416,6 +424,8 @@ def lease(version: Path) -> Iterator[Manifest]:
 
     Raises:
         ManifestError: the version vanished or is vanishing, or its manifest is damaged.
+        NotTrusted, UsageError, CheckpointError: as `read_manifest`.
+        OSError: the file system has no locks.
     """
     with _open_manifest(version) as (descriptor, path):
         if not try_lock(descriptor, shared=True) or not still_at(descriptor, path):
@@ -621,7 +631,8 @@ def delta_named(name: str) -> tuple[str, int, int] | None:
 def delta_positions(model: Path, *, but: Path | None = None) -> Iterator[int]:
     """Yield the end of each delta of each log, except of the log in the directory `but`, log by log.
 
-    Only names are read, as there may be thousands. ManifestError if a directory cannot be listed.
+    Only names are read, as there may be thousands. ManifestError, while iterating, if a directory cannot be
+    listed.
     """
     for log in log_directories(model):
         if log != but:
