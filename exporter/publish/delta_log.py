@@ -255,7 +255,8 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """Read a delta: its changes as memory maps, only of the variables named in `only` if that is given.
 
-        Names that the delta does not change are ignored. The checksums of all returned values are verified.
+        Names that the delta does not change are ignored. The checksums of all returned values are verified,
+        except of packed rows with `only`.
 
         Raises:
             ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.

@@ -114,7 +114,8 @@ class Carrier:
 
         `what` names the person's command, for messages of others. Writes the decision into the head. Waits
         for another person's decision, until it ends or expires. Tries again for `DECISION_SECONDS`, because
-        uploads and their beats replace the head, too.
+        uploads and their beats replace the head, too. The decision expires unless the block of `beating`
+        renews it.
 
         Raises:
             ModelHeld: another decision takes longer than `WAIT_SECONDS`.
@@ -163,8 +164,10 @@ class Carrier:
     def beating(self) -> Iterator[None]:
         """Renew the decision in a thread while the block runs, every `BEAT_SECONDS`.
 
-        This also renews uploads in progress, which use the same head. Raises PositionMoved if another process
-        ended the decision because it seemed abandoned, or publications or holds have changed meanwhile.
+        This also renews uploads in progress, which use the same head. Failures to renew it are ignored. At
+        the end of the block the head is read again. Raises then PositionMoved if another process ended the
+        decision because it seemed abandoned, or publications or holds have changed meanwhile; ManifestError
+        or CheckpointError if the head is damaged or cannot be read.
         """
         with self._beating(self._decides_on):
             yield
@@ -174,7 +177,7 @@ class Carrier:
     def _decides_on(self) -> bool:
         """Read the head; return True if our decision continues, and publications and holds are unchanged.
 
-        Raises as `look`.
+        ManifestError if the head is damaged, CheckpointError if the store cannot be read.
         """
         before = self.head
         self.look()
@@ -210,16 +213,17 @@ class Carrier:
         `holds` has the files of holds and tags by path below the model. `bar` advances by the bytes of each
         file. Files that the store has already, `same`, are copied there. Another machine's upload is
         abandoned; there can be one only if this process decides. The decision ends with the commit, unless
-        `ends_decision` is False.
+        `ends_decision` is False. The first call tests the store, see `probe`.
 
         An upload that fails is abandoned. If only the reveal fails, the error says that the item is
         published.
 
         Raises:
             PositionMoved: another machine was faster, or has begun another publication at this path.
-            ManifestError, VerificationError: the local item is being removed, or its files differ from its
-                manifest.
+            ManifestError, VerificationError: the head is damaged, or the local item is being removed, or its
+                files differ from its manifest.
             CheckpointError, PublishError: the store cannot be read or written.
+            OSError: a local file cannot be read.
         """
         self.probe()
         self._tags_of_others = None
@@ -262,9 +266,10 @@ class Carrier:
     ) -> None:
         """Replace the head by one that names the upload as published; wait while another process decides.
 
-        `before` is the head from before the upload. Raises PositionMoved if the deciding process changed
-        publications, holds, or tags that `holds` change, too; CheckpointError or PublishError if the store
-        fails.
+        `before` is the head from before the upload; `holds` are the files of holds and tags by path below the
+        model. The decision of this process ends with it if `ends_decision`. Raises PositionMoved if the
+        deciding process changed publications, holds, or tags that `holds` change, too, or if the upload was
+        abandoned; ManifestError if the head is damaged; CheckpointError or PublishError if the store fails.
         """
         while True:
             while self._other_decision() is not None:
@@ -289,9 +294,10 @@ class Carrier:
                 return
 
     def _goes_on(self, upload: Upload, before: Head) -> bool:
-        """Read the head; return True if our upload continues, and only decisions or tags have changed.
+        """Read the head; return True if `upload` continues, and only decisions or tags have changed.
 
-        They are compared with `before`. Raises as `look`.
+        `before` is the head to compare with. ManifestError if the head is damaged, CheckpointError if the
+        store cannot be read.
         """
         self.look()
         return self.head.uploading == upload and self.head.is_same_model(before)
@@ -300,11 +306,13 @@ class Carrier:
         """Put an item's files into the store, check what is sent, and yield the size of each file in bytes.
 
         A file that represents an object which tasks wrote is copied by the store. So is a file that the store
-        has already, unless it refuses. A copy takes seconds, so many are made at once.
+        has already; if the store refuses, it is uploaded. A copy takes seconds, so many are made at once.
+        `copied` grows by the bytes of files that the store had; uploaded files are added to `same`.
 
-        Raises:
+        Raises, while iterating:
             VerificationError: a file differs from the manifest.
             CheckpointError, PublishError: the store cannot be read or written, or an object was replaced.
+            OSError: a local file cannot be read.
         """
         passage = Passage(item, model / item.path)
         copies, sent = list[tuple[FileEntry, RemoteObject, bool]](), list[FileEntry]()
@@ -379,8 +387,10 @@ class Carrier:
     def completed(self) -> StoredModel:
         """Return the model in the store, listed now; before, reveal what a killed process has only published.
 
+        Holds and tags of the head that the store does not show yet are written, too.
+
         Raises:
-            ManifestError: the pending manifest is not the one that the head names.
+            ManifestError: the head is damaged, or the pending manifest is not the one that the head names.
             PositionMoved: another manifest is in its place.
             CheckpointError, PublishError, UsageError: as `listed`, or the store cannot be written.
         """
@@ -410,8 +420,10 @@ class Carrier:
     def _complete(self, stored: StoredModel) -> bool:
         """Reveal the last publication if it is not visible yet; return True if `stored` is outdated then.
 
+        Holds and tags of the head that the store does not show yet are written, too.
+
         Raises:
-            ManifestError: the pending manifest is not the one that the head names.
+            ManifestError: the head is damaged, or the pending manifest is not the one that the head names.
             PositionMoved: another manifest is in its place.
             CheckpointError, PublishError: the store cannot be read or written.
         """
@@ -433,7 +445,8 @@ class Carrier:
     def probe(self) -> None:
         """Test that the store obeys the conditions of writes, in the first call only.
 
-        PublishError if it ignores them. The test writes and removes an object.
+        The test writes and removes an object. PublishError if the store ignores conditions or cannot be
+        written, CheckpointError if it cannot be read.
         """
         if not self._is_probed:
             require_conditions(self._store, self._url.path)
@@ -491,8 +504,9 @@ class Carrier:
     def _replace(self, head: Head | None = None) -> None:
         """Replace the head that was last read or replaced; None renews the same head.
 
-        Raises PositionMoved if another machine has replaced it, CheckpointError or PublishError if the store
-        fails.
+        `head` and `_tag` are then the new ones. A renewal leaves out another process's expired decision.
+        Raises PositionMoved if another machine has replaced it, ManifestError if the head found in its place
+        is damaged, CheckpointError or PublishError if the store fails.
         """
         with self._replacing:
             self._put_head(self._alive() if head is None else head)
@@ -611,7 +625,8 @@ class Carrier:
     def _show_hold(self, name: str, content: bytes | None) -> bool:
         """Write a file of holds or tags into the store, or remove it if `content` is None.
 
-        False if it is unchanged. `name` is its path below the model. PublishError if the store fails.
+        Return False, without a request, if it is unchanged from `shown`, which is updated. `name` is its path
+        below the model. PublishError if the store fails.
         """
         if self.shown.get(name) == content:
             return False
@@ -628,5 +643,9 @@ _Check = Callable[[], None]
 
 
 def _pending(path: str, digest: str) -> str:
-    """The name of a manifest while its files are uploaded, by the item's path and the manifest's SHA-256."""
+    """The name of a manifest's object while the item's files are uploaded.
+
+    `path` is the item's below the model, `digest` the SHA-256 of the manifest, of which the name has 16
+    digits.
+    """
     return f"{path}/{MANIFEST_FILE}.{digest[:16]}"

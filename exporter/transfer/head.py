@@ -126,6 +126,7 @@ class Head(Struct, frozen=True):
     def holding(self, files: Mapping[str, bytes]) -> Head:
         """Return the same head with other holds and tags: `files` has their content by path below the model.
 
+        Paths that end in `hold.json` are documents of holds, `tags.json` has the tags, all others are holds.
         Without a file of tags the new head has none.
         """
         text = {name: content.decode("latin-1") for name, content in files.items()}
@@ -137,7 +138,7 @@ class Head(Struct, frozen=True):
     def hold_files(self) -> dict[str, bytes] | None:
         """The content of the head's files of tags and holds, by path: tags, documents, then numbers.
 
-        Paths are below the model. None if the head does not mention holds.
+        Paths are below the model. None if the head is of a release that does not mention holds.
         """
         if self.holds is None:
             return None
@@ -158,8 +159,9 @@ class Head(Struct, frozen=True):
 
     @property
     def paths(self) -> list[str]:
-        """The paths of the newest publication and of the upload in progress, in this order, as far as they
-        exist.
+        """The paths of the newest publication and of the upload in progress, in this order.
+
+        A missing one is left out.
         """
         coming = "" if self.uploading is None else self.uploading.path
         return [path for path in (self.path, coming) if path]
@@ -220,7 +222,9 @@ def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = 
     """Keep the head of the store at `url` in a file beside the model, in place of the one kept before.
 
     The next local merger may remove what it names. During a pull, it names the last publication fetched, and
-    as `uploading` the one being fetched. `own` and `last` are as in `Known`; `own` None: nothing.
+    as `uploading` the one being fetched. `own` and `last` are as in `Known`; `own` None: nothing, `last`
+    below 0: not known. Heads of other stores stay. The file is replaced atomically; it need not survive a
+    power cut.
 
     Raises:
         PublishError and subclasses: the file cannot be written.
@@ -239,6 +243,8 @@ def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = 
 
 def recall(model: Path, url: Url) -> Known | None:
     """Return the head that a model's directory remembers of the store at `url`; None if it remembers none.
+
+    None also if the file cannot be read.
 
     Raises:
         ManifestError: the file of remembered heads is damaged.

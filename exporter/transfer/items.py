@@ -102,17 +102,19 @@ class Item(Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The key by which items are sorted to be copied: by position, a base before a delta, a merger last.
+        """The sort key by which items are copied: position first, then base, delta, merged base.
 
-        A server at the beginning of a merger's last part must find the part whenever it finds the merger, and
-        a copy makes a merged base of its parts.
+        Of two deltas that end at one position, the shorter one comes first. A server at the beginning of a
+        merger's last part must find the part whenever it finds the merger, and a copy makes a merged base of
+        its parts.
         """
         rank = 2 if self.manifest.merged_from is not None else int(self.is_delta)
         return self.manifest.position, rank, -(self.manifest.from_position or 0)
 
     @property
     def hold(self) -> str | None:
-        """The path, below the model, of the hold that a rollback's delta contains;
+        """The path, below the model, of the hold that a rollback's delta contains.
+
         None for any other item.
         """
         return (
@@ -153,8 +155,9 @@ def local_items(model: Path) -> list[Item]:
     """Return the local versions and deltas, in the order in which they are copied (`Item.order`).
 
     Raises:
-        ManifestError: a manifest cannot be read, is not signed by a trusted key, or one version has two
-            numbers.
+        ManifestError: a directory cannot be listed, a manifest cannot be read, is not signed by a trusted
+            key, or one version has two numbers.
+        CheckpointError: a manifest is a pointer of Git LFS, or an object that cannot be fetched.
     """
     found = []
     for path in local_paths(model).values():
@@ -196,6 +199,8 @@ def local_item(model: Path, path: Path) -> Item:
     Raises:
         ManifestError: its manifest cannot be read, or does not belong to this directory.
         NotTrusted: no trusted key has signed it, where keys are in force.
+        CheckpointError: the manifest is a pointer of Git LFS, or an object that cannot be fetched.
+        ValueError: `path` is not below `model`.
     """
     manifest, content = _manifests.of(path / MANIFEST_FILE, _read_local)
     require_trusted(content, path)
@@ -217,6 +222,8 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
 
 def local_holds(model: Path, *, has_tags: bool = True) -> dict[str, bytes]:
     """The content of the files of holds (numbers and their documents) and tags, by path below the model.
+
+    A document without a number is left out. Content beyond the length that such a file may have is cut off.
 
     Raises:
         ManifestError: the tags cannot be read; never without `has_tags`, which leaves them out.
@@ -303,7 +310,8 @@ def stored_items(
     Raises:
         ManifestError: a manifest is damaged, or one version has two numbers.
         CheckpointChanged: objects vanished again and again.
-        ExportError: the URL is not that of a model, or the store cannot be read.
+        UsageError: the URL is not that of a model, or a file of keys cannot be read.
+        CheckpointError: the store cannot be read; errors of `look` as they are.
     """
     return looking_again(
         lambda: _with_items(store, look() if look else _stored_model(store), ours, known, trust)
@@ -314,7 +322,8 @@ def forged(model: StoredItems) -> dict[str, NotTrusted]:
     """The publications that servers would accept although no trusted key has signed them, with the reasons.
 
     By path, the newest first. These are all that are unsigned after the first version that a trusted key has
-    signed: before that version, signing had not begun. If there is no such version, all that are unsigned.
+    signed: before that version, signing had not begun. Without such a version, they are all that are
+    unsigned.
     """
     first = min((int(path) for path, item in model.items.items() if not item.is_delta), default=-1)
     return {
@@ -432,6 +441,7 @@ def require_sound(item: Item, path: Path) -> None:
     Raises:
         VerificationError: a file differs.
         CheckpointError: a file cannot be read, or its index is damaged.
+        OSError: a file cannot be read by the operating system.
     """
     passage = Passage(item, path)
     passage.check_files()
@@ -457,7 +467,8 @@ class Passage:
     def noting(self, file: FileEntry) -> Callable[[int, memoryview], None]:
         """Return a function that checksums blocks of a file, given by offset and bytes.
 
-        It may be called in any order and from several threads. The check methods use the checksums.
+        It may be called in any order and from several threads. The check methods use the checksums. For a
+        data shard the index is read first: VerificationError or CheckpointError if that is damaged.
         """
         path = self._path / file.path
         return self._passed.noting(path, self._cuts.get(path, ()) if file.crc32c is None else ())
@@ -465,22 +476,25 @@ class Passage:
     def check_file(self, file: FileEntry) -> None:
         """Compare a complete file's size with the manifest, and its checksum unless it is a data shard.
 
-        It is read unless `noting` has seen all its bytes. VerificationError if it differs, or does not exist.
+        It is read unless `noting` has seen all its bytes. VerificationError if it differs or does not exist,
+        OSError or CheckpointError if it cannot be read.
         """
         verify_file(self._path, file, self._passed)
 
     def check_files(self) -> None:
         """Compare all files and the index with the manifest; all must be complete.
 
-        VerificationError if one differs, CheckpointError if the index is damaged.
+        VerificationError if one differs, CheckpointError if the index is damaged, OSError if a file cannot be
+        read.
         """
         manifest, prefix = self._item.manifest, Path(DELTA_NAME) if self._item.is_delta else None
         verify_files(self._path, manifest.tensors, manifest.files, prefix=prefix, passed=self._passed)
 
     def check_digests(self) -> None:
-        """Read the files that `compare` has not read, and compare them with the digests, if these are signed.
+        """If the manifest is signed, compare the files that `compare` has not read with their SHA-256.
 
-        VerificationError if one differs.
+        All bytes of these files are read. VerificationError if one differs, OSError or CheckpointError if one
+        cannot be read.
         """
         self._check_digests(file for file in self._item.manifest.files if file not in self._compared)
 
@@ -524,7 +538,8 @@ class Passage:
 
         It is the signed SHA-256; else size and checksum or, of a data shard, the checksums of all its values.
         Bytes of a shard outside of any value have no checksum: then the whole index has to be the same, too.
-        VerificationError or CheckpointError if the index is damaged.
+        None, too, for an unsigned shard while its index is not there. VerificationError or CheckpointError if
+        the index is damaged, OSError if it cannot be read.
         """
         if file.sha256 is not None:
             return file.sha256

@@ -65,7 +65,7 @@ def require_apart(ckpt_dir: Path, out: Path) -> None:
     """Refuse a model and a checkpoint directory that overlap in the same store; local paths are not compared.
 
     Raises:
-        UsageError: both are the same, or one is below the other.
+        UsageError: both are the same, or one is below the other; or a URL names no known form of store.
     """
     train, model = (Url.parse(os.fspath(path)) for path in (ckpt_dir, out))
     if train is None or model is None or (train.scheme, train.bucket) != (model.scheme, model.bucket):
@@ -102,13 +102,15 @@ def opened(
     signing: Signing = UNSIGNED,
     trusting: Trusting = ANYBODY,
 ) -> Iterator[OpenModel]:
-    """Open a model by its path or URL. With `read_only` nothing is ever written to a URL.
+    """Open a model by its path or URL for the block. With `read_only` nothing is ever written to a URL.
 
     `deciding` is the name of a person's command, which takes precedence over all publishers to the URL. With
-    `signing`, publications are signed; with `trusting`, only publications signed by its keys are read.
+    `signing`, publications are signed; with `trusting`, only publications signed by its keys are read. At a
+    URL that is opened with a signing key, only this key and the keys of `signing.trust` are trusted.
 
     Raises:
         UsageError: the URL belongs to no known store, or is a whole bucket; a key cannot be used.
+        NotTrusted: the identity that a local copy has pinned cannot be read.
         ExportError: the store cannot be read; see errors.py.
     """
     signer, trust = _signer(signing, model), trust_in(trusting, model)

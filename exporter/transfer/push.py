@@ -91,13 +91,16 @@ def plan_push(model: Path, url: str, *, prune: bool = False, trust: Trust | None
     keys have signed is pushed.
 
     Raises:
-        UsageError: the URL is not that of a model in a store; or `model` is not a model base path.
+        UsageError: the URL is not that of a model in a store; `model` is not a model base path; a key cannot
+            be used.
+        TargetNotWritable: `model`, or a parent, is a file or a broken symbolic link.
         NotUpdatable: nothing is published here.
         ForeignLineage: the store has another model, or another publication at the same path.
         PositionMoved: another machine has published or changed holds or tags there since this directory last
             pushed or pulled; or the store has gone on from what was taken back here alone.
         NotTrusted: `trust` is given, and no trusted key has signed a publication here or there.
         ManifestError, CheckpointError: a manifest is damaged, or the store cannot be read.
+        OSError: a file of a hold cannot be read.
     """
     place = parse(url)
     store = ObjectWriter(place)
@@ -195,7 +198,8 @@ def _plan(
 def _holds(model: Path, stored: StoredModel, url: Url) -> dict[str, bytes]:
     """Return the content of the files of holds and tags to upload, by path below the model.
 
-    A hold that came from the store is sent unchanged. ManifestError if the tags cannot be read.
+    A hold that came from the store is sent unchanged. ManifestError if the tags cannot be read, OSError or
+    CheckpointError if a file of a hold cannot be read.
     """
     found = local_holds(model)
     for name in [name for name in found if PurePosixPath(name).name == HOLD_FILE]:
@@ -217,10 +221,12 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
     `Carrier.await_turn`). The store's head is remembered beside the model.
 
     Raises:
-        ForeignLineage, PositionMoved, NotTrusted: as `plan_push`, now of the newest state.
+        UsageError, TargetNotWritable, NotUpdatable, ForeignLineage, PositionMoved, NotTrusted: as
+            `plan_push`, now of the newest state.
         ModelHeld: a person's decision about the store's model is in progress.
         VerificationError: a local file differs from its manifest.
         ManifestError, CheckpointError, PublishError: a manifest is damaged, or the store fails.
+        OSError: a local file cannot be read.
     """
     store, url, model = ObjectWriter(plan.url), plan.url, plan.model
     carrier = Carrier(store)
@@ -246,8 +252,8 @@ def push(plan: PushPlan, progress: ProgressFactory = no_progress) -> PushPlan:
 def _remember(model: Path, url: Url, head: Head) -> None:
     """Keep the head for the next push, beside the model.
 
-    In a model that is read-only here nothing is kept: what it names is never removed. PublishError if it
-    cannot be kept for another reason.
+    In a model that is read-only here nothing is kept: what it names is never removed. ManifestError if the
+    file of remembered heads is damaged, PublishError if it cannot be written for another reason.
     """
     with suppress(TargetNotWritable):
         remember(model, url, head)
@@ -279,8 +285,8 @@ def parse(url: str) -> Url:
 def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None:
     """Remove publications from a store, their manifests first, so that nobody sees one without its files.
 
-    `paths` are theirs below the model; their objects are those of `stored`. PublishError if the store refuses
-    it.
+    `paths` are the publications', below the model; their objects are as listed in `stored`. PublishError if
+    the store refuses it.
     """
     manifests = {f"{path}/{MANIFEST_FILE}" for path in paths}
     files = [name for name in stored.objects if path_of(name) in paths and name not in manifests]
@@ -291,7 +297,8 @@ def remove_stored(store: ObjectWriter, stored: StoredModel, *paths: str) -> None
 def _require_ours(plan: PushPlan, head: Head) -> None:
     """Raise PositionMoved if the head has a publication, holds or tags that this directory does not know.
 
-    `plan` has what this directory knows; ManifestError if the file of remembered heads is damaged.
+    `plan` has what this directory knows; ManifestError if the file of remembered heads, or a local manifest,
+    is damaged.
     """
     known = recall(plan.model, plan.url)
     directory = plan.model / head.path

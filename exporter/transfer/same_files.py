@@ -37,8 +37,9 @@ class SameFiles(Generic[T]):
     def add(self, item: Item, directory: Path, place: Callable[[FileEntry], T | None]) -> None:
         """Add the files of a version whose index is in a local directory; `place` returns the place of each.
 
-        `place` may return None for a file that cannot be used. Nothing is read before the first call of the
-        method `place`. A delta is ignored, because its files are like no others.
+        `place` may return None for a file that cannot be used; an ExportError or OSError of it leaves out the
+        rest of the version. Nothing is read before the first call of the method `place`. A delta is ignored,
+        because its files are like no others.
         """
         if not item.is_delta:
             with self._lock:
@@ -81,7 +82,9 @@ class StoredFiles(SameFiles[RemoteObject]):
     def copies_of(self, item: Item, directory: Path) -> int:
         """Return how many bytes of an item, in a local directory, the store can copy in place of an upload.
 
-        The item's other files count as stored from then on. 0 for a delta.
+        The item's other files, of a size that the store can copy, count as stored from then on. 0 for a
+        delta. VerificationError or CheckpointError if the item's index is damaged, OSError if it cannot be
+        read.
         """
         found, passage = 0, Passage(item, directory)
         for file in () if item.is_delta else passage.files:
@@ -96,7 +99,7 @@ class StoredFiles(SameFiles[RemoteObject]):
 def _unchanged(stored: StoredModel, path: str, file: FileEntry) -> RemoteObject | None:
     """Return the object of a version's file; None if it is not as published, or the store cannot copy it.
 
-    `path` is the version's, below the model.
+    `path` is the version's, below the model. KeyError if the version is not in the store.
     """
     each, manifest = stored.objects.get(f"{path}/{file.path}"), stored.manifests[path]
     is_same = each is not None and each.size == file.bytes_ and each.modified <= manifest.modified
@@ -129,8 +132,8 @@ class LocalFiles(SameFiles[Path]):
     def lend(self, content: object, path: Path) -> bool:
         """Make `path` a link to a file with this content, or a copy of it; return False if there is none.
 
-        A file at `path` is removed first. The bytes are not compared: whoever altered the file there has
-        altered it here.
+        A file at `path` is removed first, if there is a file with this content; missing directories are made.
+        The bytes are not compared: whoever altered the file there has altered it here.
 
         Raises:
             OSError, PublishError and subclasses: it cannot be written.

@@ -39,7 +39,7 @@ class TakenBack(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The position that it ends at, or the number of the version."""
+        """The position at which the delta at `path` ends, or the number of the version."""
         return end_of(self.path)
 
     def withholds(self, item: Item) -> bool:
@@ -53,9 +53,7 @@ class TakenBack(Struct, frozen=True):
         return any(one is not None and self.to < one <= self.end for one in ends)
 
     def is_passed_by(self, item: Item, reached: Iterable[int]) -> bool:
-        """Return True for a delta of this log that begins after `end` and applies at no position in
-        `reached`.
-        """
+        """True for a delta of this log that begins after `end` and applies at no position in `reached`."""
         start, position = item.manifest.from_position, item.manifest.position
         if start is None or item.log != self.log or start <= self.end:
             return False
@@ -86,6 +84,6 @@ def is_merger(item: Item) -> bool:
 
 
 def is_of_a_canary(item: Item) -> bool:
-    """Return True if a publication is the delta of a rollback in a log that a canary approves."""
+    """Return True if a publication is a rollback's delta after which resuming returns the log to a canary."""
     entry = item.manifest.incremental
     return isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.ROLLBACK and entry.canary
