@@ -414,6 +414,7 @@ def publish_delta(
         NotUpdatable, ManifestError: the newest version takes no deltas any more, or cannot be read.
         NotTrusted: it would be signed, and the versions there are of several models, or of another one.
         VerificationError: the staged tree holds something that is neither a file nor a directory.
+        CheckpointError: a staged file is a pointer that Git LFS has not replaced.
         TargetBusy, TargetNotWritable, DiskFull, PublishError: it could not be written; nothing was published.
     """
     with writing(staging.model):

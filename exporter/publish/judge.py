@@ -368,7 +368,8 @@ def two_publishers(place: str | Path, machines: Sequence[str]) -> Finding:
 def judge(model: Model, servers: Sequence[Server], now: datetime, limits: Limits) -> list[Finding]:
     """Return the findings about servers of a model, server by server; a server with nothing wrong has none.
 
-    A server that has lacked something for less than `limits.late_s` is a warning. `now` has a time zone.
+    While no version is published, only servers that do not answer have one. A server that has lacked
+    something for less than `limits.late_s` is a warning. `now` has a time zone.
     """
     return [finding for server in servers for finding in _of_server(model, server, now, limits)]
 

@@ -368,6 +368,7 @@ class _Known(Struct):
         """Read a delta: return its span, and its size in bytes; None if it was just removed, or is damaged.
 
         Its publication is remembered, or the error if keys are trusted there and it fails their check.
+        CheckpointError if a file of it is a pointer of Git LFS.
         """
         try:
             manifest, entry = delta.manifest, delta.entry
@@ -385,7 +386,8 @@ class _Known(Struct):
     def _seen(self, created: datetime) -> datetime:
         """Return when a publication that is read now was made: the publisher's time, if our clock allows it.
 
-        Else it is the nearest time that is possible. Notes the difference of the two clocks in `skew_s`.
+        Else it is the nearest time that is possible: not before `since`, not later than now. For a
+        publication that appeared between two looks, the difference of the two clocks is noted in `skew_s`.
         """
         if self.since is None:
             return created
@@ -787,8 +789,11 @@ class PublishedAlready(NothingChanged):
 def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
     """Return the newest version that was made from the checkpoint with this SHA-256; None if there is none.
 
+    Versions whose manifests cannot be read are skipped.
+
     Raises:
-        ManifestError: the model, or that version's manifest, cannot be read.
+        ManifestError: the model cannot be listed, or the manifest that has the digest is damaged.
+        CheckpointError: a manifest is a pointer of Git LFS, or an object that cannot be fetched.
     """
     versions = version_dirs(model)
     for child in versions:
@@ -802,7 +807,8 @@ def newest_made_from(model: Path, digest: str) -> MadeVersion | None:
 def _mentions(version: Path, digest: str) -> bool:
     """True if a version's manifest, unparsed, contains a digest; False also if it cannot be read.
 
-    Parsing the manifests of many versions would take long.
+    Parsing the manifests of many versions would take long. CheckpointError if the manifest is a pointer of
+    Git LFS, or an object that cannot be fetched.
     """
     try:
         return digest.encode("ascii") in read_regular(version / MANIFEST_FILE, MAX_MANIFEST_BYTES)

@@ -30,6 +30,7 @@ def interrupt_by_exception() -> None:
     """Let Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, so that work in progress is unwound.
 
     A second SIGTERM within `ONE_STOP_SECONDS` is ignored. A process that ignores SIGINT goes on ignoring it.
+    ValueError outside the main thread.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,7 +49,7 @@ def interrupt_by_exception() -> None:
 def stop_on_sigterm() -> None:
     """Let SIGTERM, which stops a container, raise `Leave` in the main thread, with exit code 0.
 
-    The command is unwound. A second SIGTERM ends the process at once.
+    The command is unwound. A second SIGTERM ends the process at once. ValueError outside the main thread.
     """
     signal.signal(signal.SIGTERM, _stop)
 
@@ -56,7 +57,8 @@ def stop_on_sigterm() -> None:
 def sleep_until_a_signal() -> None:
     """Sleep until a signal arrives, and return once its handler does; an error of the handler propagates.
 
-    Call it in the main thread only. It replaces the interpreter's wakeup descriptor.
+    Call it in the main thread only: ValueError elsewhere. It replaces the interpreter's wakeup descriptor,
+    and leaves a pipe open.
 
     The interpreter writes to the pipe for each signal, in any thread: so no signal is lost between a check
     and the sleep, and the main thread wakes up to run the handler.

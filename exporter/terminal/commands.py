@@ -60,9 +60,9 @@ class Commands(Mapping[str, Any]):
         return len(self._late)
 
     def summary(self, name: str) -> str:
-        """Return the first paragraph of a command's help as one line; KeyError for an unknown name.
+        """Return the first paragraph of a command's help as one line; "" without any help.
 
-        It imports the command's module.
+        It imports the command's module. KeyError for an unknown name.
         """
         return help_of(self._late[name].load().__doc__ or "").partition("\n")[0]
 

@@ -34,7 +34,10 @@ class Help(Struct, frozen=True):
     """The topic of each heading."""
 
     def short(self, context: typer.Context) -> Iterator[str]:
-        """Yield the lines of `--help`: usage, examples, the most used options, commands and topics."""
+        """Yield the lines of `--help`: usage, examples, the most used options, commands and topics.
+
+        KeyError, while iterating, if the program lacks an option in `options`. It imports all commands.
+        """
         root = context.find_root()
         command: Any = root.command
         yield from (f"{'Usage: ' if at == 0 else '       '}{line}" for at, line in enumerate(self.usage))
@@ -52,7 +55,10 @@ class Help(Struct, frozen=True):
         return [*self.topics.values(), _OUTPUT, _EXIT_CODES]
 
     def topic(self, context: typer.Context, topic: str) -> Iterator[str]:
-        """Yield the lines of a topic's page, or of a command's; UsageError for any other word."""
+        """Yield the lines of a topic's page, or of a command's.
+
+        UsageError, at the first line, if `topic` is neither.
+        """
         root = context.find_root()
         command: Any = root.command
         if topic == _EXIT_CODES:

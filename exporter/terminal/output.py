@@ -139,7 +139,7 @@ class Output(Struct):
         `lines` and `brief` may contain markup. `document` is one of `exporter.cli.documents` or
         `serving.documents`. `brief` is the one line that people get if the output is brief. Nothing is
         printed with --quiet. `is_done`: the result has happened already, so that a failure to print it is
-        only a warning.
+        only a warning. After a failure stdout is redirected to /dev/null, unless `json_lines`.
 
         Raises:
             BrokenPipeError: the reader of stdout has ended; not with `is_done`.
@@ -228,7 +228,10 @@ class Output(Struct):
             self._say(f"[yellow]warning:[/] {escape(bounded(text))}")
 
     def _say(self, *lines: str) -> None:
-        """Print lines, which may contain markup, on stderr; a failure to write is ignored."""
+        """Print lines, which may contain markup, on stderr; a failure to write is ignored.
+
+        After a failure stderr is redirected to /dev/null, unless `json_lines`.
+        """
         self.has_spoken = True
         try:
             for line in lines:

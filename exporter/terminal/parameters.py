@@ -196,7 +196,8 @@ _WORDS = {word: word for word in ("MODEL", "WHAT", "PATH")} | {"DIR|PREFIX": "DI
 def with_names(error: ExportError) -> ExportError:
     """Replace words such as MODEL in an error's hint, in place, by the typed values, so that it can be run.
 
-    The hint `see --help` gets the command's name. Returns the same error.
+    Words for which nothing was typed stay. The hint `see --help` gets the command's name. Returns the same
+    error.
     """
     typed = _TYPED.get() or {}
     if error.hint == UsageError.default_hint:
@@ -216,6 +217,7 @@ def with_structs(function: Callable[..., None]) -> Callable[..., None]:
 
     Raises (the returned function):
         UsageError: an option is given without one that it goes with; or a value, or the file, is wrong.
+        typer.BadParameter: a value in the file cannot be parsed.
     """
     parameters: list[inspect.Parameter] = []
     structs: dict[str, tuple[Struct, list[str]]] = {}
@@ -392,9 +394,10 @@ def _typer_options(values: Struct) -> list[inspect.Parameter]:
 
 
 def _filled(values: Struct, typed: dict[tuple[str, ...], Any]) -> Struct:
-    """Return a copy of the struct with the typed values, by the path of names to each field; None: not typed.
+    """Return a copy of the struct with the typed values, which are by the path of names to each field.
 
-    A struct's `Fields` value sets several fields. UsageError if a value does not fit its field.
+    A value of None leaves the field as it is. A `Fields` value sets several fields of the struct. UsageError
+    if a value does not fit its field.
     """
     changes: dict[str, Any] = {}
     parts: dict[str, dict[tuple[str, ...], Any]] = {}

@@ -152,8 +152,8 @@ class Carrier:
         """End the decision, so that publishers continue; with `holds`, set these instead of the decision's.
 
         `holds` has the files of holds and tags by path below the model. Raises PositionMoved if another
-        process ended the decision because it seemed abandoned, CheckpointError or PublishError if the store
-        cannot be changed.
+        process ended the decision because it seemed abandoned, ManifestError if the head is damaged,
+        CheckpointError or PublishError if the store cannot be changed.
         """
         head = self.head if holds is None else self.head.holding(holds)
         self._replace(replace(head, deciding=None))
@@ -186,8 +186,8 @@ class Carrier:
     def _other_decision(self) -> Decision | None:
         """Return another process's decision from the head last read; remove an expired one from the store.
 
-        None if there is none, or if it has expired. CheckpointError or PublishError if the store cannot be
-        read or written.
+        None if there is none, or if it has expired. ManifestError if the head is damaged, CheckpointError or
+        PublishError if the store cannot be read or written.
         """
         other = self.head.deciding
         if other is None or other.owner == self._owner:
@@ -364,9 +364,10 @@ class Carrier:
     def settle(self, holds: Mapping[str, bytes], *, ends_decision: bool = True) -> None:
         """Set the store's holds and tags to these files, by path below the model.
 
-        At least the head is renewed. It is called before published items are removed. The decision ends with
-        it, unless `ends_decision` is False. Raises PositionMoved if another machine has replaced the head,
-        CheckpointError or PublishError if the store cannot be changed.
+        The head is renewed even if they are set already. It is called before published items are removed. The
+        decision ends with it, unless `ends_decision` is False. Raises PositionMoved if another machine has
+        replaced the head, ManifestError if the head is damaged, CheckpointError or PublishError if the store
+        cannot be changed.
         """
         self.probe()
         head = self.head.holding(holds)
@@ -463,8 +464,8 @@ class Carrier:
     def forget(self, paths: Iterable[str]) -> None:
         """Record abandoned paths in the head, so that no publisher ever uses them.
 
-        Raises PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the
-        store fails.
+        Raises PositionMoved if another machine has replaced the head, ManifestError if it is damaged,
+        CheckpointError or PublishError if the store fails.
         """
         self._replace(replace(self.head, given_up=self.head.given_up | dict.fromkeys(paths, "")))
 

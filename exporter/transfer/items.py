@@ -524,6 +524,7 @@ class Passage:
 
         Raises:
             VerificationError, CheckpointError: one differs.
+            OSError: one cannot be read.
             EngineFailed: the engine of `runner` failed.
         """
         for file in files:

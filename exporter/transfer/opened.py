@@ -31,8 +31,9 @@ class OpenModel(Protocol):
 
     @property
     def meets(self) -> tuple[str, ...]:
-        """Sentences on what a person's command would find in progress at the model; empty if nothing, or if
-        local.
+        """Sentences on what a person's command would find in progress at the model, for people.
+
+        Empty if nothing is in progress, or for a local model.
         """
 
     def carry(self, work: Callable[[], T], progress: ProgressFactory = no_progress) -> T:
@@ -65,7 +66,8 @@ def require_apart(ckpt_dir: Path, out: Path) -> None:
     """Refuse a model and a checkpoint directory that overlap in the same store; local paths are not compared.
 
     Raises:
-        UsageError: both are the same, or one is below the other; or a URL names no known form of store.
+        UsageError: both are the same, or one is below the other; or a URL has a part that no object's name
+            can have.
     """
     train, model = (Url.parse(os.fspath(path)) for path in (ckpt_dir, out))
     if train is None or model is None or (train.scheme, train.bucket) != (model.scheme, model.bucket):
@@ -166,7 +168,10 @@ def trust_in(trusting: Trusting, model: str | os.PathLike[str]) -> Trust | None:
 
 
 def name_of(model: str | os.PathLike[str]) -> str:
-    """Return the name by which signatures know a model by default: the last part of its path or URL."""
+    """Return the name by which signatures know a model by default: the last part of its path or URL.
+
+    "" for a whole bucket. UsageError if a URL has a part that no object's name can have.
+    """
     url = Url.parse(os.fspath(model))
     return os.path.basename(os.path.abspath(model)) if url is None else url.name  # noqa: PTH100, PTH119  `..`
 
@@ -185,9 +190,10 @@ def _in_force(
 def opened_if_model(place: str) -> Iterator[OpenModel | None]:
     """Open the model at a URL for reading; yield None if no model is there, or if `place` is not a URL.
 
-    The URL may be a checkpoint's.
+    The URL may be a checkpoint's. None, too, for a whole bucket.
 
     Raises:
+        ManifestError: the head of the model is damaged.
         ExportError: the store cannot be read; see errors.py.
     """
     url = Url.parse(place)

@@ -154,7 +154,7 @@ def superseded(
 ) -> list[Item]:
     """The items of a copy, `here` by path, that the store no longer has and that can be removed, by position.
 
-    `stored` are the paths of what the store has. `is_current`: everything of that is here. OSError if a
+    `stored` are the paths of the store's publications. `is_current`: all of these are here. OSError if a
     manifest here cannot be looked at.
     """
     gone = sorted((item for path, item in here.items() if path not in stored), key=lambda item: item.order)
@@ -312,10 +312,12 @@ class LocalCopy:
             PositionMoved: something was published here, and something else there.
             ForeignLineage: the copy has another publication at the same path.
             PublicationDamaged: the next publication is damaged, and none replaces it.
-            NotTrusted: no trusted key has signed what is in the store or here.
+            NotTrusted: no trusted key has signed what is in the store or here, or a file of keys cannot be
+                read.
             UsageError: `model` cannot be a model base path, or is the trainer's directory.
             TargetBusy: another pull into this copy, or an exporter, holds its lock.
             ExportError: the store cannot be read, or the copy cannot be written; see errors.py.
+            OSError: a lock or a hold of the copy cannot be opened.
         """
         store, self._store = self._store or ObjectWriter(self.url), None
         # kept across repetitions: what the first one fetched counts, too
@@ -328,7 +330,7 @@ class LocalCopy:
         """Return what `update` would do now, without a change; its bytes are the most that would be fetched.
 
         Raises:
-            ExportError: as `update`, as far as it can be known before anything is fetched.
+            ExportError, OSError: as `update`, as far as it can be known before anything is fetched.
         """
         return looking_again(self._plan)
 
@@ -392,9 +394,10 @@ class LocalCopy:
         return replace(done, identity=identity or "", is_pinned_now=pinned)
 
     def _published_from_here(self) -> str:
-        """Return the hint that puts back what this copy has, or one that publishes from elsewhere.
+        """Return the hint for a URL without a model: the command that puts back what this copy has.
 
-        The latter is for a copy without a model. ManifestError if the copy cannot be listed.
+        For a copy without a model it is the command that publishes from elsewhere. ManifestError if the copy
+        cannot be listed.
         """
         if not version_dirs(self._model):
             return f"publish one: export-model push MODEL {quoted(self.url)}"
@@ -417,11 +420,12 @@ class LocalCopy:
         """Pin the model's identity in the copy, if it can be known; return True if this call has pinned it.
 
         It is the identity that was named, else that of the versions here, else that in the store. The file of
-        the identity is written.
+        the identity is written. Nothing without trusted keys.
 
         Raises:
             NotTrusted: keys have signed publications of several models there, and none is named or pinned; or
                 the pinned identity cannot be read.
+            ManifestError: the copy cannot be listed.
             PublishError and subclasses: the file cannot be written.
         """
         if self._trust is None:
@@ -526,12 +530,13 @@ class _Pull:
     def run(self, head: Head | None, progress: ProgressFactory, *, prune: bool) -> Pulled:
         """Fetch the missing publications, and set the holds and tags; return what was done.
 
-        Superseded publications are removed before it; without `prune`, only versions that a rollback or
-        resumption published again here. `head` is that of the store, or None.
+        Superseded publications are removed first; without `prune`, only versions that a rollback or
+        resumption published again here. If the copy has publications that lead elsewhere and the store has
+        not gone on, only holds and tags are set. `head` is the store's, or None.
 
         Raises:
             PositionMoved: something was published here, and something else there.
-            ForeignLineage, PublicationDamaged, NotTrusted, ExportError: as `LocalCopy.update`.
+            ForeignLineage, PublicationDamaged, NotTrusted, ExportError, OSError: as `LocalCopy.update`.
         """
         known = recall(self._model, self._url)
         wanted, waiting = self._missing(head, known)
@@ -551,8 +556,8 @@ class _Pull:
     def plan(self, head: Head | None, *, prune: bool) -> Pulled:
         """Return what `run` would return now, without a change on disk.
 
-        It changes this object, so that `run` may not follow. `head` is that of the store, or None.
-        PositionMoved and ForeignLineage as `run`.
+        It changes this object: do not call `run` afterwards. `head` is the store's, or None. PositionMoved,
+        ForeignLineage and NotTrusted as `run`.
         """
         wanted, waiting = self._missing(head, recall(self._model, self._url))
         gone = self._superseded(is_current=self._is_current(wanted, waiting), everything=prune)
@@ -566,7 +571,8 @@ class _Pull:
     def _foreseen(self, item: Item) -> Spared:
         """Return which bytes of a publication need not be fetched, as far as its manifest tells.
 
-        What its shards hold is said by its index, which has not been fetched yet, unless they are signed.
+        Unless shards are signed, only the index tells what they hold, and it has not been fetched yet.
+        VerificationError or CheckpointError if a killed pull left a damaged index.
         """
         passage = Passage(item, self._model / f"{PULL_PREFIX}{item.digest}")
         files = () if item.is_delta else passage.files
@@ -579,21 +585,21 @@ class _Pull:
     def _is_current(self, wanted: list[Item], waiting: tuple[str, ...]) -> bool:
         """True if nothing of the store is missing here; False if a hold keeps some away, or keys are trusted.
 
-        `wanted` and `waiting` are what is to be fetched, and what has to wait.
+        `wanted` are the items to be fetched, `waiting` the paths of those that have to wait.
         """
         return not (wanted or waiting or self._held or self._trust)
 
     def _missing(self, head: Head | None, known: Known | None) -> tuple[list[Item], tuple[str, ...]]:
-        """Return the items of the store that this copy lacks, in order, and the paths of those that must
-        wait.
+        """Return the items that this copy lacks, in order, and the paths of those that must wait.
 
         If the copy has gone on from the store, both are empty and `has_own` is set. `known` is the store's
-        head as this copy remembers it.
+        head as this copy remembers it, `head` the present one.
 
         Raises:
             PositionMoved: something was published here, and something else there.
             ForeignLineage: the copy has another publication at the same path.
             NotTrusted: keys are trusted, and a version that was published again here is not signed.
+            OSError, CheckpointError: a hold of the copy cannot be read.
         """
         self._find_taken_back(known)
         wanted = sorted(
@@ -622,8 +628,8 @@ class _Pull:
         """Note the rollbacks and resumptions of this copy that are not the store's (`own`), and `last`.
 
         `last` is the greatest position that came from the store. What was found once is kept with the
-        remembered head, `known`: what arrives later reaches beyond it. NotTrusted if keys are trusted, and a
-        version that was published again here is neither that nor signed.
+        remembered head, `known`: what arrives later reaches beyond it. NotTrusted if keys are trusted, and an
+        unsigned version that restored earlier values may have come from the store.
         """
         before, stored = self._kept(known), self._stored.items
         made = {path: (item, to) for path, item in self.here.items() if (to := restored(item)) is not None}
@@ -662,7 +668,7 @@ class _Pull:
 
     @property
     def newest(self) -> int:
-        """The greatest position in the store."""
+        """The greatest position in the store; ValueError if the store has no publication."""
         return max(item.manifest.position for item in self._stored.items.values())
 
     @property
@@ -674,7 +680,7 @@ class _Pull:
         """Return the wanted items that may come now, the paths of held ones, and the paths of withheld ones.
 
         A hold of this copy keeps the held ones away; the withheld ones do not continue what was taken back
-        here.
+        here. OSError or CheckpointError if a hold of the copy cannot be read.
         """
         coming, held, withheld = list[Item](), set[str](), set[str]()
         lineages = {item.manifest.lineage for item in self.here.values() if not item.is_delta}
@@ -700,7 +706,7 @@ class _Pull:
     def _is_held(self, item: Item) -> bool:
         """Return True for a version that servers would load by themselves, past the copy's own hold.
 
-        False for a delta.
+        False for a delta. OSError or CheckpointError if a hold of the copy cannot be read.
         """
         if item.is_delta:
             return False
@@ -717,8 +723,9 @@ class _Pull:
         return False
 
     def _is_led_to(self, base: Item, position: int) -> bool:
-        """Return True if deltas that are here, or may come, bring a server from a position to a base's, or
-        beyond.
+        """True if deltas that are here or may come bring a server from `position` to the base, or beyond.
+
+        Deltas count that are in the copy or in the store, without those withheld.
         """
         items = (item for each in (self.here, self._stored.items) for item in each.values())
         deltas = {item.path: item for item in items if item.log == base.log_path}.values()
@@ -751,11 +758,12 @@ class _Pull:
     def _require_trusted(self, trust: Trust) -> None:
         """Refuse a copy that contains publications which no trusted key has signed; note the accepted ones.
 
-        Two kinds are accepted: rollbacks and resumptions made here, and what servers leave when they load a
-        signed base.
+        Accepted are rollbacks and resumptions made here (noted in `_unsigned`), and publications up to the
+        store's newest trusted version: servers leave these when they load it.
 
         Raises:
             NotTrusted: there is another one.
+            UsageError: a file of keys cannot be read.
         """
         bases = (path for path, item in self._stored.items.items() if not item.is_delta)
         newest = max(map(end_of, bases), default=-1)
@@ -774,7 +782,8 @@ class _Pull:
     def _leave_untrusted(self) -> None:
         """Drop from the listing tags, deltas whose log has no trusted base, and holds that move servers back.
 
-        Each such hold is noted as not trusted.
+        Each such hold is noted as not trusted. OSError or CheckpointError if a hold of the copy cannot be
+        read.
         """
         items, here = self._stored.items, local_holds(self._model, has_tags=False)
         bases = (item for each in (items, self.here) for item in each.values() if not item.is_delta)
@@ -833,11 +842,14 @@ class _Pull:
     def _fetch(self, wanted: list[Item], progress: ProgressFactory) -> tuple[str, ...]:
         """Fetch and publish what is missing here, in order, until an item is incomplete in the store.
 
-        Return the paths of the items that were not fetched. `wanted` is sorted by `Item.order`.
+        Return the paths of the items that were not fetched. `wanted` is sorted by `Item.order`. Holds of the
+        store are set first.
 
         Raises:
             PublicationDamaged: the next item is damaged, and none replaces it.
-            CheckpointError, PublishError: the store cannot be read, or the copy cannot be written.
+            CheckpointChanged: the copy was rolled back, or published to, meanwhile.
+            ManifestError: the file of remembered heads is damaged.
+            CheckpointError, PublishError: the store cannot be read, or the copy cannot be written or locked.
         """
         self._sweep({item.digest for item in wanted})
         self._set_holds(wanted)
@@ -875,7 +887,8 @@ class _Pull:
     def _passes_by(self, item: Item, wanted: Iterable[Item]) -> bool:
         """Skip a damaged item, and deltas that need it, if the store has a replacement.
 
-        Return False if it has none. The skipped paths are added to `passed_by`.
+        Return False if it has none. The skipped paths are added to `passed_by`. A replacement is a later
+        base, or a merger that begins no later and ends no earlier.
         """
         stored = self._stored.items.values()
         instead = min(
@@ -1086,10 +1099,10 @@ class _Pull:
         sync(path.parent)
 
     def _clear_way(self, item: Item) -> None:
-        """Remove mergers of this copy that the rollback `item` of the store does not know.
+        """Remove this copy's mergers that begin before the store's rollback `item` and end after its end.
 
-        They begin before it, and lead to values that it takes back. Nothing for other items. OSError if one
-        cannot be moved.
+        They have values that the rollback takes back, and the store does not have them. Nothing for other
+        items. OSError if one cannot be moved, BlockingIOError if a reader has a lease on it.
         """
         start = item.manifest.from_position
         if start is None or not is_restoration(item):
@@ -1140,7 +1153,8 @@ class _Pull:
     def _set_holds(self, coming: Iterable[Item] = ()) -> None:
         """Set the store's holds beside the copy's own, except those that deltas in `coming` contain.
 
-        TargetBusy, PublishError or a subclass if a hold cannot be set.
+        TargetBusy, PublishError or a subclass if a hold cannot be set; ManifestError if the file of
+        remembered heads is damaged, or a hold's name is not a path below the model.
         """
         brought = {(item.hold, item.manifest.position) for item in coming if item.hold is not None}
         for name, content in self._stored.holds.items():
@@ -1154,7 +1168,7 @@ class _Pull:
 
         `name` is the path of the number below the model. Writes under the model's lock, and only if anything
         changes: TargetBusy, PublishError or a subclass if it cannot. ManifestError if `name` is not a path
-        below the model.
+        below the model, or the file of remembered heads is damaged.
         """
         hold = Hold((self._model / name).parent)
         if self._both(name, hold, content) is None:
@@ -1169,7 +1183,8 @@ class _Pull:
         """Return both holds as they should be, and the store's number if it states no position (else None).
 
         The result is None if nothing has to change. `content` has the store's number's bytes, None without
-        one.
+        one. `name` is the path of the number below the model, `hold` the hold there. ManifestError if the
+        file of remembered heads is damaged.
         """
         before, stored = hold.decided(), self._stored_hold(name)
         own = self._own(name, before)
@@ -1249,7 +1264,7 @@ class _Pull:
         """Copy the tags that have changed in the store; tags that have changed here only remain.
 
         Nothing with trusted keys, or while tags cannot be read. Writes under the model's lock: TargetBusy,
-        PublishError or a subclass if it cannot.
+        PublishError or a subclass if it cannot. ManifestError if the file of remembered heads is damaged.
         """
         is_unknown = self.has_own and recall(self._model, self._url) is None
         if self._trust is not None or is_unknown:  # tags are not signed; it is unknown which are older
@@ -1281,7 +1296,8 @@ class _Pull:
         """Set the store's holds and tags, and lift the holds that the store has lifted.
 
         A canary's hold is lifted only if the store had the same canary's hold: any other was set by an agent
-        here. TargetBusy, PublishError or a subclass if a file cannot be written.
+        here. TargetBusy, PublishError or a subclass if a file cannot be written; ManifestError if the file of
+        remembered heads is damaged; OSError or CheckpointError if a hold of the copy cannot be read.
         """
         self._set_holds()
         self._set_tags()
@@ -1298,9 +1314,10 @@ class _Pull:
         return None if known is None else (known.hold_files or {}).get(name)
 
     def _superseded(self, *, is_current: bool, everything: bool) -> list[Item]:
-        """Return the items that `superseded` returns, except those that tags need.
+        """Return the items that `superseded` returns, by position, except those that tags need.
 
-        Unless `everything`, only versions that a rollback or resumption published again here.
+        Unless `everything`, only versions that a rollback or resumption published again here. OSError if a
+        manifest here cannot be looked at.
         """
         gone = superseded(self._model, self.here, self._stored.items.keys(), is_current=is_current)
         gone = [item for item in gone if everything or (item.path in self.own and not item.is_delta)]
@@ -1364,10 +1381,10 @@ class _MergedHere(ExitStack):
         self._is_tried = record is None or bool(self.why)
 
     def give(self, file: FileEntry, path: Path) -> bool:
-        """Move a file of the merged base to `path`.
+        """Move a file of the merged base to `path`, which is replaced if it exists.
 
-        False if the merger has none of its size, or is not possible here. The first call makes the merged
-        base, which may take long.
+        False if the merger has no such file of the manifest's size, or is not possible here. The first call
+        makes the merged base, which may take long.
 
         Raises:
             DiskFull: there is no room for the base.
@@ -1456,7 +1473,7 @@ def _require_room(staged: Path, size: int) -> None:
     """Raise DiskFull if `size` bytes have no room beside the directory `staged`, before anything is fetched.
 
     A continuous pull would otherwise fetch the same bytes at each update. The part files that a killed pull
-    left are overwritten, and count as room.
+    left are overwritten, and count as room. OSError if the parent of `staged` does not exist.
     """
     parts = sum(path.stat().st_size for path in staged.rglob(".*.part"))
     free = shutil.disk_usage(staged.parent).free + parts

@@ -89,8 +89,9 @@ class _ModelMirror(Mirror):
         """Do nothing: `show` updates the mirror."""
 
     def show(self, found: Mapping[str, RemoteObject]) -> None:
-        """Show these objects, by name, as `Mirror.show` does; files that a failed command removed are
-        restored.
+        """Show these objects, by name, as `Mirror.show`, and clear `is_outdated`.
+
+        Files that a failed command removed are restored.
         """
         with self._lock:
             self._shown = {name: held for name, held in self._shown.items() if (self.root / name).exists()}
@@ -144,6 +145,7 @@ class RemoteModel:
         Local publications that are not in the store are removed, and holds are written anew.
 
         Raises:
+            UsageError: the URL is a version, or inside another model.
             PositionMoved: another machine's upload takes too long, or an object vanished while it was read.
             ManifestError, CheckpointError, PublishError: as `refresh`.
         """
@@ -155,9 +157,11 @@ class RemoteModel:
     def refresh(self) -> None:
         """Show what is in the store now, and remove local publications that were not uploaded.
 
-        Nothing is read again while the head is unchanged, unless the copy is known to be outdated.
+        Nothing is read again while the head is unchanged, unless the copy is known to be outdated. Unless
+        this process only reads, a publication that a killed process has committed is revealed in the store.
 
         Raises:
+            UsageError: the URL is a version, or inside another model.
             ModelHeld: a person's decision is in progress, and this process neither reads only nor makes it.
             PositionMoved: another machine's upload takes too long, or an object vanished while it was read.
             ManifestError, CheckpointError, PublishError: something is damaged, or the store or a local file
@@ -216,7 +220,8 @@ class RemoteModel:
         """Take precedence over all publishers, and show what they have published so far.
 
         If that was done before, nothing happens. It is called under the model's lock. A thread renews the
-        decision from then on. Raises as `Carrier.decide`, and PublishError if the store ignores conditions.
+        decision from then on. If the store cannot be shown, the decision is ended. Raises as `Carrier.decide`
+        and `refresh`, and PublishError if the store ignores conditions.
         """
         if self._carrier.is_deciding:
             return
@@ -229,8 +234,9 @@ class RemoteModel:
     def _hold(self) -> None:
         """During a decision, set the store's holds to the local ones, before a rollback's values are made.
 
-        PositionMoved if another machine has replaced the head, CheckpointError or PublishError if the store
-        fails.
+        Nothing without a decision. PositionMoved if another machine has replaced the head, ManifestError if
+        the head or the tags are damaged, CheckpointError or PublishError if the store fails, OSError if a
+        local hold cannot be read.
         """
         if self._carrier.is_deciding:
             self._carrier.settle(local_holds(self.path), ends_decision=False)
@@ -364,12 +370,11 @@ class RemoteModel:
                 path.write_bytes(content)
 
     def _publish(self, progress: ProgressFactory) -> None:
-        """Upload the difference between the local state and what was shown, set the holds, and end a
-        decision.
+        """Upload what differs from what was shown, set the holds, and end a decision.
 
-        Raised are the errors of `Carrier.publish` and `Carrier.settle`. Once the first item is published, a
-        PositionMoved or PublishError of a later one ends the work without an error, and errors of the
-        cleaning up are ignored: the next command repeats that work.
+        Raised are the errors of `Carrier.publish` and `Carrier.settle`, and OSError if a local hold cannot be
+        read. Once the first item is published, a PositionMoved or PublishError of a later one ends the work
+        without an error, and errors of the cleaning up are ignored: the next command repeats that work.
         """
         stored, carrier, here = self._stored, self._carrier, local_paths(self.path)
         new = [local_item(self.path, path) for name, path in here.items() if name not in stored.manifests]
@@ -437,7 +442,8 @@ class RemoteModel:
     def _put_caches(self) -> None:
         """Upload the hashes after a delta is published; delete from the store caches that are gone locally.
 
-        The hashes identify the state that they belong to. Errors are ignored.
+        The hashes identify the state that they belong to; where keys are trusted, they are not uploaded.
+        Errors of the store are ignored.
         """
         with suppress(ExportError):
             for path in self.path.glob(f"{DELTAS_DIRECTORY}/*/{HASHES_DIRECTORY}"):
