@@ -170,17 +170,17 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @property
     def number(self) -> int:
-        """The position of its first base, which names its directory."""
+        """The position of the log's first base, which names the log's directory."""
         return self.base.entry.log
 
     @property
     def path(self) -> Path:
-        """The directory of its deltas, which need not exist."""
+        """The directory of the log's deltas, which need not exist."""
         return log_path(self.model, self.number)
 
     @property
     def lineage(self) -> str:
-        """The log's random id."""
+        """The log's random id; "" if its newest base's manifest has none."""
         return self.base.manifest.lineage or ""
 
     @property
@@ -205,9 +205,9 @@ class DeltaLog(Struct, frozen=True, dict=True):
 
     @cached_property
     def newest(self) -> LogBase | LogDelta:
-        """The delta with the greatest end (of several, the shortest).
+        """The delta with the greatest end, or the newest base if no delta ends beyond it.
 
-        It is the newest base if no delta ends beyond that.
+        Of several deltas with that end it is the shortest.
         """
         last = max(self.deltas, key=lambda delta: (delta.end, delta.start), default=None)
         return last if last is not None and last.end > self.base.at.position else self.base
@@ -389,7 +389,7 @@ def _hinted() -> Iterator[None]:
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
     """Read a delta's tensors and verify their checksums, or only those of variables named in `only`.
 
-    With `only` the delta must not be packed. Raises CorruptFile if a checksum differs, another
+    With `only`, tensors of packed rows are not verified. Raises CorruptFile if a checksum differs, another
     CheckpointError if a tensor cannot be read.
     """
     from exporter.checkpoint.tensor_bundle import check_tensor

@@ -237,7 +237,10 @@ class Hold(Struct, frozen=True):
         return self.is_set and not self.is_canary
 
     def read(self) -> int | None:
-        """Return the position in the file `hold`; None without a hold. ManifestError if it cannot be read."""
+        """Return the position in the file `hold`; None without a hold.
+
+        ManifestError if it cannot be read, or states no position.
+        """
         return self._position(self.content())
 
     @property

@@ -194,10 +194,11 @@ def seconds_since(time: datetime | None, now: datetime) -> float:
 
 
 def superseded_since(model: Model, served: Served) -> datetime | None:
-    """The time at which the newest log began, if the served version lacks that log; else None.
+    """The time at which the newest log began, if the served version needs a base of that log; else None.
 
-    It lacks the log if its own log has no base here, or if its version number is at most the position of the
-    newest base. None also for a version of the newest log, and if no version takes deltas.
+    It needs one if it takes deltas of a log without a base here, or if its version number is at most the
+    position of the newest base. None also for a version of the newest log, and if no published version takes
+    deltas.
     """
     newest = model.newest_log
     if newest is None or served.lineage == newest.lineage:
@@ -223,11 +224,11 @@ class Distance(Protocol):
 
     @property
     def stale_s(self) -> float | None:
-        """The age of the oldest publication that it lacks, in seconds."""
+        """The age of the oldest publication that it lacks, in seconds; None if that is unknown."""
 
     @property
     def superseded_s(self) -> float | None:
-        """Seconds since a newer log began; 0 for a version of the newest."""
+        """Seconds since a newer log began; 0 for a version of the newest log, None if that is unknown."""
 
 
 class Release(Protocol):
@@ -235,7 +236,7 @@ class Release(Protocol):
 
     @property
     def published(self) -> int | None:
-        """The newest position, whatever the hold."""
+        """The newest position, whatever the hold; None if the model's directory cannot be read."""
 
     @property
     def position(self) -> int | None:
@@ -243,7 +244,7 @@ class Release(Protocol):
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version's number."""
+        """The newest version's number; None if the model's directory cannot be read."""
 
     @property
     def waiting(self) -> int:

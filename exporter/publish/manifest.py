@@ -247,10 +247,10 @@ class FileEntry(Struct, frozen=True, omit_defaults=True, rename={"bytes_": "byte
     linked: Annotated[LinkedFile | None, doc("its status when published, if it is a trainer's, too")] = None
 
     def is_written(self, directory: Path, *, for_sure: bool = True) -> bool:
-        """True if a trainer, who has this file of a published directory, too, wrote to it since publication.
+        """True if the trainer has a link to this published file, too, and wrote to it since publication.
 
-        Judged by its size and times, which a program may set; with `for_sure` false, also True if it may have
-        been. False if the file cannot be looked at.
+        `directory` is the published one. Judged by the file's size and times, which a program may set; with
+        `for_sure` false, also True if it may have been written to. False if the file cannot be looked at.
         """
         if self.linked is None:
             return False
@@ -396,7 +396,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
 
     @property
     def bytes_(self) -> int:
-        """Bytes of all files."""
+        """The number of bytes of all listed files; the manifest itself is not one of them."""
         return sum(file.bytes_ for file in self.files)
 
     def overwritten(self, version: Path) -> list[Path]:
@@ -408,7 +408,7 @@ class Manifest(ManifestDraft, frozen=True, kw_only=True):
 
     @property
     def schema_digest(self) -> str:
-        """The digest of the tensors' names, dtypes and shapes."""
+        """The SHA-256 (lower-case hex) of the tensors' names, dtypes and shapes."""
         return schema_digest(self.tensors)
 
     @property

@@ -203,7 +203,7 @@ class Log(Struct, frozen=True, dict=True):
 
     @property
     def within(self) -> list[Span]:
-        """The deltas within the limit."""
+        """The deltas within the limit, in the order of `deltas`."""
         return [span for span in self.deltas if self._allows(span.end)]
 
     def fitting(self, position: int, without: Collection[Span] = ()) -> list[Span]:
@@ -235,7 +235,7 @@ class Log(Struct, frozen=True, dict=True):
 
     @property
     def last(self) -> int:
-        """The greatest position, whatever the limit."""
+        """The greatest position of the newest base and all deltas, whatever the limit."""
         return max([self.base, *(span.end for span in self._by_end[-1:])])
 
     @property
@@ -609,7 +609,10 @@ class Model(Struct, frozen=True, dict=True):
 
     @cached_property
     def current(self) -> DeltaLog | None:
-        """The log of the newest version; None if that takes no deltas, or its manifest cannot be read."""
+        """The log of the newest version; None if that takes no deltas, or its manifest cannot be read.
+
+        OSError if the manifest exists but cannot be looked at.
+        """
         newest = newest_of(self.versions)
         base = None if newest is None else self.known.base(newest.path)
         if base is None:

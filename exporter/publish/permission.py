@@ -110,8 +110,8 @@ def require_not_taken_back(model: Path, misfit: PositionError) -> None:
 def require_on_way(log: DeltaLog, span: Span) -> None:
     """Refuse a merged delta that would bring servers to a position from which the model was rolled back.
 
-    `span` is the merged delta's. One that ends beyond the hold is not refused, nor is any without a hold, or
-    while the hold cannot be read: then no server follows it.
+    `span` is the merged delta's. Nothing is refused without a hold; nor if the delta ends beyond the hold, or
+    the hold cannot be read, as no server follows the delta then.
 
     Raises:
         ModelHeld: it would.

@@ -138,7 +138,7 @@ class RetiredDeltas(Struct, frozen=True):
     trash: tuple[Path, ...] = ()
 
     def __add__(self, other: RetiredDeltas) -> RetiredDeltas:
-        """Concatenate both."""
+        """Return the names and directories of both, those of `self` first."""
         return RetiredDeltas(self.removed + other.removed, self.trash + other.trash)
 
 

@@ -556,7 +556,7 @@ def _published(path: Path) -> datetime | None:
 def _moment(text: str, now: datetime) -> datetime | None:
     """Return the time that a name means (`2h` and `yesterday`: that long before `now`), in UTC.
 
-    None if it does not mean a time.
+    A time without a zone is in UTC. None if the name does not mean a time.
     """
     ago = _AGO.fullmatch("1d" if text == "yesterday" else text)
     with suppress(ValueError, OverflowError):

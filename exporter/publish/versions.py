@@ -499,9 +499,10 @@ _in_force: dict[str, list[_Keys]] = {}
 
 
 def _keys_of(place: str) -> _Keys:
-    """The newest key of each kind that is in force for a base path, given as an absolute path.
+    """The newest signer and the newest trust in force for a base path, each None without one.
 
-    None without one.
+    `place` is the absolute path. The third part is True if unsigned publications after signed ones are
+    permitted.
     """
     found = _in_force.get(place, [])[::-1]
     return _Keys(
@@ -565,7 +566,7 @@ def require_signer(model: Path, newest: Manifest) -> None:
 def trust_of(directory: Path) -> tuple[Trust, str] | None:
     """The keys trusted for a version or delta, and its path below its model; None: everything is accepted.
 
-    `directory` is the version's or the delta's.
+    `directory` is the version's or the delta's. Keys are in force by `in_force`, in this process.
     """
     if not _in_force:
         return None

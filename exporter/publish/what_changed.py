@@ -26,6 +26,7 @@ def what_changed(log: DeltaLog, delta: LogDelta) -> tuple[VariableChange, ...]:
     Raises:
         PositionError, CheckpointError: the values before cannot be read, or the delta is damaged.
         ManifestError, VerificationError: a manifest cannot be read, or a signed file differs.
+        OSError: a signed file cannot be read.
     """
     changes = log.open(delta).changes
     is_small = delta.manifest.bytes_ <= MOST_BYTES

@@ -83,7 +83,7 @@ class PlainCommand(TyperCommand):
     """The options that most runs need, if `--help` shows them alone, and `--help-all` the others."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
+        """Write the help into Click's `formatter`: the short page if `short` is set, else the whole one."""
         lines = _short_of(self, ctx) if self.short else _all_of(self, ctx)
         formatter.write("".join(f"{line}\n" for line in lines))
 
@@ -112,7 +112,7 @@ class PlainGroup(TyperGroup):
     """A program whose help is plain lines: its options by heading, then its commands."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
+        """Write the whole help page into Click's `formatter`."""
         formatter.write("".join(f"{line}\n" for line in _all_of(self, ctx)))
 
 

@@ -270,7 +270,7 @@ class Output(Struct):
         self._say(escape(" ".join([*self._time(), bounded(text)])))
 
     def close(self) -> None:
-        """Flush both streams; a failure to write is ignored."""
+        """Flush both streams; one that cannot be flushed is redirected to /dev/null, without an error."""
         for stream in (self.stdout, self.stderr):
             try:
                 stream.flush()

@@ -84,7 +84,7 @@ class Carrier:
         and removes a decision that has expired.
 
         Raises:
-            PositionMoved: one of them takes longer than `WAIT_SECONDS`.
+            PositionMoved: another machine's upload takes longer than `WAIT_SECONDS`.
             ModelHeld: a person's decision is in progress; at once.
             ManifestError, CheckpointError, PublishError: the head is damaged, or the store cannot be read or
                 written.
@@ -408,9 +408,11 @@ class Carrier:
         return found
 
     def holds_beside(self, stored: StoredModel) -> Mapping[str, bytes]:
-        """The holds of a listed model, which are the head's: the content of files by path below the model.
+        """Return the holds to show with a listed model: the content of their files, by path below the model.
 
-        The last publication may not be visible yet; until it is, no hold is lifted for readers.
+        They are the head's, or those listed if the head mentions none. While the last publication is not
+        visible yet, listed holds that the head has lifted remain, so that none is lifted too early for
+        readers.
         """
         head, holds = self.head, self.head.files_beside(stored.holds)
         if holds is None:

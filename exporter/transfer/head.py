@@ -214,7 +214,10 @@ def fetch_head(store: ObjectWriter) -> tuple[Head, Tag] | None:
 
 
 def files_digest(manifest: Manifest) -> str:
-    """The SHA-256 (hex) of all that readers read of a publication, without the time in its manifest."""
+    """The SHA-256 (hex) of a manifest's lists of files and tensors, so of all that readers read.
+
+    The time and the reason in the manifest do not count.
+    """
     return hashlib.sha256(msgspec.json.encode([manifest.files, manifest.tensors])).hexdigest()
 
 

@@ -97,7 +97,7 @@ class Item(Struct, frozen=True):
 
     @property
     def is_delta(self) -> bool:
-        """False for a version."""
+        """True for a delta, False for a version."""
         return bool(self.log)
 
     @property

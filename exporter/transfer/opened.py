@@ -83,7 +83,7 @@ def require_apart(ckpt_dir: Path, out: Path) -> None:
 def data_mode(model: str | os.PathLike[str], asked: DataMode) -> DataMode:
     """Return how values get into a version of a model (path or URL): in a store, `auto` becomes `compact`.
 
-    Nothing can link to objects.
+    Other modes are returned as they are. Nothing can link to objects.
 
     Raises:
         UsageError: links are requested for a model in a store.

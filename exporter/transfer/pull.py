@@ -193,7 +193,11 @@ def _settled(model: Path, items: Iterable[Item]) -> list[Item]:
 
 
 def _replaces(new: Item, old: Item) -> bool:
-    """Return True if each server that could load `old` can load `new` instead, and gets at least as far."""
+    """Return True if each server that could load `old` can load `new` instead, and gets at least as far.
+
+    A base replaces all that ends no later; a delta replaces deltas of its log that begin no earlier and end
+    no later.
+    """
     if new.manifest.position < old.manifest.position:
         return False
     start, old_start = new.manifest.from_position, old.manifest.from_position
@@ -222,9 +226,9 @@ class Seen(Struct, frozen=True):
     at: float | None = None
 
     def is_current(self, head: tuple[Head, Tag] | None, now: float) -> bool:
-        """Return True if `head` is still the one of this listing, and the listing is recent.
+        """Return True if `head` is still the one of this listing, and the listing is less than 10 s old.
 
-        `now` is a monotonic time in seconds.
+        `now` is a monotonic time in seconds. False if not everything was visible yet that the head mentions.
         """
         return head == self.head and self.at is not None and now - self.at < _LIST_SECONDS
 

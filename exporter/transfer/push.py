@@ -80,7 +80,7 @@ class PushPlan(Struct, frozen=True):
 
     @property
     def bytes_(self) -> int:
-        """The number of bytes to upload."""
+        """The number of bytes to upload, without those that the store copies."""
         return sum(item.bytes_ for item in self.upload) - self.copied
 
 

@@ -45,7 +45,9 @@ class TakenBack(Struct, frozen=True):
     def withholds(self, item: Item) -> bool:
         """Return True if what was taken back keeps this publication of the store from the copy's servers.
 
-        For a version that was published again here, that is only the store's version of its own number.
+        In the log of a rollback's or resumption's delta, these are publications that begin or end after `to`
+        and not after `end`. For a version that was published again here, it is only the store's version of
+        its own number.
         """
         if item.log_path != self.log or not self.log:
             return item.path == self.path
@@ -77,7 +79,7 @@ def is_restoration(item: Item) -> bool:
 
 
 def is_merger(item: Item) -> bool:
-    """Return True if a publication was merged of others: it has the values of its last part."""
+    """Return True if a publication was merged from others: it has the values of its last part."""
     entry = item.manifest.incremental
     is_merged = isinstance(entry, DeltaEntry) and entry.made is DeltaOrigin.MERGE
     return is_merged or item.manifest.merged_from is not None
