@@ -255,8 +255,7 @@ class DeltaLog(Struct, frozen=True, dict=True):
     def open(self, delta: LogDelta, *, only: Collection[str] | None = None) -> Delta:
         """Read a delta: its changes as memory maps, only of the variables named in `only` if that is given.
 
-        Names that the delta does not change are ignored. The checksums of all returned values are verified,
-        except of packed rows with `only`.
+        Names that the delta does not change are ignored. The checksums of all returned values are verified.
 
         Raises:
             ManifestError, VerificationError: the manifest cannot be read, or a signed file differs.
@@ -389,14 +388,15 @@ def _hinted() -> Iterator[None]:
 def _check_values(delta: Delta, schema: Schema, only: Collection[str] | None) -> None:
     """Read a delta's tensors and verify their checksums, or only those of variables named in `only`.
 
-    With `only`, tensors of packed rows are not verified. Raises CorruptFile if a checksum differs, another
-    CheckpointError if a tensor cannot be read.
+    Raises CorruptFile if a checksum differs, another CheckpointError if a tensor cannot be read.
     """
     from exporter.checkpoint.tensor_bundle import check_tensor
 
     names = set(delta.catalog.tensors)
     if only is not None:
-        names = {key for variable in schema.variables if variable.name in only for key in variable.keys}
+        wanted = [variable for variable in schema.variables if variable.name in only]
+        names = {key for variable in wanted for key in variable.keys}
+        names |= {each.key for variable in wanted for each in variable.packed(delta.header.packing)}
     for name in names:
         check_tensor(delta.catalog, delta.catalog.tensors[name])
 

@@ -16,6 +16,7 @@ from exporter.delta.delta_files import read_delta
 from exporter.delta.deviation import Rounded
 from exporter.delta.format import ChangeKind, Rows
 from exporter.delta.packing import round_rows, shrinks
+from exporter.errors import CorruptFile
 from exporter.increments.plan import ROUNDED
 from exporter.options import DeltaDtype
 from exporter.pipeline import log_maintenance
@@ -31,6 +32,7 @@ from tests.support.logs import (
     Trainer,
     Values,
     assert_same_bits,
+    damage_tensor,
     request,
     save_increment,
     served_now,
@@ -177,6 +179,23 @@ def test_another_dtype_sends_again_what_was_rounded(trainer: Trainer, tmp_path: 
     assert (fine.rows, fine.rounded.dtype) == (coarse.rows, BFLOAT16)
     assert fine.rounded.largest < coarse.rounded.largest
     assert_rounded(read_log(model), served_now(trainer, Serving()), BFLOAT16)
+
+
+@pytest.mark.parametrize("kind", ["exact", "packed", "scales"])
+def test_damaged_packed_rows_are_found_where_one_variable_is_read(
+    trainer: Trainer, tmp_path: Path, kind: str
+) -> None:
+    model = tmp_path / "model"
+    drift(trainer, 1.0, rows=5)
+    trainer.increment()
+    export(trainer, model, INT8)
+    log = read_log(model)
+    (delta,) = log.deltas
+    found = read_catalog(delta.path / "delta")
+    name = next(key for key, ref in found.tensors.items() if key.endswith(f"/{kind}") and ref.shape[0])
+    damage_tensor(delta.path / "delta", name)
+    with pytest.raises(CorruptFile):
+        log.open(delta, only={name.removesuffix(f"/{kind}")})
 
 
 def test_a_row_that_rounds_to_what_is_served_is_not_sent_again(trainer: Trainer, tmp_path: Path) -> None:
