@@ -45,13 +45,13 @@ def read_both(
     checkpoint: Identity,
     load: GraphSource = load_source,
 ) -> Both:
-    """Read the graph that a request names or that is beside the checkpoint, and complete the rules from both
-    sides.
+    """Read the graph that a request names, else the graph beside the checkpoint, and complete the rules.
 
-    `checkpoint` is passed on in the result; `load` reads the graph. The rules get the partition strategies of
-    the trainer's graph and the request's file of names; `origin` is recorded only for a base that takes
+    `catalog` and `checkpoint` are the checkpoint and its identity, which the result repeats; `load` reads the
+    graph. `rules` are completed by the partition strategies of the trainer's graph and the request's file of
+    names; `origin`, the record of the graph's files, is None unless the request is for a base that takes
     deltas. Raises UsageError or GraphError (and subclasses) if the graph cannot be found or does not fit the
-    request, CheckpointError if its file is damaged.
+    request, CheckpointError if its file is damaged, and what `load` raises.
     """
     asked = GraphRequest.of(request, model_beside(catalog.prefix), catalog.naming)
     if asked.model is None:
@@ -74,9 +74,10 @@ def read_both(
 
 @contextmanager
 def advised(request: ExportRequest, catalog: Catalog) -> Iterator[None]:
-    """Run the block and, if a Keras 3 builder meets a checkpoint of Keras 2, prefix its mapping error's hint.
+    """Run the block; add a hint to MissingTensors and ObjectMismatch if the checkpoint is of Keras 2.
 
-    MissingTensors and ObjectMismatch get the hint to use Keras 2; every error is raised as before.
+    The hint, to use Keras 2, is put before the error's own, if the model is a builder that uses Keras 3.
+    Every error is raised as before.
     """
     try:
         yield
@@ -90,7 +91,8 @@ def _builder_files(request: ExportRequest) -> list[str]:
     """Return the path of the builder's source file in a list; [] if the model is not a builder, or names a
     module.
 
-    The path is "" for a function whose file is not known.
+    The path is "" for a function whose file is not known. Raises BuilderError if a named file or module does
+    not exist.
     """
     model = request.model
     if callable(model):
@@ -112,7 +114,7 @@ def compare_names(request: ExportRequest) -> Unmatchable:
     written.
 
     Raises:
-        UsageError, CheckpointError, GraphError: and subclasses, see errors.py.
+        UsageError, CheckpointError, GraphError, MappingError, TensorFlowNeeded: and subclasses, see errors.py.
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
     found = read_both(request, rules, catalog, Identity.of(catalog))

@@ -59,8 +59,8 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
     """Return readers of `catalog`'s tensors by name, with rows in the order that they have in `other`.
 
     Incomplete tensors, variants and the object graph are left out; a table's parts are one tensor if the
-    other checkpoint partitions it in another way. Raises CorruptFile or UsageError if a graph beside the
-    checkpoints is needed and cannot be read.
+    other checkpoint partitions it in another way. Raises CorruptFile, GraphError or UsageError if a graph
+    (`.meta`) beside a checkpoint is needed and cannot be read.
     """
     tensors = _joined(_compared(catalog), _compared(other))
     theirs = _joined(_compared(other), _compared(catalog))
@@ -120,10 +120,9 @@ def _shapes(parts: _Parts) -> dict[int, tuple[int, ...]]:
 
 
 def _table(name: str, parts: _Parts) -> TensorRef | None:
-    """Return a table's parts, given by number, as slices of one tensor called `name`; None if they do not
-    fit.
+    """Return a table's parts, given by number, as one tensor called `name`, whose slices they are.
 
-    Parts fit if all numbers from 0 are there, unsliced, with one numeric dtype and rows of one shape.
+    None unless all numbers from 0 are there, unsliced, with one numeric dtype and rows of one shape.
     """
     ordered = [parts[number] for number in sorted(parts)]
     first = ordered[0]
@@ -149,7 +148,7 @@ def _strategies(catalog: Catalog) -> Mapping[str, PartitionStrategy]:
     """Return the partition strategies of tables, by name, from the `.meta` beside a checkpoint; {} without
     one.
 
-    Raises CorruptFile if it is damaged, UsageError if it cannot be opened.
+    Raises CorruptFile or GraphError if it is damaged, UsageError if it cannot be opened.
     """
     path = catalog.prefix.with_name(f"{catalog.prefix.name}.meta")
     return trained_strategies(read_metagraph(path)) if path.is_file() else {}
@@ -215,21 +214,24 @@ class ServedKeys(Struct, frozen=True, eq=False):
 
     @classmethod
     def read(cls, table: ServedTable) -> ServedKeys:
-        """Read all keys of a published table, and the numbers of their rows; every checksum of it is
-        verified.
+        """Read all keys of a published table, and the numbers of their rows, after verifying its checksums.
 
-        Raises CorruptFile if one differs, or the index does not fit.
+        Raises CorruptFile if a checksum differs or the index does not fit, other CheckpointErrors if files
+        are gone or cannot be read.
         """
         table.check()
         return cls(table, *table.live())
 
     @property
     def dtype(self) -> DType:
-        """The type of its rows."""
+        """The dtype of the table's rows, as served."""
         return self.table.row_values.dtype
 
     def values(self, places: Array) -> Array:
-        """Read the rows of the keys with these indices in `keys`, in their order and in the served dtype."""
+        """Read the rows of the keys with these indices in `keys`, in their order and in the served dtype.
+
+        Raises CheckpointError if a file is gone or cannot be read; checksums are not verified again.
+        """
         return self.table.state.rows_at(self.table.row_values.name, self.rows[places])
 
 
@@ -239,7 +241,8 @@ Keyed: TypeAlias = "ServedKeys | TrainedTable"
 def tables_of_log(log: DeltaLog, position: int) -> dict[str, Keyed]:
     """Read the keys of a log's dynamic tables at a position, by table name, every checksum verified.
 
-    Raises PositionUnknown if no base reaches the position, CheckpointError if files are damaged.
+    Raises PositionUnknown if no base reaches the position, CheckpointError or VerificationError if files are
+    damaged.
     """
     spec, state = log.base.entry.mapping_spec, log.state(position)
     tables = (ServedTable.of(table, log.schema, state) for table in spec.dynamic)
@@ -250,7 +253,8 @@ def tables_as_served(catalog: Catalog, log: DeltaLog) -> dict[str, Keyed]:
     """Read a checkpoint's embedding variables as a log would serve them, by the log's table names.
 
     Tables that the checkpoint lacks or has with another dimension are left out; keys that the log's admission
-    refuses, too. Raises CheckpointError and subclasses if the tables are damaged.
+    refuses, too. Raises CheckpointError and subclasses if the tables are damaged; DiskFull or PublishError if
+    they cannot be fetched from a store.
     """
     spec: MappingSpec = log.base.entry.mapping_spec
     known = embedding_variables(catalog) if spec.dynamic else {}
@@ -268,7 +272,8 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
     """Read the embedding variables of both checkpoints that have rows of the same dimension and dtype.
 
     Returns the tables of `a` and of `b`, each by name, and the names of all tensors of which they consist.
-    Raises CheckpointError and subclasses if they are damaged.
+    Raises CheckpointError and subclasses if they are damaged; DiskFull or PublishError if they cannot be
+    fetched from a store.
     """
     ours, theirs = embedding_variables(a), embedding_variables(b)
     names = [
@@ -290,10 +295,12 @@ def common_tables(a: Catalog, b: Catalog) -> tuple[dict[str, Keyed], dict[str, K
 def compare_tables(
     a: Mapping[str, Keyed], b: Mapping[str, Keyed], in_8_bits: Collection[str] = ()
 ) -> Iterator[TableDifference]:
-    """Yield the difference of each table that both sides have with rows of one dtype, also of equal tables.
+    """Yield the difference of each table that both sides have with rows of one dtype, also if it is empty.
 
-    Both sides are by table name; the order is the first side's. Rows of the variables `in_8_bits` are codes
-    with a scale, and are measured as numbers.
+    `a` and `b` are tables by name; the order is that of `a`. `in_8_bits` has the names of variables,
+    `<table>/<part>`, whose rows are codes with a scale: these are measured as numbers. While iterating,
+    raises CheckpointError if rows cannot be read, MappingError or NotFinite if a trained value does not fit
+    the served dtype.
     """
     for name, ours in a.items():
         theirs = b.get(name)
@@ -308,7 +315,8 @@ def _trained(catalog: Catalog, known: Mapping[str, EmbeddingVariable], names: li
 def _compare_keys(name: str, a: Keyed, b: Keyed, *, is_coded: bool) -> TableDifference:
     """Compare two tables by their keys, and the rows of common keys bit for bit; `name` is the table's.
 
-    With `is_coded`, rows are codes with a scale, and norm and largest difference are those of the numbers.
+    With `is_coded`, rows are codes with a scale, and norm and largest difference are measured between the
+    numbers. Both are None for rows that are not numbers. Raises what `values` of either table raises.
     """
     ours, theirs = np.argsort(a.keys), np.argsort(b.keys)
     in_both, in_ours = among(a.keys[ours], b.keys[theirs]), among(b.keys[theirs], a.keys[ours])
@@ -342,7 +350,11 @@ class ComparedState(Struct, frozen=True):
 
     @property
     def published(self) -> LayeredState | None:
-        """The values at a position; None for a checkpoint."""
+        """The values at the log's position, to be read on demand; None for a checkpoint.
+
+        Raises PositionUnknown if no base reaches it, CheckpointError or VerificationError if files are
+        damaged.
+        """
         return self.log.state(self.at.position) if self.log is not None and self.at is not None else None
 
 
@@ -388,7 +400,7 @@ def parse_side(text: str) -> ComparedState:
     A URL is read through a local mirror. Values are not read yet.
 
     Raises:
-        UsageError: the position is malformed, or the model is not one.
+        UsageError: the position is malformed, or nothing is published under the model of `MODEL@POSITION`.
         PositionUnknown: no position has this name, or its values are gone.
         ExportError: the state cannot be read, see errors.py.
     """
@@ -413,7 +425,8 @@ def parse_side(text: str) -> ComparedState:
 def compare(a: ComparedState, b: ComparedState, runner: Runner | None = None) -> Differences:
     """Compare two states bit for bit and return their differences; with a `runner`, its tasks compare tables.
 
-    Uses a temporary directory, into which the tensors of an archive are copied.
+    Uses a temporary directory, into which the tensors of an archive are copied. OSError if nothing can be
+    written there.
 
     Raises:
         UsageError: they have no variable in common.
@@ -438,7 +451,9 @@ def _as_bundle(side: ComparedState, directory: Path) -> ComparedState:
 def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences:
     """Compare two states whose rows can be read in place; `how` has the scratch directory and the runner.
 
-    Raises UsageError if they have no variable in common, CheckpointError and subclasses if one is damaged.
+    Raises UsageError if they have no variable in common, CheckpointError or VerificationError (and
+    subclasses) if one is damaged, SchemaChanged or MappingError if a checkpoint does not fit the log it is
+    compared with, OSError if scratch files cannot be written.
     """
     tables, apart = _compared_tables(a, b)
     old, new = _variables(a, b, apart), _variables(b, a, apart)
@@ -477,9 +492,11 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """Compare the tables by keys that both sides have with rows of the same kind.
+    """Compare the tables by keys that both sides have with rows of the same dtype and dimension.
 
-    Returns their differences, also empty ones of equal tables, and the names of all variables in the tables.
+    Returns their differences, also empty ones of equal tables, and the names of all variables (for two
+    checkpoints: tensors) of which these tables consist. Raises what `compare_tables` raises, and
+    CheckpointError or VerificationError if a table is damaged.
     """
     if a.log is None and b.log is None:
         assert a.catalog is not None
@@ -494,8 +511,10 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
 
 
 def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
-    """Read a side's tables by keys, by name; one of the two sides is a position of a log, whose form both
-    get.
+    """Read a side's tables by keys, by name: of a log at its position, of a checkpoint as the other side's
+    log serves them.
+
+    At least one side must be a log's. Raises what `tables_of_log` and `tables_as_served` raise.
     """
     if side.log is not None and side.at is not None:
         return tables_of_log(side.log, side.at.position)
@@ -508,7 +527,7 @@ def _of_model(model: Path, position: int | None, label: str) -> ComparedState:
     """Return a model's state at a position, also of a log that has ended; the newest if `position` is None.
 
     `label` names it for people. Raises PositionUnknown if the position is not published or its values are
-    gone, NotUpdatable if nothing is published.
+    gone, NotUpdatable if nothing is published, ManifestError or CheckpointError if it cannot be read.
     """
     there = Standing.of(model)
     at = there.newest if position is None else position
@@ -527,7 +546,9 @@ def _variables(side: ComparedState, other: ComparedState, apart: Collection[str]
     """Return readers of a side's variables, by name: as served if either side is a log's, else one per
     tensor.
 
-    Variables of tables that are compared by keys, `apart`, are left out.
+    `apart` are the names of variables of tables that are compared by keys: they are left out. Raises
+    SchemaChanged or MappingError if a checkpoint lacks what the other side's log serves, CheckpointError if
+    it cannot be read.
     """
     if (published := side.published) is not None:
         return {name: reader for name, reader in published.stored.items() if name not in apart}
@@ -545,9 +566,11 @@ def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
-    """Return both halves (keys, values) of each lookup table of a log by their names, by the name of either.
+    """Return, for the name of each variable of a log's lookup tables, the pair of variables (keys, values) of
+    its table.
 
-    They are compared whole, as the number of entries differs between positions. {} for a checkpoint.
+    The pair is by the variables' names. They are compared whole, as the number of entries differs between
+    positions. {} for a checkpoint.
     """
     pairs = side.log.schema.lookups if side.log is not None else ()
     return {half.name: {each.name: each for each in pair} for pair in pairs for half in pair}
@@ -571,10 +594,12 @@ def _in_8_bits(side: ComparedState) -> set[str]:
 def _difference(
     variable: ServedVariable, old: LayeredState, change: Change, *, is_coded: bool
 ) -> VariableDifference:
-    """Measure a variable's change from state `old`: its number of rows, and their distance from the old ones.
+    """Measure a variable's `change` from the state `old`: the number of changed rows, and how far these
+    moved.
 
-    With `is_coded`, rows are codes with a scale, and the distance is between the numbers. Both distances are
-    None for lookup tables and values that are not numbers.
+    A variable that is not a table counts as one row. With `is_coded`, rows are codes with a scale, and the
+    distance is between the numbers. Norm and largest difference are None for lookup tables and values that
+    are not numbers. Raises CheckpointError if old values cannot be read.
     """
     rows = variable.shape[0] if variable.kind is ChangeKind.TABLE else 1
     if isinstance(change, Rows):
@@ -600,7 +625,8 @@ def _numbers(pairs: Iterable[tuple[Array, Array]], *, is_coded: bool) -> Iterabl
 def _norms(pairs: Iterable[tuple[Array, Array]]) -> tuple[float | None, float | None]:
     """Return the Euclidean norm and the largest absolute element of the differences of all pairs.
 
-    Both are None for strings and booleans, and may be infinite or NaN.
+    Pairs are (old, new) arrays. Both are None for strings and booleans, 0 without pairs, and may be infinite
+    or NaN.
     """
     squares = largest = 0.0
     for before, after in pairs:

@@ -42,7 +42,9 @@ class Allowance(Struct, frozen=True):
         """Return what the `text` of `--delta-budget` permits for the delta planned at `now`, in seconds since
         1970.
 
-        Raises UsageError for a malformed text, ManifestError if a delta's manifest cannot be read.
+        Of a rate (bytes per second), unused seconds add up to at most ten seconds' bytes, less the deltas of
+        the last ten seconds; a size per delta counts alone. Raises UsageError for a malformed text;
+        ManifestError or OSError if a delta's manifest cannot be read.
         """
         budget = DeltaBudget.parse("--delta-budget", text)
         entry, before, due = log.newest.entry, log.newest.manifest.created, 0
@@ -61,7 +63,7 @@ class Allowance(Struct, frozen=True):
         return cls(room, seconds, now, room >= worth)
 
     def told(self, used: Used) -> Budgeted:
-        """Return the record for the delta's manifest: this budget, and what the delta makes of it, `used`."""
+        """Return the record for the delta's manifest: this budget, and the delta's use of it, `used`."""
         planned = datetime.fromtimestamp(self.now, timezone.utc)
         return Budgeted(**asdict(used), allowed=self.room, planned=planned, seconds=self.seconds)
 

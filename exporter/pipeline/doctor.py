@@ -146,8 +146,8 @@ def check_of(finding: Finding) -> Check:
 def diagnosis(model: Path, findings: Iterable[Finding]) -> ExportError | None:
     """Return the error with which a command ends; None if no finding's level is WRONG.
 
-    It quotes the first wrong finding. It is a VerificationError for problems on disk, else a CheckpointError
-    for the checkpoint's, else a ServerError.
+    It quotes the first wrong finding and the number of all. It is a VerificationError if any wrong finding is
+    on disk, else a CheckpointError if any is about the checkpoint, else a ServerError.
     """
     wrong = [finding for finding in findings if finding.level is Level.WRONG]
     if not wrong:
@@ -165,7 +165,10 @@ _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "
 
 
 def left_overs(model: Path) -> Iterator[Finding]:
-    """Yield a finding if there are staging and trash directories of processes that died."""
+    """Yield a finding if there are staging and trash directories of processes that died.
+
+    OSError if the model's directory cannot be listed.
+    """
     found = dead_leftovers(model)
     if found:
         size = sum(map(size_of, found))
@@ -193,6 +196,7 @@ def permissions(model: Path) -> Iterator[Finding]:
     """Yield findings if a server of another user cannot read the model, or this user cannot publish.
 
     Of each cause at most one: closed files, a closed directory above them, a path that cannot be written.
+    Raises OSError if a file vanishes meanwhile, ManifestError if the model cannot be listed.
     """
     yield from _closed_files(model)
     yield from _closed_above(model)
@@ -203,8 +207,8 @@ def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
     """Yield findings about a checkpoint that the next full export cannot read, or must copy instead of
     linking.
 
-    `model` is None for a model in a store, to which nothing is linked. Makes and removes a directory with
-    links under the model.
+    `model` is None for a model in a store, to which nothing is linked. Otherwise makes and removes a
+    directory with links to the shards under the model. Raises OSError if a directory cannot be looked at.
     """
     try:
         catalog = open_checkpoint(ckpt_dir)
@@ -233,9 +237,10 @@ def checkpoint(model: Path | None, ckpt_dir: Path) -> Iterator[Finding]:
 
 
 def _written_over(model: Path, catalog: Catalog, ckpt_dir: Path) -> Iterator[Finding]:
-    """Yield a finding if a trainer writes new checkpoints into files to which versions have links.
+    """Yield at most one finding: a trainer writes new checkpoints into files to which versions have links.
 
-    `catalog` is the newest checkpoint's, in `ckpt_dir`.
+    `catalog` is the newest checkpoint's, in `ckpt_dir`. Unreadable manifests are skipped; ManifestError if
+    the model cannot be listed.
     """
     for version in published_versions(model):
         written: list[Path] = []
@@ -260,9 +265,10 @@ def _deltas(model: Path) -> list[str]:
 
 
 def clock_of_files(model: Path, now: float) -> Iterator[Finding]:
-    """Yield a finding if a file system's clock differs from `now`, this machine's in seconds since 1970.
+    """Yield a finding if the clock of the model's file system differs by more than 60 s from `now`.
 
-    Makes and removes a directory under the model; yields nothing if that cannot be made.
+    `now` is this machine's time, in seconds since 1970. Makes and removes a directory under the model; yields
+    nothing if that cannot be made.
     """
     try:
         with Staging(model, sweeps=False) as staging, writing(staging.path):
@@ -294,7 +300,12 @@ def durability(model: Path) -> Iterator[Finding]:
 
 
 def _closed_files(model: Path) -> Iterator[Finding]:
-    """Yield a finding if fewer users may read some published files than may enter the model's directory."""
+    """Yield a finding if fewer users may read some published files than may read and enter the model's
+    directory.
+
+    It names the first such file and counts the others. Hidden files and links are not looked at. Raises
+    OSError if a file vanishes meanwhile.
+    """
     allowed = _Readers.of(model)
     closed: list[tuple[Path, str]] = []
     trees = [child.path for child in published_versions(model)]
@@ -321,7 +332,11 @@ def _closed_files(model: Path) -> Iterator[Finding]:
 
 
 def _closed_above(model: Path) -> Iterator[Finding]:
-    """Yield a finding on the nearest directory, the model's or one above, that keeps other users out."""
+    """Yield a finding on the nearest directory, the model's or one above, that keeps other users out.
+
+    The model's directory must let others read and enter it, each directory above only enter. Raises OSError
+    if one cannot be looked at.
+    """
     top = model.resolve()
     for directory in (top, *top.parents):
         mode = directory.stat().st_mode
@@ -357,8 +372,8 @@ def _not_writable(model: Path) -> Iterator[Finding]:
 def _why_not_linked(model: Path, catalog: Catalog) -> str:
     """Return the reason why a checkpoint's shards cannot be linked into a model; "" if they can.
 
-    Links each shard once into a staging directory, which is removed. Raises CheckpointError if a shard
-    changed since its index was read, PublishError if nothing can be written.
+    Links shards, up to the first that cannot be linked, into a staging directory, which is removed. Raises
+    CheckpointError if a shard changed since its index was read, PublishError if nothing can be written.
     """
     with Staging(model, sweeps=False) as staging, writing(staging.path):
         new_file = NewFile.in_directory(staging.path)
@@ -370,7 +385,7 @@ def _why_not_linked(model: Path, catalog: Catalog) -> str:
 
 
 def _top(model: Path, path: Path) -> Path:
-    """Return the directory of the version or log to which a published file of the model belongs."""
+    """Return the directory of the version or log to which `path`, a path below `model`, belongs."""
     inside = path.relative_to(model).parts
     return model.joinpath(*inside[: 2 if inside[0] == DELTAS_DIRECTORY else 1])
 
@@ -397,7 +412,7 @@ class _Readers:
         return cls(path.lstat())
 
     def lost_by(self, other: _Readers) -> str:
-        """Return the users that may read this and not `other`: "others", "group", or "" for none."""
+        """Return the users that may read this, but not `other`: "others", else "group", or "" for none."""
         if self.others and not other.others:
             return "others"
         group = other.others or (other.group and other.gid == self.gid)
@@ -424,7 +439,8 @@ SCARCE = 0.05
 
 
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield a finding for each damage that `verify_model` found, with the command that repairs it.
+    """Yield a finding for each damage that `verify_model` found, with the command that repairs it, or the
+    hint of an untrusted one.
 
     `ckpt_dir` is named in the command; None if it is not known.
     """
@@ -474,10 +490,10 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]) -> int | None:
-    """Return the lowest position at which servers stay because they refuse the `bad` deltas; None if they
-    pass.
+    """Return the lowest position at which servers stop because they refuse the deltas `bad`; None if other
+    deltas lead past these.
 
-    `deltas` are all that servers may apply.
+    `deltas` are all deltas that servers may apply now, `bad` among them.
     """
     taken = [delta for delta in deltas if delta not in bad]
     places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
@@ -488,7 +504,7 @@ def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]
 def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
     """Yield findings about holds in force, and about deltas that are pending for a canary for too long.
 
-    `now` is in seconds since 1970. Unreadable holds are left out: `damage` reports them.
+    `now` is in seconds since 1970. Holds that cannot be read are left out: `damage` reports them.
     """
     log = None if found.log is None else found.log.base.entry.log
     for hold in binding(model, log):
@@ -512,7 +528,7 @@ def held(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
 def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
     """Yield a finding if deltas are pending for so long (ten minutes) that no canary can be running.
 
-    `now` is in seconds since 1970.
+    `now` is in seconds since 1970. Nothing if a manifest cannot be read.
     """
     with suppress(ManifestError, OSError):
         approved, by = log.approved, log.hold.by
@@ -529,7 +545,10 @@ def _unapproved(model: Path, log: DeltaLog, now: float) -> Iterator[Finding]:
 
 
 def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield a finding for each log whose bases are all gone, so that no server can apply its deltas."""
+    """Yield a finding for each log whose bases are all gone, so that no server can apply its deltas.
+
+    Raises OSError or ManifestError if a directory cannot be listed.
+    """
     for log in logs_without_base(model, None if found.log is None else found.log.path):
         deltas = [entry for entry in log.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
         yield Finding(
@@ -541,10 +560,10 @@ def orphans(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def strangers(model: Path) -> Iterator[Finding]:
-    """Yield a finding for each path that servers take for the newest version, and that was not published
-    here.
+    """Yield a finding for each path that servers take for the newest version although it has no manifest.
 
-    It says whether servers can load it; the command hides it.
+    It says whether servers can load it; its command renames the path, so that servers ignore it. Raises
+    ManifestError if the model cannot be listed.
     """
     found = version_dirs(model)
     newest = next((child.version for child in found if child.has_manifest), -1)
@@ -561,9 +580,10 @@ def strangers(model: Path) -> Iterator[Finding]:
 
 
 def times(model: Path, found: VerifiedModel, now: float) -> Iterator[Finding]:
-    """Yield a finding if publications are dated in the future: what they replaced is kept until then.
+    """Yield at most one finding: publications are dated more than 60 s in the future.
 
-    `now` is in seconds since 1970.
+    What they replaced is kept until that time. It names the latest and counts the others. `now` is in seconds
+    since 1970. Unreadable manifests are skipped; ManifestError if the model cannot be listed.
     """
     paths = [child.path for child in published_versions(model)]
     paths += [delta.path for delta in found.log.deltas] if found.log else []
@@ -601,7 +621,8 @@ def publisher(model: Path, now: float) -> Iterator[Finding]:
 def room(model: Path) -> Iterator[Finding]:
     """Yield a finding if the disk has less free space than the newest base has unshared bytes.
 
-    Bytes are shared if another file has a hard link to them. Raises OSError if the disk cannot be asked.
+    Nothing if nothing is published. Bytes are shared if another file has a hard link to them. Raises OSError
+    if the disk cannot be asked.
     """
     newest = newest_version(model)
     if newest is None:
@@ -620,7 +641,7 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
     """Yield findings about dynamic tables with few free rows (under 5 %): a full one refuses deltas.
 
     Nothing if the model takes no deltas or is damaged. `ckpt_dir` is named in the command, None if it is not
-    known. Raises ManifestError or CheckpointError if the log or its tables cannot be read.
+    known. Raises PositionError, ManifestError or CheckpointError if the log or its tables cannot be read.
     """
     if found.log is None or found.damage:  # reported by `damage`, and tables cannot be read past it
         return
@@ -635,7 +656,10 @@ def tables(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
 
 
 def _lately(found: VerifiedModel) -> list[DeltaEntry]:
-    """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`, without mergers."""
+    """Return the manifest entries of the newest deltas, oldest first: at most `LATELY`.
+
+    Mergers, and deltas whose manifest cannot be read, are left out; [] without a log.
+    """
     deltas = () if found.log is None else found.log.deltas
     entries: list[DeltaEntry] = []
     for delta in sorted(deltas, key=lambda one: one.end, reverse=True):
@@ -648,9 +672,10 @@ def _lately(found: VerifiedModel) -> list[DeltaEntry]:
 
 
 def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield a finding on the worst row beyond `--max-norm` in the newest delta, or held back by it.
+    """Yield a finding on the row with the greatest norm beyond `--max-norm` that the newest delta sent or
+    held back.
 
-    Nothing if there is none.
+    Mergers are not looked at; nothing if there is no such row. `model` is named in the command.
     """
     entries = _lately(found)
     worst = max(entries[-1].wild if entries else (), key=lambda one: one.norm, default=None)
@@ -694,7 +719,9 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
 
 
 def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
-    """Yield a finding for each tag in `found` whose position cannot be restored."""
+    """Yield a finding for each tag in `found` whose position cannot be restored; its command deletes the tag
+    of `model`.
+    """
     for tag in found:
         if tag.gone:
             yield Finding(
@@ -742,7 +769,9 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
 
 
 def _is_version_of(model: Path, place: Path) -> bool:
-    """True if `place` is a version of the same model, as after a rollback that republished its files."""
+    """True if `place`, a directory, is directly in the model's, as after a rollback that republished a
+    version's files.
+    """
     return place.parent.resolve() == model.resolve()
 
 
@@ -788,7 +817,9 @@ def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
-    """True if every base reaches the newest position without the delta at this path."""
+    """True if deltas lead from every base to the newest position without the one at the path `delta`. Raises
+    ManifestError if the manifest of another delta cannot be read.
+    """
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])
     without = replace(log, deltas=left)
@@ -910,9 +941,10 @@ _OF_THIS_MACHINE = (
 
 
 def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return the findings of one check; an ExportError or OSError in it becomes a finding, too.
+    """Return the findings of the check that `look` makes; an ExportError or OSError becomes a finding, too.
 
-    A check is repeated up to twice if files vanish meanwhile, as by retention.
+    A FileNotFoundError or CheckpointError may come from retention, which removes files meanwhile: after one
+    the check is repeated, at most twice.
     """
     for is_last in (False, False, True):
         try:

@@ -76,8 +76,8 @@ class NumberFile(Struct, frozen=True):
     def blocks(self) -> Iterator[Array]:
         """Yield the numbers in the file's order as int64, in blocks of at most `BLOCK_ROWS`.
 
-        Raises CheckpointChanged if the file became shorter, CheckpointError or OSError if it cannot be
-        opened.
+        While iterating, raises CheckpointChanged if the file became shorter, CheckpointError or OSError if it
+        cannot be opened or read.
         """
         stored = np.dtype(self.stored)
         with regular_file(self.path) as file:
@@ -118,7 +118,7 @@ class HotChoice(Struct, frozen=True):
         The choice must have a file, and it must be one of row numbers, not of keys. `rows` is the number of
         rows of the table.
 
-        Raises:
+        Raises, while iterating:
             UsageError: a number is outside the table.
             CheckpointChanged: the file became shorter.
             CheckpointError, OSError: it cannot be opened.
@@ -136,8 +136,8 @@ class HotChoice(Struct, frozen=True):
         """Read the choice's file and check its numbers for a table of `rows` rows, before anything is staged.
 
         Raises UsageError for a number outside the table, or a duplicate; CheckpointChanged if the file became
-        shorter. A duplicate is found only if both are in one block, as in all but large files; the export
-        finds the others.
+        shorter, other CheckpointErrors or OSError if it cannot be read. A duplicate is found only if both are
+        in one block, as in all but large files; the export finds the others.
         """
         for block in self.rows(rows):
             ordered = np.sort(block)
@@ -156,7 +156,8 @@ def choose_hot(
 
     Only the headers of files of keys are read: keys that a table does not have are ignored. `unmapped` says
     why tables are not mapped; `layout` has the tables by keys, None without any. Raises UsageError if a name
-    is not a mapped table's, or a file cannot be used or has wrong rows.
+    is not a mapped table's, or a file cannot be used or has wrong rows; CheckpointChanged, CheckpointError or
+    OSError if a file changes or vanishes meanwhile.
     """
     plans = {} if layout is None else {plan.name: plan for plan in layout.tables}
     sources = {source.key: source for source in mapping.sources}
@@ -195,7 +196,9 @@ def choose_hot(
 
 
 def _no_table(name: str, plans: Mapping[str, TablePlan], sources: Mapping[str, TensorSource]) -> UsageError:
-    """Return the error for a `name` in `--hot-rows` that no table has; its hint is the nearest table."""
+    """Return the error for a `name` in `--hot-rows` that no table has; its hint is the most similar name of a
+    mapped table, if any.
+    """
     of_plans = {f"{plan}/{VALUES}" for plan in plans}
     mapped = [*plans, *(key for key, source in sources.items() if source.is_mapped and key not in of_plans)]
     near = nearest(name, mapped)

@@ -42,7 +42,7 @@ and both places of all rows are one tensor.
 
 
 def room_for(table: GraphVariable | ServedVariable, asked: int | None) -> int:
-    """Return the number of changed rows of a table that fit in its overlay.
+    """Return the number of changed rows of a table that fit in its overlay: at most the table's rows.
 
     `asked` is `--overlay-rows`; for None it is a quarter of the rows, or an eighth of a table above 8 GiB.
     """
@@ -52,8 +52,9 @@ def room_for(table: GraphVariable | ServedVariable, asked: int | None) -> int:
 
 
 def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str, int]:
-    """Return the number of changed rows that fit, by the node of each mapped variable; {} for a plain
-    version.
+    """Return the number of changed rows that fit in its overlay, by the name of each mapped variable's node.
+
+    {} for a plain version, which takes no deltas.
     """
     if not request.updates:
         return {}
@@ -66,7 +67,11 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
 
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
-    """Return the `--overlay-rows` with which a base was made, by its schema and record; None if not given."""
+    """Return an `--overlay-rows` that gives the overlays of a base, by its schema and record, their room.
+
+    None if all have the room that they get without the option. Otherwise the largest room of a table: what
+    was typed is not recorded.
+    """
     mapped = {variable.name: variable for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
     if all(room == room_for(mapped[name], None) for name, room in rooms.items()):
@@ -99,8 +104,8 @@ class OverlaidRows(Struct, frozen=True):
     def of(cls, log: DeltaLog) -> OverlaidRows:
         """Read the rows of mapped tables that the log's deltas have changed; none if the base maps no tables.
 
-        They are read from a cache, else from the deltas. Raises CheckpointError if a delta is damaged,
-        DeltaGap if deltas are missing.
+        They are read from a cache, else from the deltas. Raises CheckpointError or VerificationError if a
+        delta is damaged, DeltaGap if deltas are missing.
         """
         record = log.base.manifest.mapped
         room = {t.name: t.overlay_rows for t in record.tables if t.overlay_rows is not None} if record else {}
@@ -117,15 +122,18 @@ class OverlaidRows(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OverlaidTable, ...]:
-        """The mapped tables, each with the most rows that a server's overlay of it can hold now, and its
-        room.
+        """The mapped tables, each with the number of its changed rows, and the number that its overlay has
+        room for.
+
+        Servers' overlays may hold fewer rows: those of a server that loaded a newer base.
         """
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 
     def add(self, changed: Mapping[str, Array]) -> None:
-        """Add the rows that a delta changes to these; `changed` has increasing row numbers by table.
+        """Add the rows that a delta changes to these, in place; `changed` has increasing row numbers by table
+        name.
 
-        Tables that are not mapped are ignored.
+        Tables that are not mapped are ignored; rows that are there already count once.
         """
         for name, found in self.found.items():
             if len(ids := changed.get(name, _NONE)):

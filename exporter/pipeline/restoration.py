@@ -128,13 +128,15 @@ class Restoration(Struct, frozen=True):
 
     @property
     def told(self) -> RestoredValues:
-        """The record of it in a version's manifest."""
+        """The rollback or resumption as a version's manifest records it, with its reason."""
         made: Literal["rollback", "resume"] = "rollback" if self.is_rollback else "resume"
         return RestoredValues(made, self.of, self.before, self.reason)
 
     @property
     def is_rollback(self) -> bool:
-        """True if the model is held at the position that is published."""
+        """True for a rollback, which holds the model at the position that is published; False for a
+        resumption.
+        """
         return self.made is DeltaOrigin.ROLLBACK
 
 
@@ -172,12 +174,14 @@ class Restorer:
         return None if self.published is None else self.published.number
 
     def rollback_of(self, to: int) -> Restoration:
-        """The rollback to the values of `to`.
+        """The restoration that rolls back to the values of position `to`, not yet with a reason; nothing is
+        written.
 
         Raises:
             UsageError: `to` is the newest position.
-            PositionUnknown: it is not a published position, or no base is left from which deltas reach it.
+            PositionUnknown: it is not a published position, or its values cannot be restored.
             ModelHeld: a canary decides about the log, and rejected the values.
+            ManifestError: a manifest, or the hold, cannot be read.
         """
         at = self.at.position
         if to == at:
@@ -201,9 +205,11 @@ class Restorer:
         return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
 
     def before_rollbacks(self) -> int | None:
-        """The model's position before the first rollback still in force; None without one.
+        """The model's position before the first rollback still in force; None if the newest publication is
+        none.
 
-        Delta rollbacks of earlier releases start at that position.
+        Of delta rollbacks of earlier releases, which do not record it, it is the position where the delta
+        starts. Raises ManifestError if a delta's manifest cannot be read.
         """
         if self.published is None:
             return _before(self._manifest)
@@ -217,7 +223,10 @@ class Restorer:
         return _before(at.manifest) if before is None else before
 
     def leads_back_to(self, position: int) -> bool:
-        """True if the newest publication restored the values of this position."""
+        """True if the newest publication restored the values of this position.
+
+        Raises ManifestError if its manifest cannot be read.
+        """
         newest = None if self.published is None else self.published.newest
         if isinstance(newest, LogDelta):
             return newest.entry.back_to == position
@@ -225,21 +234,35 @@ class Restorer:
         return told is not None and told.back_to == position
 
     def approved_by_canary(self) -> int | None:
-        """The position that a canary has approved, also if a rollback holds the log there; or None."""
+        """The position that a canary has approved, also if a rollback holds the log there.
+
+        None without a canary's approval, or if the model takes no deltas. Raises ManifestError if the hold
+        cannot be read.
+        """
         return None if self.published is None else approved_by_canary(self.published)
 
     def plan(self, restoration: Restoration) -> Planned:
-        """The plan of `publish`: its input is read and checked, and nothing is written."""
+        """Read and check the input of `publish`, and return its plan; nothing is published.
+
+        Raises PositionUnknown if the values cannot be restored; OverlayFull or NotFinite if servers would
+        refuse them; VersionExists or PositionError if no position is left; UsageError for hot rows in a
+        store; and CheckpointError, VerificationError or OSError if published files are damaged or cannot be
+        read.
+        """
         return self._way(restoration.of).plan(restoration)
 
     def form_of(self, restoration: Restoration) -> Restored:
-        """The form in which the values come back."""
+        """The form in which `publish` restores the values: a delta, a base or a version.
+
+        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest cannot be read.
+        """
         return self._way(restoration.of).made
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
-        """Publish the values; for a rollback the model is held before they are visible.
+        """Publish the values of a restoration; for a rollback the model is held before they are visible.
 
-        The caller has the model's lock.
+        The caller has the model's lock, and puts the hold back if this fails (`put_back_on_failure`). Raises
+        what `plan` raises, and PublishError and subclasses if something cannot be written.
         """
         way = self._way(restoration.of)
         if restoration.is_rollback:
@@ -251,7 +274,11 @@ class Restorer:
         return done
 
     def _way(self, of: int) -> _Way:
-        """The way to restore the values of a position; PositionUnknown if they cannot be restored."""
+        """The object that restores the values of position `of`: by a delta, a base or a version.
+
+        Raises PositionUnknown if they cannot be restored, ManifestError if a manifest or directory that
+        decides this cannot be read.
+        """
         if self.published is not None and self.published.has(of):
             way = _ByDelta(self.published)
             return way if way.reaches_newest_base(of) else _ByBase(self.published)
@@ -276,7 +303,12 @@ class Restorer:
         return _ByVersion(self.model, self.versions, self.published) if log is None else _ByBase(log)
 
     def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
-        """Hold the model before a base or version replaces what it serves; a delta sets its own hold."""
+        """Hold the model before a base or version replaces the served values; do nothing before a delta.
+
+        A hold at an earlier position, or one that cannot be read, stays; of a model without a log, only a
+        base is preceded by a hold here. `why` is recorded as the reason. In the mirror of a store, the hold
+        is uploaded at once. Raises PublishError if it cannot be written.
+        """
         if isinstance(way, _ByDelta):
             return  # `_ByDelta.publish` begins with its own hold
         if self.published is None:
@@ -294,7 +326,7 @@ class Restorer:
 
 
 def _before(manifest: Manifest) -> int | None:
-    """The model's position before the rollback that published a version; None if none did."""
+    """The model's position before the rollback that published a version; None if no rollback did."""
     told = manifest.taken_back
     return told.before if told is not None and told.made == "rollback" else None
 
@@ -306,11 +338,11 @@ class _Way(ABC):
 
     @abstractmethod
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan as `Restorer.plan`."""
+        """Check the input of `publish` and return its plan; errors are those of `Restorer.plan`."""
 
     @abstractmethod
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta | PublishedVersion:
-        """Publish as `Restorer.publish`."""
+        """Publish the values; errors are those of `Restorer.publish`."""
 
 
 class _ByDelta(_Way):
@@ -322,7 +354,12 @@ class _ByDelta(_Way):
         self.log, self.hold = log, log.hold
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan as `Restorer.plan`."""
+        """Plan a delta, as `_Way.plan`; its values are compared with the rule of finite values, if the base
+        has it.
+
+        Raises OverlayFull, NotFinite, PositionUnknown, CheckpointError and VerificationError; OSError if
+        scratch files cannot be written.
+        """
         log, of = self.log, restoration.of
         _, step = log.trained_at(of)
         taken_back, values = [log.open(delta).changes for delta in self._since(restoration)], log.state(of)
@@ -335,7 +372,12 @@ class _ByDelta(_Way):
         return Planned(self.made, LogDelta(log.path, span.start, span.end).path, span.end, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedDelta:
-        """Publish as `Restorer.publish`."""
+        """Hold the log (for a rollback), and publish a delta with the values, as `_Way.publish`.
+
+        Scratch files are beside the staged bundle. Raises OverlayFull before the hold; NotFinite,
+        PositionUnknown, CheckpointError, VerificationError or PublishError after it: the caller puts the hold
+        back.
+        """
         log, of = self.log, restoration.of
         # Before the hold: a delta that servers refuse would leave them held at the values to be replaced.
         self._require_room(restoration)
@@ -373,7 +415,8 @@ class _ByDelta(_Way):
         """Raise OverlayFull if servers lack room for the rows, as rows that changed before the base may come
         back.
 
-        Nothing is read unless the base maps tables: the hold must not wait.
+        Nothing is read unless the base maps tables: the hold must not wait. Otherwise raises CheckpointError
+        if a delta is damaged.
         """
         overlaid = OverlaidRows.of(self.log)
         for delta in self._since(restoration) if overlaid.room else ():
@@ -397,27 +440,40 @@ class _ByDelta(_Way):
         return self.log.base.at.position <= reached(self.log.deltas, self._earliest(of))
 
     def _span(self, restoration: Restoration) -> Span:
-        """The span of the restoring delta.
+        """The start and end of the restoring delta; the end is the log's next position.
 
-        A rollback's starts so early that no server can apply a merged delta past these values first.
+        A resumption's delta starts at the newest position; a rollback's so early that no server can apply a
+        merged delta past these values first. Raises VersionExists or PositionError if no next position is
+        left.
         """
         log = self.log
         start = self._earliest(restoration.of) if restoration.is_rollback else log.at.position
         return Span(start, next_delta_position(log, None))
 
     def _earliest(self, of: int) -> int:
-        """The first position from which a delta leads past `of`; `of` itself without such a delta."""
+        """The lowest start of a delta that begins before position `of` and ends after it; without one, `of`
+        itself.
+        """
         return min([of, *(delta.start for delta in self.log.deltas if delta.start < of < delta.end)])
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
-        """The deltas whose rows a restoration replaces; PositionUnknown if there are none."""
+        """The deltas, in order, from the restored position (or the delta's start, if lower) to the newest
+        position.
+
+        Their rows get the restored values. Raises PositionUnknown if there are none, DeltaGap if some are
+        missing.
+        """
         chain = self.log.chain(min(restoration.of, self._span(restoration).start))
         if not chain:
             raise PositionUnknown(f"no delta leads on from position {restoration.of}")
         return chain
 
     def _stop_at(self, to: int, staging: Staging, why: str | None) -> None:
-        """Hold the log at `to`, unless it is held at an earlier position."""
+        """Hold the log at `to`, and record `why`; a hold at `to` or before stays, also one that cannot be
+        read.
+
+        In the mirror of a store, the hold is uploaded at once. Raises PublishError if it cannot be written.
+        """
         try:
             held = self.hold.read()
         except ManifestError:
@@ -427,7 +483,7 @@ class _ByDelta(_Way):
             mirror.held(self.log.model)
 
     def _instead(self, restoration: Restoration) -> str:
-        """The hint for values that the model refuses because it wants finite ones."""
+        """The hint of the error for restored values that are NaN or infinite, which the model refuses."""
         model = self.log.model
         if restoration.is_rollback:
             return f"go back further: export-model history {quoted(model)} lists the positions"
@@ -435,7 +491,11 @@ class _ByDelta(_Way):
 
 
 def is_canaried(log: DeltaLog) -> bool:
-    """True if a canary's hold is in force, or was when the log was rolled back."""
+    """True if a canary's hold is in force, or was when the log was rolled back.
+
+    False if the hold cannot be read, or no publication ends at its position; ManifestError if a manifest
+    there cannot be read.
+    """
     if log.hold.is_canary or not log.hold.binds:
         return log.hold.is_canary
     try:
@@ -446,7 +506,10 @@ def is_canaried(log: DeltaLog) -> bool:
 
 
 def approved_by_canary(log: DeltaLog) -> int | None:
-    """The position that a canary has approved, also if a rollback holds the log there; None without one."""
+    """The position that a canary has approved, also if a rollback holds the log there; None without a canary.
+
+    Raises ManifestError if the hold, or the manifest at its position, cannot be read.
+    """
     return log.hold.read() if is_canaried(log) else None
 
 
@@ -467,14 +530,21 @@ class _ByBase(_Way):
         self.log = log
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan as `Restorer.plan`."""
+        """Plan a base of a new log, as `_Way.plan`; the values are opened, not read.
+
+        Raises NotFinite, UsageError, PositionError, VersionExists, CheckpointError or VerificationError.
+        """
         self._check(restoration.of)
         self.log.state(restoration.of)
         position, step = self.next_position(), self.log.trained_at(restoration.of)[1]
         return Planned(self.made, self.log.model / str(position), position, step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
-        """Publish as `Restorer.publish`."""
+        """Publish a base that begins a new log, as `_Way.publish`; a rollback holds the new log first.
+
+        The new log's hold is put back if the publication fails. Raises NotFinite, UsageError, PositionError,
+        CheckpointError, VerificationError or PublishError.
+        """
         from exporter.pipeline.merged_base import BasePlace, write_base
         from exporter.pipeline.same_graph import SourceFiles
 
@@ -493,12 +563,18 @@ class _ByBase(_Way):
         return done
 
     def next_position(self) -> int:
-        """The position that the base will have."""
+        """The position that the base will have: greater than all used ones; nothing is reserved.
+
+        Raises ManifestError, VersionExists or PositionError if there is none.
+        """
         return reserve_position(self.log.model, None).position
 
     def _check(self, of: int) -> None:
-        """Raise NotFinite or UsageError if the log's rule of finite values, or hot rows in a store, forbid
-        it.
+        """Raise NotFinite for deltas with NaN or infinity that the log refuses, UsageError for hot rows in a
+        store.
+
+        Nothing is checked if a base is at `of`. Raises PositionUnknown if no base reaches it, CheckpointError
+        if a delta is damaged.
         """
         from exporter.pipeline.merged_base import require_local, way_to
 
@@ -520,13 +596,21 @@ class _ByVersion(_Way):
         self._model, self.versions, self.hold = model, versions, Hold(model)
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan as `Restorer.plan`."""
+        """Verify all bytes of the version, and plan its publication under the next number, as `_Way.plan`.
+
+        Raises VerificationError if it is damaged, CheckpointError or OSError if a file cannot be read.
+        """
         manifest = self._whole(restoration.of)
         number = self._next(manifest)
         return Planned(self.made, self._model / str(number), number, manifest.step)
 
     def publish(self, restoration: Restoration, staging: Staging) -> PublishedVersion:
-        """Publish as `Restorer.publish`."""
+        """Verify the version and publish it again, its files linked (or copied), as `_Way.publish`.
+
+        A rollback holds the model at the new number first; the hold is put back if this fails. Raises
+        VerificationError if the version is damaged, CheckpointError or OSError if a file cannot be read, and
+        PublishError and subclasses if something cannot be written.
+        """
         manifest = self._whole(restoration.of)
         with self.hold.put_back_on_failure(staging):
             if restoration.is_rollback:
@@ -552,13 +636,20 @@ class _ByVersion(_Way):
             return publish_version(staging, draft, permission=_RESTORING, is_locked=True)
 
     def _next(self, manifest: Manifest) -> int:
-        """The number that `publish_version` will give this version."""
+        """The number that `publish_version` will give a version with this manifest's step.
+
+        Raises VersionExists if none is free, ManifestError if the published positions cannot be read.
+        """
         last = last_position(self._model, self.versions)
         newest = greatest(self.versions[0].version, taken(self._model).version)
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
     def _whole(self, number: int) -> Manifest:
-        """Read a version's manifest, and compare all of the version's bytes with it."""
+        """Read the manifest of version `number`, which must exist, and compare all bytes of the version with
+        it.
+
+        Raises VerificationError if they differ, CheckpointError or OSError if a file cannot be read.
+        """
         path = next(child.path for child in self.versions if child.version == number)
         manifest = read_manifest(path)
         from exporter.verify.version_files import verify_bytes, verify_published  # late: deltas need neither
