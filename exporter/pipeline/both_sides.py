@@ -114,7 +114,8 @@ def compare_names(request: ExportRequest) -> Unmatchable:
     written.
 
     Raises:
-        UsageError, CheckpointError, GraphError, MappingError, TensorFlowNeeded: and subclasses, see errors.py.
+        UsageError, CheckpointError, GraphError, MappingError: and subclasses, see errors.py.
+        TensorFlowNeeded: the model is a builder, and no TensorFlow is installed.
     """
     rules, catalog = parse_rules(request), open_checkpoint(request.ckpt_dir)
     found = read_both(request, rules, catalog, Identity.of(catalog))

@@ -177,7 +177,10 @@ def execute(planned: Plan, progress: ProgressFactory = no_progress, *, beyond: i
 
 
 def _draft(staged: Staged, plan_digest: str) -> ManifestDraft:
-    """Return the manifest of the staged version, without the fields that publishing adds."""
+    """Return the manifest of the staged version, without the fields that publishing adds.
+
+    Raises PublishError if a base's copies of the graph's files cannot be read.
+    """
     planned, entry = staged.plan, staged.entry
     if entry is not None:
         from exporter.pipeline.newest_base import entry_with_origin

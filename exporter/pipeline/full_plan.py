@@ -113,7 +113,9 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """A SHA-256 of options, graph and mapping, which differs between plans for the same checkpoint."""
+        """A SHA-256 (hex) of options, graph and mapping, which differs between plans for the same checkpoint.
+        Raises MissingAsset if a file of the graph cannot be read.
+        """
         return _digest(self)
 
     @cached_property
@@ -135,7 +137,10 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
-        """The checkpoint's shards that the version links or copies; none if the checkpoint is archives."""
+        """The checkpoint's shards that the version links or copies; none if the checkpoint is archives.
+
+        Raises MappingError as `work`.
+        """
         if not self.catalog.is_bundle:
             return []
         own = set(self.catalog.shards)  # the shards with indexes of tables by keys do not exist yet
@@ -162,12 +167,12 @@ class Plan(Struct, frozen=True, dict=True):
 def plan(request: ExportRequest, load: GraphSource = load_source) -> Plan:
     """Read the checkpoint and the graph, and decide the source of every variable; nothing is written.
 
-    `load` reads the graph.
+    `load` reads the graph. Permission to publish is checked.
 
     Raises:
         PublishedAlready: the checkpoint is published by this plan, and `again` is not asked for.
         ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
-        UsageError, CheckpointError, GraphError, MappingError, ManifestError: see errors.py.
+        UsageError, CheckpointError, GraphError, MappingError, ManifestError, TensorFlowNeeded: see errors.py.
     """
     planned, is_known = made_plan(request, load)
     if is_known:
@@ -183,7 +188,7 @@ def made_plan(request: ExportRequest, load: GraphSource) -> tuple[Plan, bool]:
 
     Raises:
         ModelHeld, ChainEnds: a hold, or a log that takes deltas, forbids the publication.
-        UsageError, CheckpointError, GraphError, MappingError, ManifestError: see errors.py.
+        UsageError, CheckpointError, GraphError, MappingError, ManifestError, TensorFlowNeeded: see errors.py.
     """
     require_local(request)
     version = VersionRule.parse(request.version)
@@ -365,7 +370,11 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
 
 
 def _require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Raise UsageError if the trainer's directory is the model's, too: other rules prune and copy it."""
+    """Raise UsageError if a bundle's directory is the model's, too: trainer and exporter prune by other
+    rules.
+
+    Archives may be in the model's directory.
+    """
     directory = catalog.prefix.parent
     if catalog.is_bundle and model.is_dir() and model.samefile(directory):
         raise UsageError(
@@ -395,8 +404,9 @@ _LARGEST_TABLE_BYTES = 64 << 20  # each delta may hold all of a lookup table, wh
 
 
 def _base_notes(request: ExportRequest, graph: InferenceGraph, mapping: VariableMapping) -> tuple[str, ...]:
-    """Return notes for people on the deltas that a base will take; raises NotServable for too large lookup
-    tables.
+    """Return notes for people on the deltas that a base will take.
+
+    Raises NotServable for a lookup table of more than 64 MiB.
     """
     from exporter.subgraph.make_updatable import schema_of  # plain versions need none of it
 
@@ -422,10 +432,11 @@ def _refuse_large_tables(mapping: VariableMapping) -> None:
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
-    """Raise PublishedAlready if the checkpoint is published as requested by a plan of this digest.
+    """Raise PublishedAlready if this checkpoint was published by a plan with this digest, in the requested
+    form.
 
-    The published version must take deltas or not, and have the number, as the request asks. Raises
-    ManifestError if manifests cannot be read.
+    The form: the version takes deltas if the request is for a base, and else not; and it has the number that
+    `--version` names, if it names one. Raises ManifestError if manifests cannot be read.
     """
     made = newest_made_from(request.out, checkpoint.digest)
     choice = VersionRule.parse(request.version).choice
@@ -436,7 +447,9 @@ def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> No
 
 
 def permission(request: ExportRequest) -> Permission:
-    """Return the protections that the request overrides: a hold, and a log that a plain version would end."""
+    """Return which protections the request overrides: a hold, and a log of deltas that a plain version would
+    end.
+    """
     return Permission(request.despite_hold, request.plain)
 
 

@@ -116,12 +116,12 @@ class HotChoice(Struct, frozen=True):
         """Yield the row numbers in the choice's file, in blocks (int64), in the file's order.
 
         The choice must have a file, and it must be one of row numbers, not of keys. `rows` is the number of
-        rows of the table.
+        rows of the table. Errors come while iterating.
 
-        Raises, while iterating:
+        Raises:
             UsageError: a number is outside the table.
             CheckpointChanged: the file became shorter.
-            CheckpointError, OSError: it cannot be opened.
+            CheckpointError, OSError: it cannot be opened or read.
         """
         assert self.file is not None
         for block in self.file.blocks():

@@ -75,7 +75,9 @@ if TYPE_CHECKING:
 
 
 def is_begun(request: ExportRequest) -> bool:
-    """True if a version with a manifest is published under the request's target already."""
+    """True if a version with a manifest is published under the request's target already. Raises ManifestError
+    if the target cannot be listed.
+    """
     return newest_version(request.out) is not None
 
 
@@ -102,11 +104,11 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """Return the request of a base that takes deltas as the previous base did, unless it has options for
-    that.
+    """Return a request for a base: with the options of the previous base, where this request has none of its
+    own.
 
-    Mapped tables and the servers' version are those of the previous base, too, if the request names none. The
-    base may be of a checkpoint that is published already, as after a broken log (`again` is set).
+    These are how it takes deltas, the servers' version, and mapped tables; without a readable base none are
+    added. `again` is set: the checkpoint may be published already, as after a broken log.
     """
     request = replace(request, again=True)
     before, mapped, server = Updates(), None, None
@@ -210,8 +212,11 @@ def plan_incremental(
     Raises:
         NotUpdatable: nothing is published that takes deltas.
         SchemaChanged: the checkpoint, or the rules of the request, do not fit the published base.
-        ModelHeld: instead of both, if the newest publication is a rollback that holds the model.
-        UsageError, CheckpointError, GraphError, ManifestError: see errors.py.
+        ModelHeld: in place of NotUpdatable and SchemaChanged, if the newest publication is a rollback that
+            holds the model, and the hold is not overridden.
+        PositionError, VersionExists: there is no next position.
+        UsageError, CheckpointError, GraphError, ManifestError, TensorFlowNeeded: see errors.py.
+        OSError: a file of the graph cannot be read.
     """
     require_local(request)
     try:
@@ -230,7 +235,7 @@ def _plan(
 
     `is_watching`: while the next increment is due, the plan does nothing. For `marker_seconds` a marker of a
     new checkpoint may still come. `look_seconds` pass until the next look: rows that would then be overdue
-    are sent. Raises NotUpdatable, SchemaChanged, UsageError, CheckpointError, GraphError or ManifestError.
+    are sent. Raises the errors of `plan_incremental`, but never ModelHeld.
     """
     require_signer(log.model, log.newest.manifest)
     entry = log.base.entry
@@ -283,7 +288,9 @@ def _state_key(log: DeltaLog) -> dict[str, Any]:
 
 
 def _check_server(request: ExportRequest, log: DeltaLog) -> None:
-    """Raise SchemaChanged if the request names another version of servers than the base was made for."""
+    """Raise SchemaChanged if the request names another version of servers than the base was made for; a
+    request that names none fits any base.
+    """
     made_for = log.base.manifest.for_server
     if request.for_server not in (None, made_for):
         was = f"--for-server {made_for}" if made_for else "without --for-server"
@@ -331,10 +338,11 @@ def _since(left_out: LeftOut, now: float) -> float:
 
 
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
-    """True if rows that were left out may be sent although the trainer has nothing new.
+    """True if rows that were left out are to be sent although the trainer has nothing new.
 
-    `left_out` describes them, None without any. In a watch with a budget per delta they wait for the next
-    delta, or each look would use up a budget.
+    `left_out` describes them, None without any. Rows within `--min-change`, and rows that `--on-wild` holds
+    back, do not count. In a watch with a budget per delta they wait for the next delta, or each look would
+    use up a budget.
     """
     if left_out is None:
         return False
@@ -380,12 +388,19 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """Rows that were held back, and their distance from the trainer's; None if there are none."""
+        """The number of rows that are held back now, and their distance from the trainer's; None if there are
+        none.
+
+        Without a new delta, those of the log's newest position.
+        """
         return (self._entry or self.plan.log).trained.left_out
 
     @property
     def rounded(self) -> Rounded | None:
-        """The changed rows that are served rounded, or all such rows if nothing changed; None without any."""
+        """The number of this delta's rows that are served rounded; without a new delta, of all such rows.
+
+        None if there are none.
+        """
         return self.plan.log.trained.rounded if self._entry is None else self._entry.rounded
 
     @property
@@ -395,7 +410,9 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def wild(self) -> tuple[WildRows, ...]:
-        """The rows beyond `--max-norm`, by table."""
+        """The new delta's rows beyond `--max-norm`, one record for each table that has any; () without a new
+        delta.
+        """
         return () if self._entry is None else self._entry.wild
 
     @property
@@ -418,6 +435,7 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         TableFull, OverlayFull: the published base has no room for the changes.
         SchemaChanged: the checkpoint has other tables than the base.
         PositionMoved: another process published meanwhile.
+        ModelHeld: a rollback holds the model, and the request does not override it.
         CheckpointChanged: the trainer replaced files since the plan was made.
         WildValues, NotFinite: rows are beyond `--max-norm`, or not finite, and are to be refused.
         CheckpointError, MappingError, VerificationError, PublishError: see errors.py; nothing was published.
@@ -557,14 +575,19 @@ def export_incremental(
 
 
 def _is_final(error: PositionMoved | CheckpointChanged, request: ExportRequest) -> bool:
-    """True if another try would fail in the same way, or a copy of a store must be refreshed before it."""
+    """True if no further try is made after an error.
+
+    CheckpointChanged is final if the request names one checkpoint: it would fail again. PositionMoved is
+    final in the mirror of a store, which must be refreshed first.
+    """
     return (
         is_named(request.ckpt_dir) if isinstance(error, CheckpointChanged) else mirror.is_remote(request.out)
     )
 
 
 def _marked(planned: IncrementalPlan, look: Callable[[], IncrementalPlan]) -> IncrementalPlan:
-    """Sleep until the plan awaits no marker any more, and return the newest plan; `look` makes another.
+    """Return the plan; while it awaits a marker, sleep until files arrive or 0.25 s pass, and plan anew by
+    `look`.
 
     Raises what `look` raises.
     """
@@ -605,8 +628,9 @@ def _tidied(log: DeltaLog, published: PublishedDelta) -> tuple[ExportError, ...]
     """Merge and remove deltas that are due after `published`; return an error of that, or of the hold, if
     any.
 
-    The delta is published in any case, and the next one tries again. Deltas are removed at most once in ten
-    seconds, however quickly they follow each other, as spare files stay for minutes anyway.
+    The delta is published in any case, and the next one tries again. Errors of the operating system are
+    returned, too, as PublishError. Deltas are removed at most once in ten seconds, however quickly they
+    follow each other, as spare files stay for minutes anyway.
     """
     try:
         with writing(log.path):
@@ -630,8 +654,9 @@ class _Found(Struct, frozen=True):
 def _changes(planned: IncrementalPlan, scratch: Path, progress: ProgressFactory) -> _Found:
     """Return the changes to send: all, or those that the request's tolerance does not hold back.
 
-    Large intermediate files are written in `scratch`. Raises WildValues, CheckpointError, PositionError or
-    PublishError as `execute_incremental`.
+    Large intermediate files are written in `scratch`. Raises WildValues, CheckpointError, VerificationError,
+    PositionError, MappingError or PublishError as `execute_incremental`; UsageError for a malformed
+    `--max-norm`; OSError if scratch files cannot be written.
     """
     published, request, log = cache(planned.log.state), planned.request, planned.log
     found = _all_changes(planned, published, scratch, progress)
@@ -707,7 +732,9 @@ def _all_changes(
     """Return all changes since the newest position: from increments, or else by comparing every row.
 
     `published` returns the published state, which is read only if needed. Large intermediate files are
-    written in `scratch`. Raises CheckpointError, TableFull, SchemaChanged or PublishError.
+    written in `scratch`. Raises CheckpointError, VerificationError, TableFull, SchemaChanged, MappingError,
+    NotFinite or PublishError; EngineFailed or UsageError from an engine; OSError if scratch files cannot be
+    written.
     """
     log, trainer = planned.log, planned.trainer
     if trainer.plan.is_known:
@@ -740,7 +767,9 @@ def _all_changes(
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """Return a runner whose tasks compare, if the request names an engine; else None."""
+    """Return a runner whose tasks compare, if the request names an engine; else None. Raises UsageError for
+    an unknown engine or option of it.
+    """
     if request.jobs.engine is None:
         return None
     from exporter.jobs.runner import Runner

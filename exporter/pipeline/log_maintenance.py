@@ -143,7 +143,8 @@ def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: 
     """Return the plan of merging the deltas `run`, now; None if they are merged already.
 
     All of them are read and checked. `is_whole`: they reach the newest position, so that the merger may end
-    later, to avoid an abandoned path. Raises ModelHeld, NotFinite or CheckpointError as `merge`.
+    later, to avoid an abandoned path. Raises ModelHeld, NotFinite, VerificationError or CheckpointError as
+    `merge`; VersionExists or PositionError if no later position is left.
     """
     for delta in run:
         log.open(delta)
@@ -163,7 +164,7 @@ def _positions(model: Path, *named: int | str | None) -> list[int | None]:
     """Return the positions meant by numbers or names, in order; None stays None.
 
     Raises UsageError for a malformed name, PositionUnknown for an unknown one, NotUpdatable if nothing is
-    published.
+    published, ManifestError if a manifest cannot be read.
     """
     return [None if each is None else resolve_position(each, model) for each in named]
 
@@ -172,7 +173,8 @@ def _run(log: DeltaLog, start: int | None, end: int | None) -> tuple[LogDelta, .
     """Return the deltas from `start` to `end`, in order; None is the newest base, or the newest position.
 
     Raises UsageError if `start` is not before `end`, PositionUnknown if one is not a position of the log,
-    DeltaGap if deltas are missing, StaleDelta if `end` is before the newest base.
+    DeltaGap if deltas are missing, StaleDelta if `end` is before the newest base and `start` is None,
+    ManifestError if a manifest cannot be read.
     """
     for position in (start, end):
         if position is not None and not log.has(position):
@@ -201,10 +203,12 @@ def _require_not_ended(log: DeltaLog, position: int) -> None:
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Publish the neighbouring deltas `run` of a log as one; None if that one is published already.
+    """Publish the neighbouring deltas `run` of a log as one; None if that one is published already, also by
+    another process meanwhile.
 
     Raises NotFinite if the model would refuse it, ModelHeld if it would bring servers to a position that was
-    rolled back, CheckpointError if a delta is damaged, PublishError if it cannot be written.
+    rolled back, CheckpointError if a delta is damaged, PublishError (and subclasses) if it cannot be written
+    or locked, UsageError or EngineFailed from the engine of `jobs`.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
@@ -265,7 +269,9 @@ def tidy(
     reverted. If the model wants finite values, deltas that an earlier release published unchecked are merged
     with later ones, as soon as these are finite, so that servers get past them.
 
-    Raises ExportError if the log cannot be read or a merger cannot be published; earlier mergers stay.
+    Raises ExportError (TargetBusy among others) if the log cannot be read or locked, or a merger cannot be
+    published; earlier mergers stay. ModelHeld is not raised: it ends the merging; OSError if replaced files
+    cannot be deleted.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log
@@ -350,6 +356,7 @@ def rollback(
         ModelHeld: a canary decides about the log, and rejected the values of `to`; or the store of this copy
             holds it.
         PositionMoved: with `if_canary`, there is no canary's hold at `to`.
+        OverlayFull, NotFinite: servers would refuse the restored values.
         TargetBusy: another exporter had the model's lock for too long.
         VerificationError, CheckpointError, PublishError: see errors.py; nothing was published, and the hold
             is as it was.
@@ -401,8 +408,9 @@ def _require_canary(hold: Hold, to: int, if_canary: bool) -> None:
 def _require_own(model: Path, restorer: Restorer, command: str, option: str) -> None:
     """Raise ModelHeld if the hold in force was set in the store of which `model` is a copy.
 
-    The store decides for all copies: a decision in one of them alone would send its servers another way.
-    `command` and `option` are what the user typed, for the hint.
+    Nothing is raised for a model that is held only here, or not at all. The store decides for all copies: a
+    decision in one of them alone would send its servers another way. `command` and `option` are what the user
+    typed, for the hint.
     """
     holds = {hold.directory: hold for hold in (restorer.hold, *binding(model, restorer.log))}
     for hold in holds.values():
@@ -434,6 +442,7 @@ def resume(
         UsageError: the rollback was accepted by a resumption with `lift_only`.
         ModelHeld: the model is a copy, and its store holds it.
         PositionUnknown: the values before the rollback are gone.
+        OverlayFull, NotFinite: servers would refuse the restored values.
         TargetBusy: the canary of a running agent would set its hold again at once; or another exporter had
             the lock.
         VerificationError, CheckpointError, ManifestError, PublishError: see errors.py; the model is still
@@ -493,7 +502,8 @@ def _rollback_plan(
     """Return the plan of a restoration; None as `asked` means that the values stay.
 
     `approved` is the position of the remaining canary's hold, or None; `was_held` is passed on. Raises
-    PositionUnknown, VerificationError or CheckpointError if the values cannot be restored.
+    PositionUnknown, OverlayFull, VerificationError, CheckpointError or OSError if the values cannot be
+    restored.
     """
     at, is_canary = restorer.at, approved is not None
     if asked is None:
@@ -559,7 +569,8 @@ def restorer_of(model: Path) -> Restorer:
 def _undisturbed(model: Path, first: Restorer, plan: Callable[[Restorer], T]) -> T:
     """Return the result of `plan`, called with the published model; call it again if others removed files.
 
-    `first` is the model as read before the first try. Raises PositionMoved if that goes on for a minute.
+    `first` is the model as read before the first try. A model without a log is read once. Raises
+    PositionMoved if that goes on for a minute, and what `plan` raises.
     """
     from exporter.pipeline.restoration import Restorer
 
@@ -573,7 +584,9 @@ def _operating(model: Path) -> Iterator[tuple[Restorer, Staging]]:
     """Lock a model for a block and yield it with a staging directory: no other process publishes or tidies.
 
     Left-overs of killed rollbacks are removed first. Raises NotUpdatable if nothing is published, before any
-    file is made; TargetBusy if another exporter had the lock for too long.
+    file is made; TargetBusy if another exporter had the lock for too long, ManifestError if the newest
+    manifest cannot be read, PublishError if nothing can be written. An OSError of the block becomes a
+    PublishError.
     """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)
@@ -652,9 +665,11 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """Return the result of `action`, called with the model's log; call it again if others removed files.
+    """Return the result of `action`, called with the model's log; call it again if others removed or
+    published something.
 
-    The log is read for each try; for the first only if it is not given. For a copy of a store there is one
+    The log is read for each try; for the first only if `log` is None. Another try follows PositionMoved, and
+    a CheckpointError or VerificationError if a delta of the log is gone. For a copy of a store there is one
     try.
 
     Raises:

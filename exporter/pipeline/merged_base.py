@@ -103,7 +103,7 @@ def write_base(
 
     Raises:
         VerificationError: the log's base is damaged.
-        CheckpointError: a delta is damaged.
+        CheckpointError, OSError: a delta is damaged, or a file cannot be read or written.
         PositionError: no base is left from which deltas reach it.
         PublishError: the files cannot be written.
     """
@@ -151,7 +151,7 @@ def write_files(
     runner for a number of tasks, each of about `task_bytes`.
 
     Raises:
-        VerificationError, CheckpointError: as `write_base`.
+        VerificationError, CheckpointError, PublishError, OSError: as `write_base`.
         ManifestError: the graph has no incremental subgraph of a known form.
     """
     if chain:
@@ -180,7 +180,8 @@ def write_again(
 
     Raises:
         ManifestError: the base was not merged, or not from a base and deltas that are here.
-        ExportError: something that it is merged from is damaged.
+        ExportError: something that it is merged from is damaged, or a file cannot be written.
+        OSError: a file cannot be read or written.
     """
     record, entry = manifest.merged_from, manifest.incremental
     if record is None or not isinstance(entry, BaseEntry):
@@ -225,7 +226,8 @@ def _record(model: Path, parts: Sequence[Path], task_bytes: int) -> MergedFrom |
 def way_to(log: DeltaLog, position: int) -> tuple[LogBase, tuple[LogDelta, ...]]:
     """Return the base of a log from which the fewest deltas reach a position, and these deltas in order.
 
-    Raises PositionUnknown if there is none.
+    () if a base is there. Raises PositionUnknown if there is none, ManifestError if a delta's manifest cannot
+    be read.
     """
     bases = {base.at.position: base for base in log.bases}
     base = bases[nearest_base(log.deltas, bases, position)]
@@ -262,7 +264,8 @@ def _write_merged(
 def _link_variables(base: LogBase, bundle: Path) -> Catalog:
     """Verify all bytes of a base's variables, link (or copy) them into a bundle, and return their catalog.
 
-    Raises VerificationError if they are damaged.
+    Raises VerificationError if they are damaged; CheckpointError if they cannot be fetched from a store;
+    PublishError, DiskFull or OSError if they cannot be copied.
     """
     verify_bytes(read_catalog(base.path / VARIABLES_PREFIX))
     for file in base.manifest.files:
@@ -310,7 +313,8 @@ def _laid_again(base: LogBase, written: Catalog, bundle: Path) -> tuple[Catalog,
     name.
 
     `written` is the bundle's catalog before; without hot rows it is returned with {}. Raises CorruptFile if
-    the base's record of hot rows is damaged.
+    the base's record of hot rows is damaged, other CheckpointErrors if it cannot be read, PublishError if
+    nothing can be written.
     """
     hot = {table.name: table.hot_rows for table in _mapped_tables(base) if table.hot_rows}
     if not hot:
@@ -373,6 +377,7 @@ def _copy_graph(
 
     Raises:
         VerificationError: a file of the base is damaged.
+        CheckpointError, OSError: a file cannot be read or written.
         ManifestError: the graph has no incremental subgraph of a known form.
     """
     base, position = log_base.path, place.position

@@ -59,16 +59,18 @@ from exporter.subgraph.make_updatable import (
 def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
     """Add the incremental subgraph to the staged graph, for the position where the base will be published.
 
-    The position is reserved; `staged` gets the graph, the mapping, the manifest's entry and the warm-up
-    requests. A base whose checkpoint's step is below `beyond` also gets the trainer's increments. Warm-up
-    requests catch up with the log first and last, before a server lets the version answer: the requests
-    between may take seconds in which more is published. These are for the base's own signatures, and the
-    given ones, or generated ones.
+    The position is chosen, and publishing fails if another process uses it first; `staged` gets the graph,
+    the mapping, the manifest's entry and the warm-up requests. A base whose checkpoint's step is below
+    `beyond` also gets the trainer's increments. Warm-up requests catch up with the log first and last, before
+    a server lets the version answer: the requests between may take seconds in which more is published. These
+    are for the base's own signatures, and the given ones, or generated ones.
 
     Raises:
         UsageError: there are too many warm-up requests.
         NotServable: the graph cannot take deltas.
-        CheckpointError, ManifestError, VersionExists: the checkpoint changed, or no position can be reserved.
+        CheckpointError: the checkpoint changed, or an increment is damaged.
+        SchemaChanged: an increment does not fit the checkpoint.
+        ManifestError, PositionError, VersionExists: there is no next position.
     """
     planned, request = staged.plan, staged.plan.request
     trained = _find_state(staged, beyond)
@@ -108,8 +110,8 @@ def make_base(staged: Staged, updates: Updates, beyond: int) -> None:
 def _find_state(staged: Staged, beyond: int) -> TrainerVersion:
     """Return the trainer's state that the base will have: the checkpoint, or the increments on top of it.
 
-    In the second case `staged.step` and `staged.increments` are set: the checkpoint's step is before
-    `beyond`. Raises CheckpointError if the checkpoint changed or an increment is damaged.
+    In the second case, only if the checkpoint's step is before `beyond`, `staged.step` and
+    `staged.increments` are set. Raises CheckpointError if the checkpoint changed or an increment is damaged.
     """
     planned = staged.plan
     full, step = _trained(planned), planned.catalog.step
@@ -149,7 +151,8 @@ def lay_increments_over(staged: Staged) -> None:
 
     Raises:
         CorruptFile: a staged value, or an increment, is damaged.
-        CheckpointError, TableFull, SchemaChanged, PublishError: see errors.py.
+        CheckpointError, TableFull, SchemaChanged, MappingError, NotFinite, NotServable, PublishError: see
+            errors.py.
     """
     trainer, entry = staged.increments, staged.entry
     if trainer is None or entry is None:
@@ -175,7 +178,8 @@ def merge_increments(
     get files of their own. Memory is bounded.
 
     Raises CheckpointError if something is damaged, TableFull or SchemaChanged if increments do not fit the
-    base, PublishError if it cannot be written.
+    base, MappingError or NotFinite if a value does not fit the served dtype, PublishError if it cannot be
+    written.
     """
     before, prefix = scratch / "full", scratch / DELTA_NAME
     with writing(bundle):  # a rename: nothing that is staged is copied

@@ -35,9 +35,10 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
     """Return the largest permitted Euclidean norm of a row, by variable, for those that a rule names.
 
     `rules` are the texts of `--max-norm`; the first that names a variable counts. Of a variable that is not a
-    table the bound is for the norm of all of it. The tables `coded` have rows in 8 bits. Learned bounds are
-    read from the base, and kept in a file beside the log. Raises UsageError for a malformed rule,
-    CheckpointError if the base cannot be read.
+    table the bound is for the norm of all of it. `coded` are the names of the tables whose rows are 8-bit
+    codes with a scale. Variables that are neither floats nor coded have no bound. Learned bounds are read
+    from the base, and kept in a file beside the log. Raises UsageError for a malformed rule, CheckpointError
+    if the base cannot be read.
     """
     parsed = [NormRule.parse("--max-norm", text) for text in rules]
     found: dict[str, float] = {}

@@ -78,7 +78,8 @@ def rebase(
 def _planned(log: DeltaLog, jobs: Jobs) -> Rebased:
     """Return the plan of a new base, now; the deltas are checked, the base's values are not read.
 
-    Raises NotFinite, CheckpointError or PositionError as `rebase`.
+    Raises NotFinite, VerificationError, CheckpointError or PositionError as `rebase`; VersionExists if no
+    position is left.
     """
     model, at = log.model, _newest_approved(log).at
     log.state(at.position)
@@ -119,6 +120,9 @@ def _rebase(
 
 
 def _newest_approved(log: DeltaLog) -> LogBase | LogDelta:
-    """Return the base or delta at the newest position; under a canary, at the newest approved one."""
+    """Return the base or delta at the newest position; under a canary, at the newest approved one.
+
+    Raises ManifestError if the hold cannot be read, PositionUnknown if nothing is published at its position.
+    """
     approved = approved_by_canary(log)
     return log.newest if approved is None or approved >= log.at.position else log.standing(approved)

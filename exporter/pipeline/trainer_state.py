@@ -62,8 +62,9 @@ class TrainerState(Struct, frozen=True):
         """Return the same state with rows that can be read one by one: an archive is copied into a bundle at
         `prefix`.
 
-        Raises CheckpointChanged if the archive was replaced since the plan was made, PublishError if it
-        cannot be copied.
+        `spec` is the base's mapping: only tensors that it needs are copied. Raises CheckpointChanged if the
+        archive was replaced since the plan was made, other CheckpointErrors if it is damaged, PublishError if
+        it cannot be copied.
         """
         if self.archive is None:
             return self
@@ -108,7 +109,8 @@ class TrainerState(Struct, frozen=True):
 
         Increments do not include lookup tables: at each position they are as in the previous full checkpoint.
         They are compared, and nothing else is read, only if the published state is from another full
-        checkpoint. Raises CheckpointError if they cannot be read.
+        checkpoint. Raises CheckpointError, VerificationError or PositionUnknown if they, or the log's, cannot
+        be read.
         """
         is_same = self.plan.target.checkpoint == log.trained.checkpoint
         if not self.schema.lookups or not self.plan.is_known or is_same:
@@ -125,7 +127,9 @@ class TrainerState(Struct, frozen=True):
 
         `by_tensor` has the sources by the trainer's names; other variables are left out. `newer` has row
         numbers by variable, and gets this increment's: increments are translated from the newest to the
-        oldest. Raises SchemaChanged if a variable has another dtype or shape than in the checkpoint.
+        oldest. Raises SchemaChanged if a variable has another dtype or shape than in the checkpoint,
+        CheckpointError if the increment is damaged or gone, MappingError or NotFinite if a value does not fit
+        the served dtype.
         """
         kinds = {variable.name: variable for variable in self.schema.variables}
         layer: Changes = {}
@@ -165,15 +169,17 @@ def read_trainer(
 ) -> TrainerState:
     """Read a checkpoint directory or prefix, and plan the changes from the `published` state to it.
 
-    Rows may stay behind by less than `within`. After a new full checkpoint a watch gets a plan without
-    changes while the next increment is due, and for at most `marker_seconds` while a marker may still say
-    which one that is. `digests` are those of archives that were read before; new ones are added. With
+    `within` is the permitted distance of served rows from the trainer's: if no row is further, the newest
+    state counts as published. After a new full checkpoint a watch gets a plan without changes while the next
+    increment is due, and for at most `marker_seconds` while a marker may still say which one that is.
+    `digests` are those of archives that were read before, None without any; new ones are added. With
     `is_alone` the full checkpoint itself is published, without the increments on top of it. Variables that
     match `ignored` may stay behind.
 
     Raises:
         CheckpointError: the checkpoint, an increment or its manifest is missing, damaged or changing.
         SchemaChanged: the checkpoint does not fit the mapping of the published base.
+        OSError: the index of an increment of DeepRec cannot be read.
     """
     found = _open(ckpt_dir, FileDigests() if digests is None else digests)
     catalog = found.catalog
@@ -210,7 +216,7 @@ class _Opened(Struct, frozen=True):
     def is_newest(self, ckpt_dir: Path) -> bool:
         """True if it is an archive with unchanged files, and still the newest checkpoint of `ckpt_dir`.
 
-        Raises CheckpointNotFound if the directory has none.
+        Raises CheckpointNotFound if the directory has none. False for a bundle.
         """
         is_same = self.archive is not None and self.archive.is_untouched
         return is_same and candidates(ckpt_dir)[0] == self.catalog.prefix
@@ -282,16 +288,17 @@ def _known(prefix: Path, full: CheckpointId) -> _Known:
 def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, history: History) -> bool:
     """True if a hook may be about to mark a full checkpoint: it has no marker yet, and is the newest.
 
-    `published` is the state published last: if a hook marked that, it probably runs still.
+    `published` is the state published last: if a hook marked it, that hook probably still runs. Raises
+    CheckpointNotFound if the directory has no checkpoint any more.
     """
     return history.awaits_marker(full, published.state) and candidates(prefix.parent)[0] == prefix
 
 
 def _is_increment_due(known: _Known, history: History) -> bool:
-    """True while the trainer may still write the next increment, by the usual pause between its last ones.
+    """True while the trainer may still be about to write the next increment after a full checkpoint.
 
-    That is twice their median pause and 20 seconds more since the checkpoint came. False if files vanish
-    meanwhile.
+    It may until the checkpoint's age exceeds twice the median pause between the last five increments, and 20
+    seconds. False if their files vanish meanwhile.
     """
     try:
         times = sorted(stored.path.stat().st_mtime for stored in history.written_last(_LATELY))

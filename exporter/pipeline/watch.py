@@ -41,7 +41,9 @@ class Carry(Protocol):
     """
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`; the transfers around it may run it again."""
+        """Return the result of `work`; the transfers around it may run it again. Raises what `work` or a
+        transfer raises.
+        """
 
 
 def watch(
@@ -55,11 +57,11 @@ def watch(
 ) -> Iterator[Exported]:
     """Export the newest complete checkpoint whenever there is another one; yield each export.
 
-    The directory and its checkpoints need not exist yet. Of several checkpoints since the last look only the
-    newest is exported. A builder is run once. Between looks it sleeps as `watching` says, or until files
-    arrive. `tell` gets errors that the watch survives (see `watch_loop`), `ended` the reason why it ends,
-    `looked` the error of each look, or None. `carry` runs the work that publishes. A missing `--model` is
-    refused before the first wait.
+    Nothing is done or raised before the first item is asked for. The directory and its checkpoints need not
+    exist yet. Of several checkpoints since the last look only the newest is exported. A builder is run once.
+    Between looks it sleeps as `watching` says, or until files arrive. `tell` gets errors that the watch
+    survives (see `watch_loop`), `ended` the reason why it ends, `looked` the error of each look, or None.
+    `carry` runs the work that publishes. A missing `--model` is refused before the first wait.
 
     Raises:
         UsageError: the request names one version's number, or has options for the exactness of deltas.
@@ -117,8 +119,8 @@ class _Newest(Struct):
     def _export(self, checkpoint: Identity) -> tuple[Exported | None, str | None]:
         """Export a checkpoint; return the export and the digest of the checkpoint that is published now.
 
-        The export is None if it is published already; both are None if another watch is exporting. Raises any
-        ExportError of an export.
+        The export is None if it is published already; both are None if another watch is exporting. Makes the
+        model's directory. Raises any ExportError of an export.
         """
         model = self.request.out
         with writing(model):
@@ -148,7 +150,9 @@ class _Newest(Struct):
 
 @contextmanager
 def _turn(model: Path) -> Iterator[bool]:
-    """Hold the watches' lock of a model for a block; yield False at once if another watch has it."""
+    """Hold the watches' lock of a model for a block; yield False at once, and run the block without it, if
+    another watch has it. Raises PublishError if the lock cannot be made.
+    """
     with ExitStack() as held:
         try:
             held.enter_context(model_lock(model, seconds=0, name=WATCH_LOCK_FILE))

@@ -157,7 +157,8 @@ class Watching(Given, frozen=True, repr_omit_defaults=True):
     def pause_seconds(self, progress: WatchProgress, failures: int) -> float:
         """Return the seconds until the next look: doubled for each failure, but never beyond the watch's end.
 
-        `failures` is the number of failed looks in a row; for them the pause grows to at most 30 s.
+        `failures` is the number of failed looks in a row; for them the pause grows to at most 30 s, or the
+        interval if that is longer.
         """
         slower = min(self.interval_seconds * 2.0 ** min(failures, 30), _LONGEST_PAUSE_SECONDS)
         return max(0.0, min(max(self.interval_seconds, slower), self.stop.seconds_left(progress)))
@@ -194,9 +195,10 @@ def follow(
 ) -> Iterator[T]:
     """Look repeatedly until the watch ends, and yield each look's publication.
 
-    `tell` gets each error that the watch survives, once; `looked` the error of each look, or None, after its
-    publication; `ended` the reason why it ends, unless an error ends it. `clock` and `sleep` are in seconds.
-    When the time is over, there is one last look.
+    Nothing is done before the first item is asked for. `tell` gets each error that the watch survives, the
+    same message once in a row; `looked` the error of each look, or None, after its publication; `ended` the
+    reason why it ends, unless an error ends it. `clock` returns seconds, and `sleep` waits for a number of
+    them. When the time is over, there is one last look.
 
     Raises:
         ExportError: one that needs a person; or, when the watch ends, the last look's failure.
