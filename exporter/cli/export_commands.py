@@ -71,8 +71,8 @@ def run_full(
     """Export the newest checkpoint, or each newest one while watching, and print the results.
 
     With `dry_run` only the plan is printed. `target` carries the work to a store, `seen` records what a watch
-    does. Raises ExportError if an export fails; a checkpoint that is published already is printed, and no
-    error.
+    does. Ctrl-C ends a watch. Raises ExportError if an export fails; of a checkpoint that is published
+    already this is printed instead.
     """
     from exporter.cli import render
     from exporter.graph.load import run_builders_once
@@ -194,7 +194,8 @@ def _once(request: ExportRequest, sink: Output, how: RunOptions) -> None:
     """Publish, rebase if asked, and print one document of both, with the publication even if the rebase
     fails.
 
-    Raises NoNewBase if it fails, or the ExportError of the publication.
+    Raises NoNewBase if the rebase fails after a publication, otherwise the error of either: an ExportError,
+    or an OSError of the rebase.
     """
     done, based = _publish(request, sink, how), None
     try:

@@ -83,7 +83,8 @@ class TrainedTable(Struct, frozen=True, eq=False):
         return cls(variable, dtype, keys, places, parts, touched)
 
     def values(self, places: Array) -> Array:
-        """Return the rows of the keys at these positions in `keys`, in their order, cast to the served dtype.
+        """Return the rows of the keys at the indices `places` of `keys`, in the order of `places`, cast to
+        the served dtype.
 
         Raises MappingError or NotFinite if a value does not fit the dtype.
         """
@@ -148,7 +149,8 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
     """Read a table's four tensors from an increment's bundle into memory, every checksum verified.
 
     Raises CorruptFile if a checksum is wrong, or the tensors do not fit the manifest's `table` or each other;
-    CheckpointChanged if a shard vanished.
+    a duplicate key counts as such. CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot
+    be read.
     """
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))
@@ -166,7 +168,7 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
     """Read the tensor `key` of a bundle into memory, checksum verified.
 
     Raises CorruptFile if it is absent or damaged, or has another dtype or shape than the manifest says;
-    CheckpointChanged if its shard vanished.
+    CheckpointChanged if its shard vanished, other CheckpointErrors if it cannot be read.
     """
     ref = catalog.tensors.get(key)
     if ref is None or ref.dtype is not dtype or ref.shape != shape:

@@ -77,9 +77,10 @@ def touched_rows(catalog: Catalog, variables: Mapping[str, EmbeddingVariable]) -
     """Yield the touched rows of each embedding variable in an increment, parts joined, every checksum
     verified.
 
-    `catalog` is the increment's; `variables` are those of the full checkpoint, by name. Variables without
-    touched rows yield nothing. Rows have frequencies only if all their parts have them. Raises CorruptFile if
-    a key occurs twice or a part is damaged; CheckpointChanged if a shard vanished.
+    `catalog` is the increment's; `variables` are those of the full checkpoint, by name. Touched rows of other
+    variables are ignored, and variables without any yield nothing. Rows have frequencies only if all their
+    parts have them. While iterating, raises CorruptFile if a key occurs twice or a part is damaged;
+    CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.
     """
     parts: dict[str, list[KeyedRows]] = {}
     for stem in _stems(catalog):
@@ -194,7 +195,8 @@ class DeepRecIncrement(Struct, frozen=True):
     def covers(self, increment: str) -> bool:
         """True if every key and variable of the increment with the id `increment` is also in this one.
 
-        False if that one is gone or damaged, or is not DeepRec's. Reads the keys of both.
+        False if that one is gone or damaged, or is not DeepRec's. Reads the keys of both. Raises OSError if
+        that one's index cannot be read.
         """
         # It is, if both are of one training since the same full save.
         try:
@@ -206,7 +208,8 @@ class DeepRecIncrement(Struct, frozen=True):
     def _find(self, increment: str) -> Catalog | None:
         """Return the catalog of the increment with this id, from the same directory; None if it is gone.
 
-        Raises CheckpointError if an increment of the same step cannot be read.
+        None also if the id is not of DeepRec's increments. Raises CheckpointError or OSError if an increment
+        of the same step cannot be read.
         """
         step = int(increment.split(":")[1]) if increment.startswith(_ID) else None
         for _, name in filter(lambda found: found[0] == step, _listed(self.catalog.prefix.parent)):
@@ -230,9 +233,10 @@ class DeepRecIncrement(Struct, frozen=True):
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """Yield each changed variable of the full checkpoint with its new value or rows, checksums verified.
 
-        Whole variables come first; then tables, their rows numbered in stored order, increasing, none twice.
-        Embedding variables are left out (see `keyed`). Raises CorruptFile if keys and values do not fit;
-        CheckpointChanged if a shard vanished.
+        Whole variables come first; then tables, with row numbers that increase, as rows are stored; of a row
+        that is given twice the first counts. Variables that the full checkpoint lacks are ignored. Embedding
+        variables are left out (see `keyed`). While iterating, raises CorruptFile if keys and values do not
+        fit; CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.
         """
         rows: dict[str, list[Rows]] = {}
         for name, ref in self.catalog.tensors.items():
@@ -256,8 +260,9 @@ class DeepRecIncrement(Struct, frozen=True):
     def keyed(self, names: Collection[str]) -> Iterator[KeyedRows]:
         """Yield the touched rows of the named embedding variables, checksums verified.
 
-        Names that the full checkpoint lacks, and variables without touched rows, yield nothing. Raises
-        CorruptFile or UnsupportedFormat for damaged or unknown forms, CheckpointChanged if a shard vanished.
+        Names that the full checkpoint lacks, and variables without touched rows, yield nothing. Raises, at
+        the call for the full checkpoint and while iterating for the increment, CorruptFile or
+        UnsupportedFormat for damaged or unknown forms, CheckpointChanged if a shard vanished.
         """
         return touched_rows(self.catalog, self._variables(names))
 
@@ -281,7 +286,8 @@ class DeepRecIncrement(Struct, frozen=True):
     def published_before(self, increment: str | None, names: Collection[str]) -> Mapping[str, KeyedRows]:
         """Return the touched rows of the named embedding variables in another increment, by variable name.
 
-        `increment` is its id. Empty if that is None, or the increment is gone or damaged.
+        `increment` is its id. Empty if `increment` is None, or that increment is gone or damaged. Raises
+        OSError if its index cannot be read.
         """
         try:
             before = None if increment is None else self._find(increment)
@@ -350,8 +356,8 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """Return the name of the newest incremental checkpoint of a higher step if its file is older than
-    `full`'s.
+    """Return the name of the newest increment of a higher step than `full` if its index file is older than
+    that of `full`.
 
     Such a file is of a training that was set back. "" if it is not older, or there is none. Raises
     CheckpointError if the directory cannot be listed.
@@ -393,6 +399,8 @@ def _is_older(increment: Path, full: Path) -> bool:
 def _listed(directory: Path) -> list[tuple[int, str]]:
     """Return (step, name) of each incremental checkpoint in a directory, unsorted; empty if it does not
     exist.
+
+    Raises OSError if it cannot be listed.
     """
     try:
         names = [found for path in directory.iterdir() if (found := _PREFIX.fullmatch(path.name))]

@@ -223,7 +223,7 @@ class History(Struct, frozen=True, dict=True):
 
     @cached_property
     def _equal(self) -> tuple[set[StateId], ...]:
-        """Pairs of a full checkpoint and the increment that it equals."""
+        """Sets of two: a full checkpoint, and the id of the increment that it equals."""
         return tuple({m.checkpoint, m.after} for m in self.markers if m.is_equal and m.after is not None)
 
     @cached_property

@@ -135,8 +135,8 @@ class StoredIncrement(Struct, frozen=True):
         """Yield each variable, in manifest order, with its new value or rows, read into memory, checksums
         verified.
 
-        Tables by keys are left out (see `tables`). Raises CorruptFile if the bundle does not fit the
-        manifest, and other CheckpointErrors if it cannot be read.
+        Tables by keys are left out (see `tables`). While iterating, raises CorruptFile if the bundle does not
+        fit the manifest, and other CheckpointErrors if it cannot be read.
         """
         catalog = self._listed_catalog()
         for changed in self.increment.variables:
@@ -145,8 +145,8 @@ class StoredIncrement(Struct, frozen=True):
     def tables(self) -> Iterator[tuple[ChangedTable, TableRows]]:
         """Yield each table by keys, in manifest order, with its rows, read into memory, checksums verified.
 
-        Raises CorruptFile if the bundle does not fit the manifest, and other CheckpointErrors if it cannot be
-        read.
+        While iterating, raises CorruptFile if the bundle does not fit the manifest, and other
+        CheckpointErrors if it cannot be read.
         """
         if self.increment.tables:
             catalog = self._listed_catalog()
@@ -157,8 +157,9 @@ class StoredIncrement(Struct, frozen=True):
         """Yield the new rows and removed keys of the tables by keys with these names, every checksum
         verified.
 
-        Tables that the increment does not change yield nothing; all its tables are read. Raises
-        CheckpointError and subclasses (CorruptFile) if the bundle is damaged or gone.
+        Tables that the increment does not change yield nothing; all its tables are read. Names that it does
+        not know are ignored. While iterating, raises CheckpointError and subclasses (CorruptFile) if the
+        bundle is damaged or gone.
         """
         for table, rows in self.tables():
             if table.name in names:
@@ -292,8 +293,8 @@ def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
     """Return the rows `ids` of a tensor, in the order of `ids`; checksums are not verified.
 
     The tensor is stored whole or in slices of whole rows. `ids` must be within its rows. Raises CorruptFile
-    if it is sliced in another way or some of the rows are not stored, CheckpointChanged if a shard vanished
-    or shrank.
+    if it is sliced in another way or some of the rows are not stored, UnsupportedFormat for strings,
+    CheckpointChanged if a shard vanished or shrank, CheckpointError if it cannot be read.
     """
     if ref.extent is not None:
         return np.asarray(memory_map(catalog, ref)[ids])
@@ -316,7 +317,8 @@ def _change(catalog: Catalog, changed: Changed) -> Change:
     """Read a variable's rows, or its whole value if it is dense, from an increment's bundle, checksums
     verified.
 
-    Raises CorruptFile if they do not fit the variable, CheckpointChanged if a shard vanished.
+    Raises CorruptFile if they do not fit the variable, CheckpointChanged if a shard vanished, other
+    CheckpointErrors if it cannot be read.
     """
     variable = changed.variable
     tensors = []

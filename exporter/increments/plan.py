@@ -34,14 +34,15 @@ class AnyIncrement(Protocol):
         """Yield the trainer's variables with their new values or rows, checksums verified; rows by the
         trainer's numbers.
 
-        Raises CheckpointError and subclasses if the increment is damaged or gone.
+        While iterating, raises CheckpointError and subclasses if the increment is damaged or gone.
         """
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
         """Yield the new rows and removed keys of the tables by keys with these names, every checksum
         verified.
 
-        Raises CheckpointError and subclasses if the increment is damaged or gone.
+        Unknown names are ignored. Raises, at the call or while iterating, CheckpointError and subclasses if
+        the increment is damaged or gone.
         """
 
     def key_counts(self) -> Counter[str]:

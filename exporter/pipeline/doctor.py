@@ -817,8 +817,9 @@ def _new_base(model: Path, ckpt_dir: Path | None, options: list[str]) -> str:
 
 
 def _is_spare(log: DeltaLog, delta: Path) -> bool:
-    """True if deltas lead from every base to the newest position without the one at the path `delta`. Raises
-    ManifestError if the manifest of another delta cannot be read.
+    """True if deltas lead from every base to the newest position without the one at the path `delta`.
+
+    Raises ManifestError if the manifest of another delta cannot be read.
     """
     left = tuple(other for other in log.deltas if other.path != delta)
     newest = max([log.base.at.position, *(other.end for other in log.deltas)])

@@ -114,6 +114,7 @@ class Plan(Struct, frozen=True, dict=True):
     @cached_property
     def digest(self) -> str:
         """A SHA-256 (hex) of options, graph and mapping, which differs between plans for the same checkpoint.
+
         Raises MissingAsset if a file of the graph cannot be read.
         """
         return _digest(self)

@@ -75,8 +75,9 @@ if TYPE_CHECKING:
 
 
 def is_begun(request: ExportRequest) -> bool:
-    """True if a version with a manifest is published under the request's target already. Raises ManifestError
-    if the target cannot be listed.
+    """True if a version with a manifest is published under the request's target already.
+
+    Raises ManifestError if the target cannot be listed.
     """
     return newest_version(request.out) is not None
 
@@ -767,8 +768,9 @@ def _all_changes(
 
 
 def _runner(request: ExportRequest) -> Runner | None:
-    """Return a runner whose tasks compare, if the request names an engine; else None. Raises UsageError for
-    an unknown engine or option of it.
+    """Return a runner whose tasks compare, if the request names an engine; else None.
+
+    Raises UsageError for an unknown engine or option of it.
     """
     if request.jobs.engine is None:
         return None

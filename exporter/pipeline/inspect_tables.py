@@ -35,7 +35,8 @@ def inspect_checkpoint(catalog: Catalog) -> CheckpointView:
 def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
     """Yield the embedding variables of a checkpoint; slots are listed with their variable, not by themselves.
 
-    Raises CheckpointError and subclasses if their tensors are damaged or of an unknown layout.
+    While iterating, raises CheckpointError and subclasses if their tensors are damaged or of an unknown
+    layout.
     """
     variables = embedding_variables(catalog)
     for variable in variables.values():
@@ -59,8 +60,8 @@ def embedding_tables(catalog: Catalog) -> Iterator[EmbeddingTable]:
 def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[ServedTableView]:
     """Yield the dynamic tables of a SavedModel's graphs, sorted by name, from the variables in `catalog`.
 
-    Tables without all four variables are left out. Raises CorruptFile if variables are inconsistent,
-    GraphError if a graph is damaged, CheckpointChanged if a shard vanished.
+    Tables without all four variables are left out. While iterating, raises CorruptFile if variables are
+    inconsistent, GraphError if a graph is damaged, CheckpointChanged if a shard vanished.
     """
     firsts = {name: first for graph in graphs for name, first in first_defaults(graph.graph_def).items()}
     for name, first in sorted(firsts.items()):
@@ -77,9 +78,12 @@ def tables_of_bundle(catalog: Catalog, graphs: Iterable[Proto]) -> Iterator[Serv
 def tables_of_log(log: DeltaLog) -> Iterator[ServedTableView]:
     """Yield the dynamic tables of a log at its newest position, in the order of the base's manifest.
 
+    Errors come while iterating.
+
     Raises:
         CheckpointError: they cannot be read.
-        ManifestError, PositionError: the log's manifests cannot be read, or its deltas have a gap.
+        VerificationError, PositionError: manifests cannot be read, a signed file differs, or deltas are
+            missing.
     """
     tables = log.base.entry.mapping_spec.dynamic
     if tables:

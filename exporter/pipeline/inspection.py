@@ -37,7 +37,9 @@ def inspect(path: Path) -> Inspection:
         CheckpointError: nothing is there, or it is damaged.
         GraphError: a graph has constants or operations that cannot be understood.
         UsageError: a file cannot be opened.
-        ManifestError: a manifest is damaged.
+        VerificationError: a manifest is damaged, or a signed file differs.
+        PositionError: deltas of the model are missing.
+        OSError: a file of the model cannot be read.
     """
     path = mirror.local(path)
     if path.name in SAVED_MODEL_FILES:

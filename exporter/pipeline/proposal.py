@@ -73,7 +73,11 @@ class Proposal(Struct, frozen=True):
         return " ".join(words)
 
     def request(self, ckpt_dir: Path, out: Path) -> ExportRequest:
-        """Return the export of the command as a request; one that needs a builder has no model."""
+        """Return the export of the command as a request, which names no model: exports find the graph by
+        themselves.
+
+        So it is not the command's export if that needs a builder.
+        """
         given = {name: [value for option, value in self.options if option == name] for name in _OFFERED}
         return ExportRequest(
             ckpt_dir,
@@ -100,6 +104,7 @@ def propose(ckpt_dir: Path) -> Proposal:
     Raises:
         CheckpointError: there is none, or it or the graph beside it is damaged.
         UsageError: the graph cannot be opened.
+        GraphError: two of its nodes have one name.
     """
     catalog = open_checkpoint(ckpt_dir)
     model = model_beside(catalog.prefix)
@@ -111,7 +116,7 @@ def propose(ckpt_dir: Path) -> Proposal:
 def _from_graph(catalog: Catalog, model: str) -> Proposal:
     """Return a proposal to serve the graph `model` beside a checkpoint; its inputs and outputs are guesses.
 
-    Raises CorruptFile if the graph is damaged, UsageError if it cannot be opened.
+    Raises CorruptFile or GraphError if the graph is damaged, UsageError if it cannot be opened.
     """
     if not model.endswith(".meta"):
         return Proposal(catalog, model)
@@ -151,7 +156,8 @@ def _with_options(found: Proposal, options: list[tuple[str, str]]) -> Proposal:
 def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
     """Plan the proposal, and return it with the options that errors ask for, or with a builder in its place.
 
-    Raises CheckpointError if the checkpoint is damaged.
+    At most eight plans are made, each with the options that the error before asks for. Of other errors than
+    CheckpointError, which is raised, the last becomes the builder's `refused`.
     """
     from exporter.pipeline.full_plan import plan  # late: a checkpoint alone needs none of it
 
@@ -176,8 +182,8 @@ def _planned(found: Proposal, ckpt_dir: Path) -> Proposal:
 def _inputs(index: GraphIndex, answers: list[Endpoint]) -> Iterator[ProposedInput]:
     """Yield the placeholders and tensors of input pipelines from which answers are computed, sorted.
 
-    Each has a name for requests: the placeholder's, or that of the only variable it is used with, or a
-    number.
+    Each has a name for requests: the placeholder's, or that of the only variable it is used with, or
+    `input_<n>`; names are not made unique.
     """
     needed = all_before(index.nodes, answers)
     given = {node.name for node in input_placeholders(index)}

@@ -111,7 +111,8 @@ def check_same_graph(
     Raises:
         SchemaChanged: they differ.
         UsageError: outputs are to be verified, or the graph is to be checked and its source is not known.
-        GraphError, CheckpointError, OSError: the graph has to be built for the comparison, and cannot be.
+        GraphError, CheckpointError, TensorFlowNeeded, OSError: the graph has to be built for the comparison,
+            and cannot be.
     """
     if request.verify is Verify.OUTPUTS:
         raise UsageError(
@@ -141,8 +142,8 @@ def _check_files(
     """Compare the files of a graph and of its tables; build it if files differ that its code only read.
 
     `differences` are those of options, as texts. Raises SchemaChanged for any difference, UsageError if a
-    Python file is named without its function; GraphError, CheckpointError or OSError if the graph cannot be
-    built.
+    Python file is named without its function; GraphError, CheckpointError, TensorFlowNeeded or OSError if the
+    graph cannot be built.
     """
     base = f"of base {log.base.at.position}"
     files, more = _source_files(log, origin, asked, before)
@@ -171,8 +172,8 @@ def _check_files(
 def _check_built(log: DeltaLog, origin: GraphOrigin, asked: GraphRequest) -> SameGraph:
     """Build the graph again, by the builder and TensorFlow, and compare all of it with the base's.
 
-    Raises SchemaChanged if it differs, UsageError if no model is named, GraphError, CheckpointError or
-    OSError if it cannot be built.
+    Raises SchemaChanged if it differs, UsageError if no model is named, GraphError, CheckpointError,
+    TensorFlowNeeded or OSError if it cannot be built.
     """
     if asked.model is None:
         raise UsageError("--verify graph: nothing says what to build", hint="name the model again: --model")
@@ -233,7 +234,7 @@ def _compare_finished(
     """Compare a finished graph whose bytes differ from the base's, but which may be the same inference graph.
 
     Returns the record of its files and the differences as texts; a graph that cannot be loaded is one. Only a
-    model that an archive describes needs TensorFlow.
+    model that an archive describes needs TensorFlow: TensorFlowNeeded without it.
     """
     try:
         return _compare_built(log, origin, asked, files)
@@ -249,7 +250,7 @@ def _compare_built(
     """Load the requested inference graph, and compare it with the base's; `files` is the record so far.
 
     Returns the record with its files, and all differences of the graph or its files as texts. Raises
-    UsageError, GraphError, CheckpointError or OSError if it cannot be loaded.
+    UsageError, GraphError, CheckpointError, TensorFlowNeeded or OSError if it cannot be loaded.
     """
     from exporter.graph.load import clean, load_source
 
@@ -284,7 +285,8 @@ def _other_vocabularies(log: DeltaLog, graph_def: Proto) -> list[str]:
 def _completed(asked: GraphRequest, options: Mapping[str, Any], scratch: Path) -> GraphRequest:
     """Return the request with the base's `options` where it gives none.
 
-    The base's signatures are written to a file in `scratch`, which the result names.
+    The base's signatures are written to a file in `scratch`, which the result names; OSError if it cannot be
+    written.
     """
     signatures = asked.signatures
     if signatures is None and "--signatures" in options:

@@ -26,7 +26,7 @@ def lay_chosen_rows(staged: Staged) -> None:
 
     Shards are renamed. `staged.hot` gets the tables, by served name, and `staged.variables` the new catalog.
     Raises UsageError if a row is outside its table or chosen twice, NotServable for a name in use,
-    CheckpointError or PublishError if files cannot be read or written.
+    CheckpointError, OSError or PublishError if files cannot be read or written.
     """
     chosen = {choice.key: choice for choice in staged.plan.hot}
     if not chosen:
@@ -56,8 +56,8 @@ def lay_chosen_rows(staged: Staged) -> None:
 def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
     """Return a function that yields the numbers of a table's hot rows, hottest first, in blocks.
 
-    When called it raises UsageError for a row that the table does not have; of a table by keys, counts or
-    keys are read now, and CheckpointError is raised now.
+    Of a table by keys, counts or keys are read now, and CheckpointError or OSError is raised now; of another
+    table, while iterating, with UsageError for a row that it does not have.
     """
     rows, file = source.tensor.shape[0], choice.file
     if choice.table is not None:
@@ -71,8 +71,9 @@ def _blocks(staged: Staged, choice: HotChoice, source: TensorSource) -> Blocks:
 def _rows_of_keys(staged: Staged, choice: HotChoice, file: NumberFile) -> Array:
     """Return the row numbers of a file's keys in the staged table, in the file's order (int64).
 
-    Keys that the table does not have are left out. The file's keys are in memory; the table's are read in
-    blocks. Raises CheckpointError if a file changed.
+    Keys that the table does not have are left out; of a repeated key the first counts. The file's keys are in
+    memory; the table's are read in blocks. Raises CheckpointError if a file changed, OSError if it cannot be
+    read.
     """
     from exporter.delta.row_reader import served_in  # late: other exports need none of it
 

@@ -110,8 +110,8 @@ def write_values(staged: Staged) -> None:
     Raises:
         CheckpointChanged: the trainer removed or replaced files since the plan was made.
         LinkRefused: links are asked for, and are impossible, or the checkpoint is not a tensor bundle.
-        CheckpointError, MappingError, PublishError: see errors.py.
-        UsageError: tasks are so small that there would be too many shards.
+        CheckpointError, MappingError, NotFinite, EngineFailed, PublishError: see errors.py.
+        UsageError: tasks are so small that there would be too many shards, or the engine is unknown.
     """
     request, catalog = staged.plan.request, staged.plan.catalog
     data, runner = (
@@ -147,8 +147,9 @@ def _write_indexes(staged: Staged, runner: Runner) -> tuple[int, int]:
     """Write the indexes of dynamic tables, and map from these; return the number of tasks, and the bytes
     read.
 
-    (0, 0) if there are none to write. The number of bytes is an estimate. Raises CheckpointError if tables
-    are damaged, PublishError if the indexes cannot be written.
+    (0, 0) if there are none to write. The number of bytes is an estimate. The mapping is set in
+    `staged.plan`. Raises CheckpointError if tables are damaged, PublishError or EngineFailed if the indexes
+    cannot be written.
     """
     layout, admission = staged.plan.layout, staged.plan.admission
     if layout is None:
@@ -183,10 +184,10 @@ def _convert(staged: Staged) -> None:
 
 
 def name_plain_version(staged: Staged) -> None:
-    """Prepare the graph and warm-up requests of a plain version, which takes no deltas.
+    """Set `staged.graph` and `staged.warmup` of a plain version, which takes no deltas.
 
-    Its number is reserved now if paths of mapped tables need it. Raises ManifestError, PositionError or
-    VersionExists if none can be.
+    If the paths of mapped tables need its number, `staged.place` is set to the next position; nothing is
+    reserved. Raises ManifestError, PositionError or VersionExists if there is none.
     """
     planned = staged.plan
     mapped = [source for source in staged.mapping.sources if source.is_mapped]
@@ -272,7 +273,9 @@ def check_staged(staged: Staged) -> None:
     Raises:
         VerificationError: something differs, or the graph cannot be run.
         AccessRefused, TensorFlowNeeded: outputs are to be compared, and the graph may not or cannot be run.
-        CheckpointChanged: the trainer removed a file meanwhile.
+        NotServable: outputs are to be compared, and a function of the source graph calls itself.
+        CheckpointError: a file cannot be read; CheckpointChanged if the trainer removed it meanwhile.
+        UsageError, EngineFailed: the engine is unknown, or failed.
     """
     planned, catalog = staged.plan, staged.variables.catalog
     request, layout = planned.request, planned.layout

@@ -47,15 +47,17 @@ def without_index(changes: Mapping[str, Change], mapping_spec: MappingSpec) -> d
 def table_changes(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """Return the changes that bring the log's dynamic tables to the trainer's state, by served variable.
 
-    They are the changes that increments report, or else the differences of keys and rows, of which large ones
-    are files in `scratch`. DeepRec's increments report no deletions: these come with the comparison, after
-    the next full checkpoint. The published index is verified before it is used.
+    {} without dynamic tables. They are the changes that increments report, or else the differences of keys
+    and rows, of which large ones are files in `scratch`. DeepRec's increments report no deletions: these come
+    with the comparison, after the next full checkpoint. The published index is verified before it is used.
 
     Raises:
         CorruptFile: something published is damaged; other CheckpointErrors if files cannot be read.
         TableFull: a table has no room for its new keys.
         SchemaChanged: the checkpoint lacks a table, or has other rows.
         MappingError, NotFinite: a value does not fit the served dtype.
+        VerificationError, PositionUnknown: the published state cannot be opened.
+        DiskFull, PublishError, OSError: what is fetched, or a scratch file, cannot be written.
     """
     if not log.base.entry.mapping_spec.dynamic:
         return TableChanges({})
@@ -97,7 +99,8 @@ class _Table(Struct, frozen=True):
 def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: LayeredState) -> Iterator[_Table]:
     """Yield the dynamic tables in the order of the mapping, as trained and as in the `published` state.
 
-    Raises SchemaChanged if the checkpoint lacks one or has rows of another kind.
+    While iterating, raises SchemaChanged if the checkpoint lacks one or has rows of another dtype or
+    dimension, CheckpointError if its tables are damaged.
     """
     known = embedding_variables(catalog)
     for table in spec.dynamic:
@@ -115,7 +118,7 @@ def _tables(spec: MappingSpec, schema: Schema, catalog: Catalog, published: Laye
 def _told(log: DeltaLog, trainer: TrainerState) -> dict[str, Change]:
     """Return the table changes that increments report, by variable; the published index is verified first.
 
-    Raises CorruptFile, TableFull, SchemaChanged, MappingError or NotFinite as `table_changes`.
+    Raises what `table_changes` raises.
     """
     spec = log.base.entry.mapping_spec
     published = log.state(only={key for table in spec.dynamic for key in table.keys})
@@ -190,7 +193,8 @@ def note_index_written(base: LogBase, log: Path) -> None:
 def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> None:
     """Verify the checksums of the tables' indexes, unless the same files were verified before.
 
-    The result is recorded beside the log, and in `published`. Raises CorruptFile if one differs.
+    The result is recorded beside the log, and in `published`. Raises CorruptFile if one differs, other
+    CheckpointErrors if a file cannot be read.
     """
     files = CheckedFiles.of(log.path / CHECKED_DIRECTORY, published.stored.values())
     published.trust(known := files.known(published.stored.values()))
@@ -202,7 +206,7 @@ def _check_index(log: DeltaLog, published: LayeredState, spec: MappingSpec) -> N
 def _compared(log: DeltaLog, trainer: TrainerState, scratch: Path) -> TableChanges:
     """Return the differences of the trainer's keys and rows from the published ones; all of these are read.
 
-    Raises CorruptFile, TableFull, SchemaChanged, MappingError or NotFinite as `table_changes`.
+    Raises what `table_changes` raises.
     """
     spec, published = log.base.entry.mapping_spec, log.state()
     tables = [*_tables(spec, log.schema, trainer.catalog, published)]

@@ -119,7 +119,8 @@ def write_tables(
     """Write the tables' indexes, and rows that cannot be linked; return the mapping with these tensors.
 
     They are written under `directory`, which must not exist, or where the runner keeps jobs. Waits for all
-    tasks. Raises CheckpointError if tables are damaged, PublishError if they cannot be written.
+    tasks. Raises CheckpointError if tables are damaged, PublishError if they cannot be written, EngineFailed
+    if the runner's engine fails.
     """
     with writing(directory):
         directory.mkdir()
@@ -151,7 +152,9 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
-    """Return a table that the checkpoint lacks, with the checkpoint's embedding variables of its kind."""
+    """Return a table that the checkpoint lacks, with the checkpoint's embedding variables that have rows of
+    its dtype and dimension.
+    """
     like = [
         variable
         for variable in known.values()
@@ -228,7 +231,7 @@ def _plan(
     ones.
 
     `known` are the checkpoint's embedding variables, `awaited` the numbers of keys in increments, both by
-    name. Raises MissingTensors or ShapeMismatch if the checkpoint has no such table.
+    name. Raises MissingTensors if the checkpoint has no such table, ShapeMismatch if it has other rows.
     """
     name = rules.renamed(table.name) or table.name
     found = find_variable(known, name)

@@ -57,7 +57,8 @@ def set_tag(
 ) -> Tagging:
     """Set a tag to a position, which retention keeps from now on; an existing tag of this name moves.
 
-    `position` is a number or a name; `reason` is kept with the tag. Returns the tag before and after.
+    `position` is a number or a name; `reason` is kept with the tag. Returns the tag before and after. A
+    `dry_run` checks everything and writes nothing.
 
     Raises:
         UsageError: a tag cannot have the name, or `position` is not one; or there are too many tags.
@@ -79,7 +80,8 @@ def set_tag(
 
 
 def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
-    """Apply `change` to a model's tags under its lock, and write them if they differ; return the change.
+    """Call `change` with a model's tags, by name, under its lock; write its result if it differs, and return
+    it.
 
     A dry run neither locks nor writes. Raises NotUpdatable if nothing is published, TargetBusy, ManifestError
     or PublishError if tags cannot be locked, read or written, and what `change` raises.

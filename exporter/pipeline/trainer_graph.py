@@ -44,7 +44,7 @@ def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> 
     `variables/` also has variables that are whole in its graph partitioned by ranges of rows; so are tables
     by keys, which its graph may have joined.
 
-    Raises CorruptFile if that graph is damaged, UsageError if it cannot be opened.
+    Raises CorruptFile or GraphError if that graph is damaged, UsageError if it cannot be opened.
     """
     sliced = {name for name, ref in catalog.tensors.items() if ref.slices}
     meta, saved_model = meta_beside(catalog.prefix), saved_model_around(catalog.prefix)

@@ -41,8 +41,9 @@ class Carry(Protocol):
     """
 
     def __call__(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`; the transfers around it may run it again. Raises what `work` or a
-        transfer raises.
+        """Return the result of `work`; the transfers around it may run it again.
+
+        Raises what `work` or a transfer raises.
         """
 
 
@@ -151,7 +152,9 @@ class _Newest(Struct):
 @contextmanager
 def _turn(model: Path) -> Iterator[bool]:
     """Hold the watches' lock of a model for a block; yield False at once, and run the block without it, if
-    another watch has it. Raises PublishError if the lock cannot be made.
+    another watch has it.
+
+    Raises PublishError if the lock cannot be made.
     """
     with ExitStack() as held:
         try:

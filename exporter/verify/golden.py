@@ -116,7 +116,7 @@ class Gates(Struct, frozen=True):
         that drifted.
 
         Both have one answer for each request, in order. `before` is None if unknown: then every failed gate
-        is returned, and drift is not measured.
+        is returned, and drift is not measured. Raises ValueError for another number of answers.
         """
         known = set() if before is None else {failure.kind for failure in self.wrong(before)}
         new = tuple(failure for failure in self.wrong(answers) if failure.kind not in known)
@@ -125,6 +125,8 @@ class Gates(Struct, frozen=True):
     def wrong(self, answers: Sequence[Answer]) -> tuple[GateFailure, ...]:
         """Return the gates that the answers, one for each request in order, fail whatever earlier answers
         were.
+
+        Raises ValueError for another number of answers.
         """
         pairs = zip(self.requests, answers, strict=True)
         return tuple(failure for request, answer in pairs for failure in _wrong(request, answer))
@@ -133,7 +135,8 @@ class Gates(Struct, frozen=True):
         """Return the outputs of floats that moved further from the earlier answers than permitted.
 
         A changed shape counts, too. Both have one answer for each request, in order; outputs that either
-        lacks, or that were all zeros, are not compared. How movement is measured is said at the class.
+        lacks, or that were all zeros, are not compared. How movement is measured is said at the class. Raises
+        ValueError for another number of answers.
         """
         triples = zip(self.requests, answers, before, strict=True)
         return tuple(

@@ -114,6 +114,7 @@ def verify_model(model: Path, *, bytes_: bool = False, runner: Runner = LOCAL) -
 
     Raises:
         NotUpdatable: nothing is published.
+        ManifestError: the model's directory cannot be listed.
         CheckpointChanged, PositionMoved: files changed meanwhile.
         DiskFull: files of a model in a store do not fit the local disk.
     """
@@ -153,7 +154,7 @@ def _verify_versions(
 
     Returns the versions that still exist, newest first, and the manifests that can be read, by directory
     name. With `every_byte` their values are read by tasks of `runner`. Raises CheckpointChanged,
-    PositionMoved or DiskFull, which show no damage.
+    PositionMoved or DiskFull, which show no damage, and ManifestError if the model cannot be listed.
     """
     versions = [*published_versions(model)]
     manifests: dict[str, Manifest] = {}
@@ -247,7 +248,8 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
 def delta_damage(path: Path) -> str:
     """Read all files of the published delta at `path` and return a description of their damage; "" if intact.
 
-    Also "" if the delta is gone, or its files change or cannot be read now, which is not damage.
+    Also "" for errors that show no damage: the delta is gone, its files change meanwhile, the disk is full,
+    or the operating system refuses to read them.
     """
     try:
         manifest = read_manifest(path)
@@ -265,8 +267,8 @@ def delta_damage(path: Path) -> str:
 def _verify_delta(log: DeltaLog, delta: LogDelta) -> None:
     """Read a delta's files and compare them with its manifest, its name and its log.
 
-    Raises VerificationError or CorruptFile if they differ, mostly with a hint on broken logs; OSError if a
-    file cannot be read.
+    Raises VerificationError or CorruptFile if they differ, mostly with a hint on broken logs; other
+    CheckpointErrors or OSError if a file cannot be read, PositionError if it is another log's.
     """
     try:
         _verify_files(delta.path, delta.manifest, every_byte=True, prefix=Path(DELTA_NAME))

@@ -178,6 +178,7 @@ def compare_outputs(
         AccessRefused: the source graph does more than compute and read, and its code is not trusted.
         NotServable: a function of the source graph calls itself.
         TensorFlowNeeded: no supported TensorFlow is installed.
+        CheckpointError, OSError: a file of the checkpoint or bundle cannot be read.
     """
     requests = list(requests)
     signatures = source.meta_graph.signature_def

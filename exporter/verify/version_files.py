@@ -71,7 +71,7 @@ def verify_published(version: Path) -> tuple[str, ...]:
 
     Raises:
         ManifestError: there is no valid manifest; NotTrusted if no trusted key has signed it.
-        VerificationError, OSError: see `verify_files`.
+        VerificationError, CheckpointError, OSError: see `verify_files`.
     """
     manifest = read_manifest(version)
     return verify_files(version, manifest.tensors, manifest.files)
@@ -130,7 +130,8 @@ def verify_bytes(
     number of bytes compared, with those that have passed; dtypes without a known form have no checksums.
 
     Raises:
-        VerificationError: the first tensor, in the files' order, whose bytes differ or are missing.
+        VerificationError: the first tensor, in the files' order, whose bytes differ or cannot be read.
+        EngineFailed, PublishError: the runner's engine failed, or its job cannot be written.
     """
     runs = [run for run in _runs(catalog) if shards is None or run.catalog.path_of(run.extent) in shards]
     numeric = [run for run in runs if run.tensor.dtype.itemsize is not None]
