@@ -120,7 +120,8 @@ def doctor(
 def _ask_agent(address: str, model: str, deadline: float) -> Iterator[Finding]:
     """Ask the agent at `address` for its problems over HTTP, and yield those of a model as findings.
 
-    A failure to answer within `deadline` seconds is a finding, too, and so is a model that it does not keep.
+    `model` is the name of the model. A failure to answer within `deadline` seconds is a finding, too, and so
+    are an answer of unknown form and a model that the agent does not keep.
     """
     import json
     import urllib.request

@@ -83,10 +83,9 @@ class TrainedTable(Struct, frozen=True, eq=False):
         return cls(variable, dtype, keys, places, parts, touched)
 
     def values(self, places: Array) -> Array:
-        """Return the rows of the keys at the indices `places` of `keys`, in the order of `places`, cast to
-        the served dtype.
+        """Return the rows of the keys with the indices `places` in `keys`, cast to the served dtype.
 
-        Raises MappingError or NotFinite if a value does not fit the dtype.
+        They are in the order of `places`. Raises MappingError or NotFinite if a value does not fit the dtype.
         """
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)

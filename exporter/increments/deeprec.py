@@ -356,8 +356,8 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """Return the name of the newest increment of a higher step than `full` if its index file is older than
-    that of `full`.
+    """Return the name of the newest increment after `full`, by step, if its file is older than that of
+    `full`.
 
     Such a file is of a training that was set back. "" if it is not older, or there is none. Raises
     CheckpointError if the directory cannot be listed.

@@ -127,7 +127,10 @@ class History(Struct, frozen=True, dict=True):
 
     @property
     def generation(self) -> int:
-        """The highest generation of an increment, 0 without increments."""
+        """The highest generation of an increment, 0 without increments.
+
+        Each session of the trainer begins a new one.
+        """
         return max((stored.increment.generation for stored in self.increments), default=0)
 
     def written_last(self, count: int) -> list[StoredIncrement]:

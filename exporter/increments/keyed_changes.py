@@ -30,7 +30,8 @@ def published_before(
     """Return, by table name, the rows of the named tables in the DeepRec increment that was published last.
 
     `last` is its id. DeepRec's increments repeat all rows since the full save, so that these need not be sent
-    again. Empty if `last` is None, gone or damaged, or if `increments` has none of DeepRec's.
+    again. Empty if `last` is None, gone or damaged, or if `increments` has none of DeepRec's. Raises OSError
+    if an index cannot be read.
     """
     deeprec = (each for each in increments if isinstance(each, DeepRecIncrement))
     newest = next(deeprec, None)

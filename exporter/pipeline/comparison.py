@@ -511,10 +511,10 @@ def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDif
 
 
 def _tables(side: ComparedState, other: ComparedState) -> dict[str, Keyed]:
-    """Read a side's tables by keys, by name: of a log at its position, of a checkpoint as the other side's
-    log serves them.
+    """Read a side's tables by keys, by name, in the form that a log serves.
 
-    At least one side must be a log's. Raises what `tables_of_log` and `tables_as_served` raise.
+    A log's are those at its position, a checkpoint's are read as the other side's log would serve them. At
+    least one side must be a log's. Raises what `tables_of_log` and `tables_as_served` raise.
     """
     if side.log is not None and side.at is not None:
         return tables_of_log(side.log, side.at.position)
@@ -566,10 +566,9 @@ def _without(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 def _lookups(side: ComparedState) -> dict[str, dict[str, ServedVariable]]:
-    """Return, for the name of each variable of a log's lookup tables, the pair of variables (keys, values) of
-    its table.
+    """Return the two variables (keys, values) of each lookup table of a log, by the name of either variable.
 
-    The pair is by the variables' names. They are compared whole, as the number of entries differs between
+    The two are again by their names. They are compared whole, as the number of entries differs between
     positions. {} for a checkpoint.
     """
     pairs = side.log.schema.lookups if side.log is not None else ()

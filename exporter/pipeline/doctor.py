@@ -439,10 +439,10 @@ SCARCE = 0.05
 
 
 def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator[Finding]:
-    """Yield a finding for each damage that `verify_model` found, with the command that repairs it, or the
-    hint of an untrusted one.
+    """Yield a finding for each damage that `verify_model` found, with the command that repairs it.
 
-    `ckpt_dir` is named in the command; None if it is not known.
+    Of a publication that is not trusted, it is the error's own hint. `ckpt_dir` is named in the command; None
+    if it is not known.
     """
     for problem in found.damage:
         if problem.path.name == Hold(model).path.name:
@@ -490,10 +490,11 @@ def not_finite(model: Path, found: VerifiedModel) -> Iterator[Finding]:
 
 
 def _stuck_at(log: DeltaLog, deltas: Sequence[LogDelta], bad: Sequence[LogDelta]) -> int | None:
-    """Return the lowest position at which servers stop because they refuse the deltas `bad`; None if other
-    deltas lead past these.
+    """Return the lowest position at which servers stop because they refuse the deltas `bad`; None if none
+    does.
 
-    `deltas` are all deltas that servers may apply now, `bad` among them.
+    Servers do not stop where other deltas lead past the refused ones. `deltas` are all deltas that servers
+    may apply now, `bad` among them.
     """
     taken = [delta for delta in deltas if delta not in bad]
     places = {base.at.position for base in log.bases} | {delta.end for delta in taken}
@@ -672,8 +673,8 @@ def _lately(found: VerifiedModel) -> list[DeltaEntry]:
 
 
 def wild(model: Path, found: VerifiedModel) -> Iterator[Finding]:
-    """Yield a finding on the row with the greatest norm beyond `--max-norm` that the newest delta sent or
-    held back.
+    """Yield a finding on the newest delta's row with the greatest norm beyond `--max-norm`, sent or held
+    back.
 
     Mergers are not looked at; nothing if there is no such row. `model` is named in the command.
     """
@@ -719,8 +720,9 @@ def budget(found: VerifiedModel) -> Iterator[Finding]:
 
 
 def tags(found: Sequence[ListedTag], model: Path) -> Iterator[Finding]:
-    """Yield a finding for each tag in `found` whose position cannot be restored; its command deletes the tag
-    of `model`.
+    """Yield a finding for each tag in `found` whose position cannot be restored.
+
+    Its command deletes the tag of `model`.
     """
     for tag in found:
         if tag.gone:
@@ -769,8 +771,9 @@ def mapped(model: Path, ckpt_dir: Path | None) -> Iterator[Finding]:
 
 
 def _is_version_of(model: Path, place: Path) -> bool:
-    """True if `place`, a directory, is directly in the model's, as after a rollback that republished a
-    version's files.
+    """True if the directory `place` is directly in the model's.
+
+    So it is after a rollback, which publishes a version's files again.
     """
     return place.parent.resolve() == model.resolve()
 

@@ -196,8 +196,9 @@ def choose_hot(
 
 
 def _no_table(name: str, plans: Mapping[str, TablePlan], sources: Mapping[str, TensorSource]) -> UsageError:
-    """Return the error for a `name` in `--hot-rows` that no table has; its hint is the most similar name of a
-    mapped table, if any.
+    """Return the error for a `name` in `--hot-rows` that no table has.
+
+    Its hint is the most similar name of a mapped table, if one is similar.
     """
     of_plans = {f"{plan}/{VALUES}" for plan in plans}
     mapped = [*plans, *(key for key, source in sources.items() if source.is_mapped and key not in of_plans)]

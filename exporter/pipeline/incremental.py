@@ -105,8 +105,7 @@ def export_base(
 
 
 def as_base(request: ExportRequest) -> ExportRequest:
-    """Return a request for a base: with the options of the previous base, where this request has none of its
-    own.
+    """Return a request for a base, with the previous base's options where this request has none of its own.
 
     These are how it takes deltas, the servers' version, and mapped tables; without a readable base none are
     added. `again` is set: the checkpoint may be published already, as after a broken log.
@@ -149,8 +148,8 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people on the log's deltas, options for the next base, values taken back, and overwritten
-        files.
+        """Notes for people: on the log's deltas, options for the next base, training that went back, and
+        overwritten files.
         """
         base = self.log.base
         written = overwritten_notes(base.manifest, base.path)
@@ -207,8 +206,9 @@ def plan_incremental(
 
     The target's `versions` are listed unless they are given. In a watch, a plan after a full checkpoint does
     nothing while the next increment is due, instead of comparing. For `marker_seconds` after this process
-    first saw a full checkpoint, the plan reports whether the trainer's hook may still mark it. A watch looks
-    again after `look_seconds`: rows that would then have waited too long are sent now.
+    first saw a full checkpoint, the plan reports whether a marker may still come: a file by which the
+    trainer's hook says which increments the checkpoint follows. A watch looks again after `look_seconds`:
+    rows that would then have waited too long are sent now.
 
     Raises:
         NotUpdatable: nothing is published that takes deltas.
@@ -289,8 +289,9 @@ def _state_key(log: DeltaLog) -> dict[str, Any]:
 
 
 def _check_server(request: ExportRequest, log: DeltaLog) -> None:
-    """Raise SchemaChanged if the request names another version of servers than the base was made for; a
-    request that names none fits any base.
+    """Raise SchemaChanged if the request names another version of servers than the base was made for.
+
+    A request that names none fits any base.
     """
     made_for = log.base.manifest.for_server
     if request.for_server not in (None, made_for):
@@ -389,7 +390,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """The number of rows that are held back now, and their distance from the trainer's; None if there are
+        """The number of rows that are held back, and how far they are from the trainer's; None if there are
         none.
 
         Without a new delta, those of the log's newest position.
@@ -411,7 +412,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def wild(self) -> tuple[WildRows, ...]:
-        """The new delta's rows beyond `--max-norm`, one record for each table that has any; () without a new
+        """The new delta's rows beyond `--max-norm`, one record per table that has any; () without a new
         delta.
         """
         return () if self._entry is None else self._entry.wild
@@ -587,10 +588,10 @@ def _is_final(error: PositionMoved | CheckpointChanged, request: ExportRequest) 
 
 
 def _marked(planned: IncrementalPlan, look: Callable[[], IncrementalPlan]) -> IncrementalPlan:
-    """Return the plan; while it awaits a marker, sleep until files arrive or 0.25 s pass, and plan anew by
-    `look`.
+    """Return the plan; while it awaits a marker, sleep and plan anew by `look`.
 
-    Raises what `look` raises.
+    A marker is the file by which a trainer's hook says which increments a checkpoint follows. Each sleep
+    lasts until files arrive; 0.25 s where the system does not report that. Raises what `look` raises.
     """
     if planned.trainer.awaits_marker:
         from exporter.storage.arrivals import Arrivals  # few deltas wait for anything

@@ -203,12 +203,12 @@ def _require_not_ended(log: DeltaLog, position: int) -> None:
 def merge_run(
     log: DeltaLog, run: Sequence[LogDelta], jobs: Jobs = LOCALLY, progress: ProgressFactory = no_progress
 ) -> Merged | None:
-    """Publish the neighbouring deltas `run` of a log as one; None if that one is published already, also by
-    another process meanwhile.
+    """Publish the neighbouring deltas `run` of a log as one; None if that one is published already.
 
-    Raises NotFinite if the model would refuse it, ModelHeld if it would bring servers to a position that was
-    rolled back, CheckpointError if a delta is damaged, PublishError (and subclasses) if it cannot be written
-    or locked, UsageError or EngineFailed from the engine of `jobs`.
+    It may be published by another process meanwhile. Raises NotFinite if the model would refuse it, ModelHeld
+    if it would bring servers to a position that was rolled back, CheckpointError if a delta is damaged,
+    PublishError (and subclasses) if it cannot be written or locked, UsageError or EngineFailed from the
+    engine of `jobs`.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
@@ -665,8 +665,8 @@ def runner_for(jobs: Jobs, model: Path, tasks: int) -> Runner:
 
 
 def undisturbed(model: Path, action: Callable[[DeltaLog], T], log: DeltaLog | None = None) -> T:
-    """Return the result of `action`, called with the model's log; call it again if others removed or
-    published something.
+    """Return the result of `action`, called with the model's log; call it again if other processes
+    interfered.
 
     The log is read for each try; for the first only if `log` is None. Another try follows PositionMoved, and
     a CheckpointError or VerificationError if a delta of the log is gone. For a copy of a store there is one

@@ -122,16 +122,14 @@ class OverlaidRows(Struct, frozen=True):
 
     @property
     def tables(self) -> tuple[OverlaidTable, ...]:
-        """The mapped tables, each with the number of its changed rows, and the number that its overlay has
-        room for.
+        """The mapped tables, each with the numbers of its changed rows and of those that fit in its overlay.
 
         Servers' overlays may hold fewer rows: those of a server that loaded a newer base.
         """
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 
     def add(self, changed: Mapping[str, Array]) -> None:
-        """Add the rows that a delta changes to these, in place; `changed` has increasing row numbers by table
-        name.
+        """Add the rows that a delta changes, in place; `changed` has increasing row numbers by table name.
 
         Tables that are not mapped are ignored; rows that are there already count once.
         """

@@ -73,8 +73,7 @@ class Proposal(Struct, frozen=True):
         return " ".join(words)
 
     def request(self, ckpt_dir: Path, out: Path) -> ExportRequest:
-        """Return the export of the command as a request, which names no model: exports find the graph by
-        themselves.
+        """Return the command's export as a request, which names no model: exports find the graph themselves.
 
         So it is not the command's export if that needs a builder.
         """

@@ -134,9 +134,7 @@ class Restoration(Struct, frozen=True):
 
     @property
     def is_rollback(self) -> bool:
-        """True for a rollback, which holds the model at the position that is published; False for a
-        resumption.
-        """
+        """True for a rollback, which holds the model at the published position; False for a resumption."""
         return self.made is DeltaOrigin.ROLLBACK
 
 
@@ -174,8 +172,7 @@ class Restorer:
         return None if self.published is None else self.published.number
 
     def rollback_of(self, to: int) -> Restoration:
-        """The restoration that rolls back to the values of position `to`, not yet with a reason; nothing is
-        written.
+        """The rollback to the values of position `to`, still without a reason; nothing is written.
 
         Raises:
             UsageError: `to` is the newest position.
@@ -205,8 +202,7 @@ class Restorer:
         return Restoration(to, DeltaOrigin.ROLLBACK, before, is_canaried=judged)
 
     def before_rollbacks(self) -> int | None:
-        """The model's position before the first rollback still in force; None if the newest publication is
-        none.
+        """The model's position before the first rollback in force; None if the newest publication is none.
 
         Of delta rollbacks of earlier releases, which do not record it, it is the position where the delta
         starts. Raises ManifestError if a delta's manifest cannot be read.
@@ -354,8 +350,7 @@ class _ByDelta(_Way):
         self.log, self.hold = log, log.hold
 
     def plan(self, restoration: Restoration) -> Planned:
-        """Plan a delta, as `_Way.plan`; its values are compared with the rule of finite values, if the base
-        has it.
+        """Plan a delta, as `_Way.plan`; if the base wants finite values, all restored values are read.
 
         Raises OverlayFull, NotFinite, PositionUnknown, CheckpointError and VerificationError; OSError if
         scratch files cannot be written.
@@ -451,17 +446,15 @@ class _ByDelta(_Way):
         return Span(start, next_delta_position(log, None))
 
     def _earliest(self, of: int) -> int:
-        """The lowest start of a delta that begins before position `of` and ends after it; without one, `of`
-        itself.
+        """The lowest start of a delta that begins before position `of` and ends after it; else `of` itself.
         """
         return min([of, *(delta.start for delta in self.log.deltas if delta.start < of < delta.end)])
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:
-        """The deltas, in order, from the restored position (or the delta's start, if lower) to the newest
-        position.
+        """The deltas, in order, whose rows get the restored values; they end at the newest position.
 
-        Their rows get the restored values. Raises PositionUnknown if there are none, DeltaGap if some are
-        missing.
+        They begin at the restored position or, if lower, at the start of the restoring delta. Raises
+        PositionUnknown if there are none, DeltaGap if some are missing.
         """
         chain = self.log.chain(min(restoration.of, self._span(restoration).start))
         if not chain:
@@ -469,8 +462,7 @@ class _ByDelta(_Way):
         return chain
 
     def _stop_at(self, to: int, staging: Staging, why: str | None) -> None:
-        """Hold the log at `to`, and record `why`; a hold at `to` or before stays, also one that cannot be
-        read.
+        """Hold the log at `to`, and record `why`; a hold at `to`, before it, or unreadable stays.
 
         In the mirror of a store, the hold is uploaded at once. Raises PublishError if it cannot be written.
         """
@@ -570,7 +562,7 @@ class _ByBase(_Way):
         return reserve_position(self.log.model, None).position
 
     def _check(self, of: int) -> None:
-        """Raise NotFinite for deltas with NaN or infinity that the log refuses, UsageError for hot rows in a
+        """Raise NotFinite if the log refuses NaN or infinity in the values, UsageError for hot rows in a
         store.
 
         Nothing is checked if a base is at `of`. Raises PositionUnknown if no base reaches it, CheckpointError
@@ -645,8 +637,7 @@ class _ByVersion(_Way):
         return VersionRule().choose(manifest.step, newest=newest, last=last, now=0)[0]
 
     def _whole(self, number: int) -> Manifest:
-        """Read the manifest of version `number`, which must exist, and compare all bytes of the version with
-        it.
+        """Return the manifest of version `number`, which must exist, after comparing all its bytes with it.
 
         Raises VerificationError if they differ, CheckpointError or OSError if a file cannot be read.
         """

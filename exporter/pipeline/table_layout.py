@@ -152,8 +152,9 @@ def unmatched_with(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _leftover(table: GraphDynamicTable, known: Mapping[str, EmbeddingVariable]) -> Leftover:
-    """Return a table that the checkpoint lacks, with the checkpoint's embedding variables that have rows of
-    its dtype and dimension.
+    """Return a table that the checkpoint lacks, with the embedding variables that have the same kind of rows.
+
+    They are the checkpoint's, without slots, with rows of the table's dtype and dimension.
     """
     like = [
         variable

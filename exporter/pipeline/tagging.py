@@ -80,11 +80,12 @@ def set_tag(
 
 
 def _changed(model: Path, change: _Change, *, dry_run: bool) -> Tagging:
-    """Call `change` with a model's tags, by name, under its lock; write its result if it differs, and return
-    it.
+    """Call `change` with a model's tags (by name) under its lock; write the changed tag, and return the
+    change.
 
-    A dry run neither locks nor writes. Raises NotUpdatable if nothing is published, TargetBusy, ManifestError
-    or PublishError if tags cannot be locked, read or written, and what `change` raises.
+    Nothing is written if the tag is already as requested. A dry run neither locks nor writes. Raises
+    NotUpdatable if nothing is published, TargetBusy, ManifestError or PublishError if tags cannot be locked,
+    read or written, and what `change` raises.
     """
     if newest_version(model) is None:  # without a publication make nothing, not even a lock
         raise nothing_published(model)

@@ -286,10 +286,12 @@ def _known(prefix: Path, full: CheckpointId) -> _Known:
 
 
 def _may_be_marked(prefix: Path, full: CheckpointId, published: TrainerVersion, history: History) -> bool:
-    """True if a hook may be about to mark a full checkpoint: it has no marker yet, and is the newest.
+    """True if a hook may be about to write the marker of a full checkpoint: it has none yet, and is the
+    newest.
 
-    `published` is the state published last: if a hook marked it, that hook probably still runs. Raises
-    CheckpointNotFound if the directory has no checkpoint any more.
+    The marker is a file that says which increments the checkpoint follows. `published` is the state published
+    last: if a hook marked it, that hook probably still runs. Raises CheckpointNotFound if the directory has
+    no checkpoint any more.
     """
     return history.awaits_marker(full, published.state) and candidates(prefix.parent)[0] == prefix
 

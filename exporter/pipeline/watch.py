@@ -151,10 +151,9 @@ class _Newest(Struct):
 
 @contextmanager
 def _turn(model: Path) -> Iterator[bool]:
-    """Hold the watches' lock of a model for a block; yield False at once, and run the block without it, if
-    another watch has it.
+    """Hold the watches' lock of a model for a block and yield True; yield False if another watch has it.
 
-    Raises PublishError if the lock cannot be made.
+    The lock is not waited for. Raises PublishError if the lock cannot be made.
     """
     with ExitStack() as held:
         try:

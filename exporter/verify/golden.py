@@ -112,8 +112,8 @@ class Gates(Struct, frozen=True):
     drift: float | None = None
 
     def failures(self, answers: Sequence[Answer], before: Sequence[Answer] | None) -> tuple[GateFailure, ...]:
-        """Return the gates that `answers` fail and the earlier answers, `before`, passed, and the outputs
-        that drifted.
+        """Return the gates that `answers` fail, and that the earlier answers `before` passed; and drifted
+        outputs.
 
         Both have one answer for each request, in order. `before` is None if unknown: then every failed gate
         is returned, and drift is not measured. Raises ValueError for another number of answers.
