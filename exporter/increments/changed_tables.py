@@ -147,9 +147,8 @@ class TableRows(Struct, frozen=True, eq=False):
 def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
     """Read a table's four tensors from an increment's bundle into memory, every checksum verified.
 
-    Raises CorruptFile if a checksum is wrong, or the tensors do not fit the manifest's `table` or each other;
-    a duplicate key counts as such. CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot
-    be read.
+    Raises CorruptFile if a checksum is wrong, a key is there twice, or the tensors do not fit the manifest's
+    `table` or each other; CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.
     """
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))

@@ -233,7 +233,7 @@ class DeepRecIncrement(Struct, frozen=True):
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """Yield each changed variable of the full checkpoint with its new value or rows, checksums verified.
 
-        Whole variables come first; then tables, with row numbers that increase, as rows are stored; of a row
+        Whole variables come first; then tables, with increasing row numbers of the full checkpoint; of a row
         that is given twice the first counts. Variables that the full checkpoint lacks are ignored. Embedding
         variables are left out (see `keyed`). While iterating, raises CorruptFile if keys and values do not
         fit; CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.

@@ -167,7 +167,7 @@ _CLOSED = {"others": "users outside its group", "group": "its group", "owner": "
 def left_overs(model: Path) -> Iterator[Finding]:
     """Yield a finding if there are staging and trash directories of processes that died.
 
-    OSError if the model's directory cannot be listed.
+    Raises OSError if the model's directory cannot be listed.
     """
     found = dead_leftovers(model)
     if found:
@@ -181,7 +181,10 @@ def left_overs(model: Path) -> Iterator[Finding]:
 
 
 def copied(model: Path) -> Iterator[Finding]:
-    """Yield a finding if this copy of a store fetched its newest base instead of merging it here."""
+    """Yield a finding if this copy of a store fetched its newest base instead of merging it here.
+
+    Raises ManifestError if the record of that cannot be read.
+    """
     spared = noted(model)
     if spared is not None:
         yield Finding(

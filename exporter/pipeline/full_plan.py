@@ -371,10 +371,9 @@ def _require_runnable(request: ExportRequest, graph: InferenceGraph) -> None:
 
 
 def _require_own_directory(model: Path, catalog: Catalog) -> None:
-    """Raise UsageError if a bundle's directory is the model's, too: trainer and exporter prune by other
-    rules.
+    """Raise UsageError if the model's directory is that of the checkpoint, a bundle.
 
-    Archives may be in the model's directory.
+    Trainer and exporter remove files by different rules. Archives may be in the model's directory.
     """
     directory = catalog.prefix.parent
     if catalog.is_bundle and model.is_dir() and model.samefile(directory):
@@ -433,10 +432,9 @@ def _refuse_large_tables(mapping: VariableMapping) -> None:
 
 
 def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> None:
-    """Raise PublishedAlready if this checkpoint was published by a plan with this digest, in the requested
-    form.
+    """Raise PublishedAlready if this checkpoint is published by a plan of this digest, as the request asks.
 
-    The form: the version takes deltas if the request is for a base, and else not; and it has the number that
+    That is: the version takes deltas if the request is for a base, and else not; and it has the number that
     `--version` names, if it names one. Raises ManifestError if manifests cannot be read.
     """
     made = newest_made_from(request.out, checkpoint.digest)
@@ -448,9 +446,7 @@ def require_new(request: ExportRequest, checkpoint: Identity, digest: str) -> No
 
 
 def permission(request: ExportRequest) -> Permission:
-    """Return which protections the request overrides: a hold, and a log of deltas that a plain version would
-    end.
-    """
+    """Return the protections that the request overrides: a hold, and a log that a plain version would end."""
     return Permission(request.despite_hold, request.plain)
 
 

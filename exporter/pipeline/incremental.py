@@ -148,8 +148,8 @@ class IncrementalPlan(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for people: on the log's deltas, options for the next base, training that went back, and
-        overwritten files.
+        """Notes for people: on deltas, options for the next base, a trainer that went back, overwritten
+        files.
         """
         base = self.log.base
         written = overwritten_notes(base.manifest, base.path)
@@ -390,8 +390,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def left_out(self) -> LeftOut | None:
-        """The number of rows that are held back, and how far they are from the trainer's; None if there are
-        none.
+        """The number of rows that are held back, and their distance from the trainer's; None without any.
 
         Without a new delta, those of the log's newest position.
         """
@@ -412,9 +411,7 @@ class ExportedDelta(Struct, frozen=True):
 
     @property
     def wild(self) -> tuple[WildRows, ...]:
-        """The new delta's rows beyond `--max-norm`, one record per table that has any; () without a new
-        delta.
-        """
+        """The new delta's rows beyond `--max-norm`, one record per table that has any; () without a delta."""
         return () if self._entry is None else self._entry.wild
 
     @property
@@ -431,13 +428,13 @@ Incremental: TypeAlias = "Exported | ExportedDelta"
 def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no_progress) -> ExportedDelta:
     """Publish the planned delta, and keep caches for the next one, as of rows that it leaves out or rounds.
 
-    `published` in the result is None if there is nothing to publish.
+    `published` in the result is None if there is nothing to publish. A hold does not prevent a delta: servers
+    stop before it.
 
     Raises:
         TableFull, OverlayFull: the published base has no room for the changes.
         SchemaChanged: the checkpoint has other tables than the base.
         PositionMoved: another process published meanwhile.
-        ModelHeld: a rollback holds the model, and the request does not override it.
         CheckpointChanged: the trainer replaced files since the plan was made.
         WildValues, NotFinite: rows are beyond `--max-norm`, or not finite, and are to be refused.
         CheckpointError, MappingError, VerificationError, PublishError: see errors.py; nothing was published.

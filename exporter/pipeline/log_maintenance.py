@@ -270,8 +270,8 @@ def tidy(
     with later ones, as soon as these are finite, so that servers get past them.
 
     Raises ExportError (TargetBusy among others) if the log cannot be read or locked, or a merger cannot be
-    published; earlier mergers stay. ModelHeld is not raised: it ends the merging; OSError if replaced files
-    cannot be deleted.
+    published; earlier mergers stay. ModelHeld is not raised: it ends the merging. Files that cannot be
+    deleted are left.
     """
     done: list[Merged] = []
     log = read_log(model) if log is None else log

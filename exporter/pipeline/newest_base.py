@@ -111,7 +111,8 @@ def _find_state(staged: Staged, beyond: int) -> TrainerVersion:
     """Return the trainer's state that the base will have: the checkpoint, or the increments on top of it.
 
     In the second case, only if the checkpoint's step is before `beyond`, `staged.step` and
-    `staged.increments` are set. Raises CheckpointError if the checkpoint changed or an increment is damaged.
+    `staged.increments` are set. Raises CheckpointError if the checkpoint changed or an increment is damaged,
+    SchemaChanged if one does not fit.
     """
     planned = staged.plan
     full, step = _trained(planned), planned.catalog.step

@@ -67,10 +67,10 @@ def room_of_mapped(mapping: VariableMapping, request: ExportRequest) -> dict[str
 
 
 def asked_room(schema: Schema, record: MappedRecord) -> int | None:
-    """Return an `--overlay-rows` that gives the overlays of a base, by its schema and record, their room.
+    """Return an `--overlay-rows` that gives overlays the room of those of a base; None for the usual room.
 
-    None if all have the room that they get without the option. Otherwise the largest room of a table: what
-    was typed is not recorded.
+    `schema` and `record` are the base's. What was typed is not recorded: the result is the largest room of a
+    table.
     """
     mapped = {variable.name: variable for variable in schema.variables if variable.is_table}
     rooms = {table.name: table.overlay_rows for table in record.tables}
@@ -124,7 +124,7 @@ class OverlaidRows(Struct, frozen=True):
     def tables(self) -> tuple[OverlaidTable, ...]:
         """The mapped tables, each with the numbers of its changed rows and of those that fit in its overlay.
 
-        Servers' overlays may hold fewer rows: those of a server that loaded a newer base.
+        Rows count as changed if a delta since the log's newest base has them.
         """
         return tuple(OverlaidTable(name, _count(self.found[name]), room) for name, room in self.room.items())
 

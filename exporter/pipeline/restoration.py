@@ -301,9 +301,11 @@ class Restorer:
     def _stop(self, way: _Way, staging: Staging, why: str | None) -> None:
         """Hold the model before a base or version replaces the served values; do nothing before a delta.
 
-        A hold at an earlier position, or one that cannot be read, stays; of a model without a log, only a
-        base is preceded by a hold here. `why` is recorded as the reason. In the mirror of a store, the hold
-        is uploaded at once. Raises PublishError if it cannot be written.
+        The hold is at the present position, or at that of a canary's hold, which it replaces; a person's
+        hold, or an unreadable one, stays. Of a model without a log, it is at the base's future position, and
+        nothing is done for a version, which `_ByVersion.publish` precedes by its hold. `why` is recorded as
+        the reason. In the mirror of a store, the hold is uploaded at once. Raises PublishError if it cannot
+        be written.
         """
         if isinstance(way, _ByDelta):
             return  # `_ByDelta.publish` begins with its own hold
@@ -446,8 +448,7 @@ class _ByDelta(_Way):
         return Span(start, next_delta_position(log, None))
 
     def _earliest(self, of: int) -> int:
-        """The lowest start of a delta that begins before position `of` and ends after it; else `of` itself.
-        """
+        """The lowest start of a delta that begins before position `of` and ends after it; else `of`."""
         return min([of, *(delta.start for delta in self.log.deltas if delta.start < of < delta.end)])
 
     def _since(self, restoration: Restoration) -> tuple[LogDelta, ...]:

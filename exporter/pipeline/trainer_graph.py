@@ -40,7 +40,8 @@ def require_graph(request: ExportRequest, catalog: Catalog) -> None:
 def with_trained(rules: MappingRules, catalog: Catalog, source: SourceGraph) -> MappingRules:
     """Return the rules with the partition strategies of the trainer's graph, if it is beside the checkpoint.
 
-    AutoDist partitions variables that are whole in its user's program, by ranges of rows. A SavedModel's own
+    It is read only if the checkpoint has tensors in slices; without it the result has no strategies. AutoDist
+    partitions variables that are whole in its user's program, by ranges of rows. A SavedModel's own
     `variables/` also has variables that are whole in its graph partitioned by ranges of rows; so are tables
     by keys, which its graph may have joined.
 
@@ -77,8 +78,9 @@ def _of_tables(catalog: Catalog) -> set[str]:
 def training_graph(request: ExportRequest, catalog: Catalog) -> TrainingGraph | None:
     """Return the graph of `--train-tag` in the source SavedModel; None without the option.
 
-    Raises UsageError if there is no SavedModel or tag, or the option is used with deltas or `--format
-    metagraph`; AccessRefused, CheckpointError or GraphError if the graph may not or cannot be loaded.
+    Raises UsageError if there is no SavedModel or tag, the tag is the serving graph's own (`serve`), or the
+    option is used with deltas or `--format metagraph`; AccessRefused, CheckpointError or GraphError if the
+    graph may not or cannot be loaded.
     """
     if request.train_tag is None:
         return None
