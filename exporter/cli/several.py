@@ -52,7 +52,9 @@ def run_all(
 
     Raises:
         UsageError: two models would be published to the same place; `out`, if given, counts for all of them.
-        SomeFailed: an export failed; all others were run. Its exit code is the first failed one's.
+        SomeFailed: an export failed; all others were run. Its exit code is the first failed one's,
+            or `Exit.FAILURE` if a signal ended that.
+        OSError: a process cannot be started.
     """
     _require_apart(config, {name: out or options.get("out") for name, options in models.items()}, out)
     words = {name: [*_left(arguments), "--config", f"{config}#{name}"] for name in models}

@@ -193,7 +193,8 @@ class _Beating(Struct, frozen=True):
 def endpoint_of(text: str) -> tuple[str, int] | None:
     """Return the address and port of `[ADDRESS:]PORT`; None for an empty text.
 
-    The address is 127.0.0.1 if none is given.
+    The address is 127.0.0.1 if none is given; brackets around an IPv6 address are left out. Port 0 is
+    accepted.
 
     Raises:
         UsageError: the text is not of this form.

@@ -437,6 +437,8 @@ def execute_incremental(planned: IncrementalPlan, progress: ProgressFactory = no
         PositionMoved: another process published meanwhile.
         CheckpointChanged: the trainer replaced files since the plan was made.
         WildValues, NotFinite: rows are beyond `--max-norm`, or not finite, and are to be refused.
+        UsageError: the log is signed, and this delta would not be.
+        NotUpdatable: the newest version takes no deltas any more.
         CheckpointError, MappingError, VerificationError, PublishError: see errors.py; nothing was published.
     """
     started = time.monotonic()

@@ -207,8 +207,8 @@ def merge_run(
 
     It may be published by another process meanwhile. Raises NotFinite if the model would refuse it, ModelHeld
     if it would bring servers to a position that was rolled back, CheckpointError if a delta is damaged,
-    PublishError (and subclasses) if it cannot be written or locked, UsageError or EngineFailed from the
-    engine of `jobs`.
+    PublishError (and subclasses) if it cannot be written or locked, UsageError if the log is signed and the
+    merger would not be, UsageError or EngineFailed from the engine of `jobs`.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:

@@ -258,7 +258,8 @@ class Restorer:
         """Publish the values of a restoration; for a rollback the model is held before they are visible.
 
         The caller has the model's lock, and puts the hold back if this fails (`put_back_on_failure`). Raises
-        what `plan` raises, and PublishError and subclasses if something cannot be written.
+        what `plan` raises; UsageError if the log is signed and this publication would not be; PositionMoved
+        if the position was used meanwhile; PublishError and subclasses if something cannot be written.
         """
         way = self._way(restoration.of)
         if restoration.is_rollback:
