@@ -47,7 +47,10 @@ def in_rows(name: str) -> str:
 
 
 def plan(planned: Plan, sink: Output) -> None:
-    """Print a plan, as `--dry-run` does: a JSON document or lines for people, and its notes."""
+    """Print a plan, as `--dry-run` does: a JSON document or lines for people, and its notes.
+
+    Raises MappingError or UsageError as `Plan.work`, before anything is printed.
+    """
     rewritten = sum(source.bytes_ for source in planned.mapping.sources if not source.is_verbatim)
     how = f"{human_bytes(rewritten)} of it rewritten" if rewritten else "all of it as stored"
     lines = [

@@ -86,7 +86,10 @@ def _require_apart(config: Path, places: Mapping[str, object], out: Path | None)
 
 
 def _resolved(place: str) -> str:
-    """Return one text for all names of a place: a path without links and `..`, or a store's URL."""
+    """Return one text for all names of a place: a path without links and `..`, or a store's URL.
+
+    Raises UsageError for a URL of an unknown kind, or of a file on another machine.
+    """
     url = Url.parse(place)
     return os.path.realpath(local_name("out", place)) if url is None else str(url)
 

@@ -803,7 +803,8 @@ def _broken_hold(model: Path, problem: Damage) -> Finding:
 def _remedy(model: Path, log: DeltaLog | None, problem: Damage, ckpt_dir: Path | None) -> str:
     """Return the command that repairs damage: remove a file that no server needs, or publish a new base.
 
-    `log` is the newest version's, None if it takes no deltas or cannot be read.
+    `log` is the newest version's, None if it takes no deltas or cannot be read. Raises ManifestError if the
+    model or a delta's manifest cannot be read.
     """
     path = problem.path
     if not isinstance(problem.error, DeltaGap):

@@ -205,10 +205,11 @@ def merge_run(
 ) -> Merged | None:
     """Publish the neighbouring deltas `run` of a log as one; None if that one is published already.
 
-    It may be published by another process meanwhile. Raises NotFinite if the model would refuse it, ModelHeld
-    if it would bring servers to a position that was rolled back, CheckpointError if a delta is damaged,
-    PublishError (and subclasses) if it cannot be written or locked, UsageError if the log is signed and the
-    merger would not be, UsageError or EngineFailed from the engine of `jobs`.
+    It may be published by another process meanwhile. `run` is in order, at least one. Raises NotFinite if the
+    model would refuse it, ModelHeld if it would bring servers to a position that was rolled back, DeltaGap if
+    they are no neighbours, CheckpointError or VerificationError if a delta is damaged, PublishError (and
+    subclasses) if it cannot be written or locked, UsageError if the log is signed and the merger would not
+    be, UsageError or EngineFailed from the engine of `jobs`.
     """
     _require_finite(log, run)
     with Staging(log.model) as staging, writing(staging.path), ExitStack() as stack:
@@ -307,7 +308,8 @@ def tidy(
 def _past_unchecked(log: DeltaLog) -> tuple[LogDelta, ...]:
     """Return the deltas from the first that was not checked for NaN to the newest; () if all were checked.
 
-    Only deltas up to a canary's approval count; () also if the model accepts NaN.
+    Only deltas up to a canary's approval count; () also if the model accepts NaN. Raises ManifestError if a
+    manifest, or the hold, cannot be read.
     """
     if not log.base.entry.updates.finite:
         return ()
@@ -601,7 +603,7 @@ def _lift_unborn(model: Path, versions: Sequence[VersionDir]) -> None:
     """Lift the hold of a log without base and deltas, left by a rollback that was killed before its base.
 
     A copy's puller and canary also hold a log before its base: those holds stay. `versions` are the model's,
-    at least one.
+    at least one. Raises ManifestError if a log cannot be listed, PublishError if a hold cannot be removed.
     """
     newest = max(version.version for version in versions)
     for path in log_directories(model):

@@ -111,6 +111,7 @@ def check_same_graph(
     Raises:
         SchemaChanged: they differ.
         UsageError: outputs are to be verified, or the graph is to be checked and its source is not known.
+        ManifestError: the base's record of its files has a path outside its directory.
         GraphError, CheckpointError, TensorFlowNeeded, OSError: the graph has to be built for the comparison,
             and cannot be.
     """

@@ -202,6 +202,7 @@ def _plain_warmup(planned: Plan) -> tuple[WarmupRequest, ...]:
     """Return the given warm-up requests; without any, generated ones if tables are mapped.
 
     First reads of mapped tables are slow. () if requests are refused by option, or cannot be generated here.
+    Raises MappingError if a variable that is to be cast is used in a way that forbids it.
     """
     request = planned.request
     if request.warmup or request.no_warmup or not request.map_tables:

@@ -266,6 +266,8 @@ class _Tables(Struct, frozen=True):
     def size(self, source: SourceGraph, graph_def: Proto) -> None:
         """Set the tables' sizes in `graph_def`, a copy of the source graph, and clear their variables'
         shapes.
+
+        Raises GraphError if a constant of the graph is damaged.
         """
         set_sizes(graph_def, self.geometries)
         nodes = {node for table in source.dynamic_tables for node in table.nodes}
