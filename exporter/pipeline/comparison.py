@@ -79,7 +79,9 @@ def side_by_side(catalog: Catalog, other: Catalog) -> dict[str, RowReader]:
 
 
 def _compared(catalog: Catalog) -> dict[str, TensorRef]:
-    """Return the tensors of a checkpoint that can be compared, by name: complete ones with values."""
+    """Return the tensors of a checkpoint that can be compared, by name: complete ones, except variants and
+    the object graph.
+    """
     return {
         name: ref
         for name, ref in catalog.tensors.items()
@@ -492,11 +494,12 @@ def _compare(a: ComparedState, b: ComparedState, how: Comparison) -> Differences
 
 
 def _compared_tables(a: ComparedState, b: ComparedState) -> tuple[tuple[TableDifference, ...], set[str]]:
-    """Compare the tables by keys that both sides have with rows of the same dtype and dimension.
+    """Compare the tables by keys that both sides have with rows of one dtype.
 
-    Returns their differences, also empty ones of equal tables, and the names of all variables (for two
-    checkpoints: tensors) of which these tables consist. Raises what `compare_tables` raises, and
-    CheckpointError or VerificationError if a table is damaged.
+    A table of a checkpoint must also have rows of the other side's dimension. Returns their differences, also
+    empty ones of equal tables, and the names of all variables (for two checkpoints: tensors) of which these
+    tables consist. Raises what `compare_tables` raises, and CheckpointError or VerificationError if a table
+    is damaged.
     """
     if a.log is None and b.log is None:
         assert a.catalog is not None

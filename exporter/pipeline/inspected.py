@@ -183,7 +183,10 @@ Inspection: TypeAlias = CheckpointView | GraphView | BundleView | ModelView
 
 
 def signatures_of(meta_graph: Proto) -> dict[str, Signature]:
-    """Return the signatures of a MetaGraphDef, sorted by name, without a SavedModel's pseudo-signatures."""
+    """Return the signatures of a MetaGraphDef, sorted by name, without names that begin with `__`.
+
+    A SavedModel records its initialisation under such names.
+    """
     return {
         name: Signature(
             signature.method_name.rpartition("/")[2],

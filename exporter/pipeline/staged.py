@@ -303,8 +303,9 @@ def check_staged(staged: Staged) -> None:
 def check_published(staged: Staged) -> None:
     """Check the values that servers get, including increments: finite, and as golden requests expect.
 
-    Raises NotFinite or VerificationError if they are not, CheckpointError if they cannot be read,
-    TensorFlowNeeded if golden requests cannot be run.
+    They are checked for NaN and infinity only if a base refuses these in deltas and `--verify` includes
+    bytes, and by golden requests only if some are given. Raises NotFinite or VerificationError if they do not
+    pass, CheckpointError if they cannot be read, TensorFlowNeeded if golden requests cannot be run.
     """
     request = staged.plan.request
     if request.updates and request.updates.finite and request.verify.includes(Verify.BYTES):

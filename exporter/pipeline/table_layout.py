@@ -228,11 +228,11 @@ def _plan(
     head_room: float,
     awaited: Mapping[str, int],
 ) -> TablePlan:
-    """Plan a table by the checkpoint's embedding variable, with room for more keys: a share, and awaited
-    ones.
+    """Plan a table by the checkpoint's embedding variable, with room for more keys.
 
-    `known` are the checkpoint's embedding variables, `awaited` the numbers of keys in increments, both by
-    name. Raises MissingTensors if the checkpoint has no such table, ShapeMismatch if it has other rows.
+    The room is for `head_room` times as many more keys as it has, and for those awaited. `known` are the
+    checkpoint's embedding variables, `awaited` the numbers of keys in increments, both by name. Raises
+    MissingTensors if the checkpoint has no such table, ShapeMismatch if it has other rows.
     """
     name = rules.renamed(table.name) or table.name
     found = find_variable(known, name)
