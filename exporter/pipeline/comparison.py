@@ -586,7 +586,7 @@ def _as_compared(variable: RowReader) -> ServedVariable:
 
 
 def _in_8_bits(side: ComparedState) -> set[str]:
-    """Return the names of a log's served tables whose rows are 8-bit codes with a scale; empty for a
+    """Return the names of a log's served variables whose rows are 8-bit codes with a scale; empty for a
     checkpoint.
     """
     sources = side.log.base.entry.mapping_spec.sources() if side.log is not None else ()

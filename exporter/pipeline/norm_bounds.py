@@ -58,7 +58,8 @@ def norm_bounds(log: DeltaLog, rules: Iterable[str], coded: Collection[str]) -> 
 def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collection[str]) -> dict[str, float]:
     """Return the bounds learned from the newest base, by variable; known ones are read from the cache.
 
-    New ones are written to it; errors of writing are ignored. Raises CheckpointError if the base cannot be
+    `tables` are the variables, `coded` the names of those whose rows are 8-bit codes with a scale. New bounds
+    are written to the cache; errors of writing are ignored. Raises CheckpointError if the base cannot be
     read.
     """
     path, key = log.path / NORMS_FILE, f"{log.lineage}-{log.base.at.position}"

@@ -61,6 +61,8 @@ def rebase(
         NotFinite: it would have values that the model refuses.
         ManifestError, VerificationError: the old base is damaged.
         CheckpointError: a delta is damaged.
+        PositionError: deltas are missing, or no later position is left.
+        EngineFailed: the engine of `jobs` failed.
         PositionMoved, PublishError: see errors.py; nothing was published.
     """
     permission = Permission(despite_hold)

@@ -131,9 +131,9 @@ def told_changes(
 ) -> dict[str, Change]:
     """Return the table changes, by variable, reported by increments after the increment with the id `since`.
 
-    With None, by all increments; {} without any. Rows that `since` had with the same values are left out. Any
-    part of `published` may be read, so it must be verified before. Raises TableFull, SchemaChanged,
-    CheckpointError, MappingError or NotFinite as `table_changes`.
+    With None, by all increments; {} without any. New keys that the admission refuses are left out. Rows that
+    `since` had with the same values are left out. Any part of `published` may be read, so it must be verified
+    before. Raises TableFull, SchemaChanged, CheckpointError, MappingError or NotFinite as `table_changes`.
     """
     if not trainer.plan.increments or not spec.dynamic:
         return {}

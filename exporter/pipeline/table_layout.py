@@ -175,9 +175,10 @@ def _published(
     catalog: Catalog,
     rules: MappingRules,
 ) -> dict[str, list[TensorRef]]:
-    """Return the four tensors of each table, by its name, if the checkpoint is a published version.
+    """Return each table's tensors (seeds, rows, keys, values), by its name, if the checkpoint is a published
+    version.
 
-    Tables that it also has as embedding variables, or not completely, are left out.
+    Tables that the checkpoint also has as embedding variables, or of which it lacks a tensor, are left out.
     """
     served = dict[str, list[TensorRef]]()
     for table in graph.dynamic_tables:

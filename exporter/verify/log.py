@@ -176,9 +176,9 @@ def _verify_versions(
 def _broken_ways(log: DeltaLog) -> Iterator[Damage]:
     """Yield, as damage, each base from which deltas reach neither the newest position nor a newer base.
 
-    Servers load the newest base by themselves, wherever they stand. In a copy that was rolled back, what lies
-    before it can end where the copy's own deltas end. Raises CheckpointChanged, PositionMoved or DiskFull,
-    which show no damage.
+    Servers load the newest base by themselves, whatever position they are at. In a copy that was rolled back,
+    what lies before it can end where the copy's own deltas end. Raises CheckpointChanged, PositionMoved or
+    DiskFull, which show no damage.
     """
     for base in log.bases:
         if reached(log.deltas, base.at.position) < log.base.at.position:
@@ -217,9 +217,10 @@ def _verify_files(
 
 
 def _is_before(each: Damage, begun: int) -> bool:
-    """True for damage that no server reads: an unsigned publication that ends at or before position `begun`.
+    """True for damage that no server reads: an untrusted publication that ends at `begun` or before.
 
-    `begun` is the first base that a trusted key has signed. Only damage that is NotTrusted counts.
+    `begun` is the position of the first base that a trusted key has signed. Only damage that is NotTrusted
+    counts.
     """
     end = each.path.name.rpartition("-")[2]
     return isinstance(each.error, NotTrusted) and end.isdecimal() and int(end) <= begun

@@ -210,7 +210,10 @@ def _has_passed(run: Stored, passed: Passed) -> bool:
 
 
 def _found_files(bundle: Path) -> dict[str, int]:
-    """Return the size in bytes of each regular file below a directory, by relative path; no links."""
+    """Return the size in bytes of each regular file below a directory, by relative path; no links.
+
+    Raises OSError if one vanishes meanwhile.
+    """
     found = {}
     for directory, _, names in os.walk(bundle):
         for path in (Path(directory, name) for name in names):
