@@ -143,8 +143,9 @@ def _planned(log: DeltaLog, run: tuple[LogDelta, ...], jobs: Jobs, *, is_whole: 
     """Return the plan of merging the deltas `run`, now; None if they are merged already.
 
     All of them are read and checked. `is_whole`: they reach the newest position, so that the merger may end
-    later, to avoid an abandoned path. Raises ModelHeld, NotFinite, VerificationError or CheckpointError as
-    `merge`; VersionExists or PositionError if no later position is left.
+    later, to avoid an abandoned path (see `position_of_merger`). Raises ModelHeld, NotFinite,
+    VerificationError or CheckpointError as `merge`; VersionExists or PositionError if no later position is
+    left.
     """
     for delta in run:
         log.open(delta)
@@ -632,7 +633,8 @@ def _require_no_canary_at_work(model: Path) -> None:
 def position_of_merger(log: DeltaLog, path: Path) -> int:
     """Return the end of a merger of the whole log: the newest position, or the next if `path` is abandoned.
 
-    Raises VersionExists or PositionError if no next position is left.
+    A path is abandoned if an upload to it was begun in the model's store and given up. Raises VersionExists
+    or PositionError if no next position is left.
     """
     return next_delta_position(log, None) if is_taken(log.model, path) else log.at.position
 
@@ -640,8 +642,9 @@ def position_of_merger(log: DeltaLog, path: Path) -> int:
 def skip_abandoned(log: DeltaLog, path: Path) -> DeltaLog:
     """Publish a delta without changes if `path` is abandoned and may not be used; return the newest log.
 
-    `path` is where a merger of the whole log would be. Otherwise the log is returned as it is. Raises
-    PositionMoved, PositionError, VersionExists or PublishError if nothing can be published.
+    `path` is where a merger of the whole log would be; it is abandoned if an upload to it was begun in the
+    model's store and given up. Otherwise the log is returned as it is. Raises PositionMoved, PositionError,
+    VersionExists or PublishError if nothing can be published.
     """
     last = log.at
     end = position_of_merger(log, path)

@@ -65,7 +65,9 @@ def watch(
     `carry` runs the work that publishes. A missing `--model` is refused before the first wait.
 
     Raises:
-        UsageError: the request names one version's number, or has options for the exactness of deltas.
+        UsageError: the request names one version's number, or has options for the exactness of deltas; or the
+            file of the graph does not exist.
+        BuilderError: the builder of `--model` does not exist.
         ExportError: an error that only a person can repair; or, when the watch ends, the error of its last
             look.
     """
