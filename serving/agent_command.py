@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from exporter.errors import Exit, ExportError, UsageError
 from exporter.options import ANYBODY, Option, Trusting, in_parts
 from exporter.options.given import parse_duration
-from exporter.options.parts import Part, number
+from exporter.options.words import Part, number
 from exporter.storage.files import read_regular
 from exporter.storage.local_paths import local_path, path_parser, quoted
 from exporter.terminal import Leave, sleep_until_a_signal, stop_on_sigterm

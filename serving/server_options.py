@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from exporter.errors import UsageError
 from exporter.options import Option
-from exporter.options.parts import Part, count, fields_of, number, text_of
+from exporter.options.words import Part, count, fields_of, number, text_of
 from exporter.storage.local_paths import local_path, path_parser
 from serving.status import MAX_FILLED_BYTES
 

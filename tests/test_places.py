@@ -25,8 +25,8 @@ IN_STORES = {
     ("inspect", "path"),
     *(("init", name) for name in ("ckpt_dir", "out")),
     ("doctor", "ckpt_dir"),
-    ("status", "published"),
-    ("update", "published"),
+    ("status", "model_base_path"),
+    ("update", "model_base_path"),
     *(
         (command, "model")
         for command in ("merge", "rollback", "resume", "tag", "verify", "history", "doctor")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -102,16 +102,19 @@ class GraphEditor(Struct):
         return self.resource(name, "VarHandleOp", dtype=dtype, shape=shape)
 
     def pack(
-        self, name: str, handles: Sequence[str], *, after: Iterable[str] = ()
+        self, name: str, handles: Sequence[str], *, after: Iterable[str] = (), apart: Container[int] = ()
     ) -> dict[tuple[int, ...], str]:
         """Add, for each device that some of the handles are on, a vector of those handles, in order.
 
-        Returns {numbers of a vector's handles, by their positions in `handles`: the vector's name}. The
-        vectors wait for the nodes `after`. KeyError for a handle that the graph lacks.
+        Returns {numbers of a vector's handles, by their positions in `handles`: the vector's name}. Those
+        numbered in `apart` are in none. The vectors wait for the nodes `after`. KeyError for a handle that
+        the graph lacks.
         """
         nodes = {node.name: node for node in self.graph_def.node}
         by_device: dict[str, list[int]] = {}
         for number, handle in enumerate(handles):
+            if number in apart:
+                continue
             node = nodes[handle.partition(":")[0]]
             while node.op == "Identity":
                 node = nodes[node.input[0].partition(":")[0]]

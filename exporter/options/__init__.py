@@ -31,7 +31,7 @@ from exporter.errors import UsageError
 from exporter.newer_python import StrEnum
 from exporter.options import given
 from exporter.options.given import Checked, Given, StrPath
-from exporter.options.parts import (
+from exporter.options.words import (
     Fields,
     Part,
     count,

@@ -214,13 +214,17 @@ class _Retry(Struct, frozen=True, dict=True):
 
     @cached_property
     def handles(self) -> list[str]:
-        """Return the names of the captured resources, sorted; the function takes them as vectors."""
-        return [name for name, dtype in self.forward.captures if dtype is DType.RESOURCE]
+        """Return the names of the captured handles of what updates write, sorted; the function takes them as
+        vectors.
+        """
+        # Not those of mapped tables: a vector would hide their uses, which are changed later for hot rows.
+        written = {canonical(node) for node in self.isolation.handles.values()}
+        return [name for name, _ in self.forward.captures if name in written]
 
     @property
     def others(self) -> dict[str, DType]:
-        """Return the dtypes of the captures that are not resources, by name, sorted."""
-        return {name: dtype for name, dtype in self.forward.captures if dtype is not DType.RESOURCE}
+        """Return the dtypes of the other captures, by name, sorted."""
+        return {name: dtype for name, dtype in self.forward.captures if name not in self.handles}
 
     def inputs(
         self, feeds: Sequence[SignatureTensor], vectors: Sequence[Sequence[int]]
@@ -305,8 +309,7 @@ class _Retry(Struct, frozen=True, dict=True):
         `outer` are captures and feeds by name; `packed` are the vectors of handles, by the indices in
         `handles` of their elements; `before` is the sequence that was read.
         """
-        # The handles wait, not the values: each read through one comes after the sequence was read. Those of
-        # what no update writes wait, too, at no cost.
+        # The handles wait, not the values: each read through one comes after the sequence was read.
         with tf.control_dependencies([before]):
             inputs = {
                 self.handles[number]: handle

@@ -197,8 +197,12 @@ def _add_part(
     of_tables = tuple(map(overlaid.get, nodes))
     overlays = dict.fromkeys(table.overlay for table in of_tables if table is not None)
     further = [handle for overlay in overlays for handle in overlay.handles]
-    vectors = editor.pack(f"{name}/variables", [*numbered, *further])
-    layout = HandleLayout(schema, owners, numbers, of_tables, firsts, (*vectors,))
+    # Handles of mapped tables are no part of a vector: their uses are changed later, for hot rows.
+    apart = frozenset(n for n, table in zip(numbers, of_tables, strict=True) if table is not None)
+    packed = [*numbered, *further]
+    vectors = editor.pack(f"{name}/variables", packed, apart=apart)
+    vectors |= {(n,): packed[n] for n in sorted(apart)}
+    layout = HandleLayout(schema, owners, numbers, of_tables, firsts, (*vectors,), apart)
     part = editor.place(name, _traced(build, argument, layout, tuple(texts)))
     given = editor.placeholder(argument, DType.INT64, (None,))
     said = [editor.constant(f"{name}/{key}", text, DType.STRING) for key, text in texts.items()]
@@ -219,7 +223,8 @@ def _traced(
         packed, own = own[: len(layout.vectors)], own[len(layout.vectors) :]
         return build(given, State(*state), UpdateTarget(layout, packed), *own)
 
-    vectors = {f"variables_{n}": (DType.RESOURCE, (len(each),)) for n, each in enumerate(layout.vectors)}
+    shapes = [() if each[0] in layout.apart else (len(each),) for each in layout.vectors]
+    vectors = {f"variables_{n}": (DType.RESOURCE, shape) for n, shape in enumerate(shapes)}
     resources = STATE_INPUTS | vectors
     kinds = {argument: (DType.INT64, (None,))} | resources | dict.fromkeys(texts, (DType.STRING, ()))
     return trace(part, kinds, as_written=True)

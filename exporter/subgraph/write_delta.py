@@ -77,7 +77,8 @@ class HandleLayout(Struct, frozen=True, dict=True):
     graph are restored from one tensor. `numbers` are the places of these handles, their indices among all:
     variables inside one joined variable share a place. `overlaid` has each owner's overlay, or None; `joined`
     the first row of a variable that is part of another, or None. The handles of overlays come last. The
-    function takes them as vectors, one for each device; `vectors` are the places of what is in each.
+    function takes them as vectors, one for each device; `vectors` are the places of what is in each. A place
+    in `apart` is one of these alone, and its handle no vector.
     """
 
     schema: Schema
@@ -86,6 +87,7 @@ class HandleLayout(Struct, frozen=True, dict=True):
     overlaid: tuple[OverlaidTable | None, ...]
     joined: tuple[int | None, ...]
     vectors: tuple[tuple[int, ...], ...]
+    apart: frozenset[int] = frozenset()
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -186,7 +188,8 @@ class _Picked(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         vector, number = self._target.layout.places[index]
-        return tf.gather(self._target.packed[vector], number)
+        packed = self._target.packed[vector]
+        return packed if index in self._target.layout.apart else tf.gather(packed, number)
 
 
 class UpdateTarget(Struct, frozen=True):
@@ -250,7 +253,10 @@ class UpdateTarget(Struct, frozen=True):
     def _handles(self) -> list[Tensor]:
         """Add nodes that take all handles out of their vectors; return them in the order of their places."""
         vectors = zip(self.packed, self.layout.vectors, strict=True)
-        opened = [tf.raw_ops.Unpack(value=vector, num=len(places)) for vector, places in vectors]
+        opened = [
+            [vector] if places[0] in self.layout.apart else tf.raw_ops.Unpack(value=vector, num=len(places))
+            for vector, places in vectors
+        ]
         return [opened[vector][n] for _, (vector, n) in sorted(self.layout.places.items())]
 
     def _overlaid(

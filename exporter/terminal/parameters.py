@@ -38,7 +38,7 @@ from exporter.newer_python import type_hints
 from exporter.options import HEADINGS, DeclaredOption, declared, lacking_company, require_company
 from exporter.options.given import changed
 from exporter.options.old_names import renew_named
-from exporter.options.parts import Fields
+from exporter.options.words import Fields
 from exporter.storage.local_paths import local_path, quoted, without_secrets
 
 OPTIONS_FILE = "--config"

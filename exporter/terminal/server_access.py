@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Struct
 
 from exporter.options import in_parts
-from exporter.options.parts import Part, text_of
+from exporter.options.words import Part, text_of
 
 SYSTEM_CA = "system"
 """The value for gRPC's own certificate authorities, instead of a file."""

@@ -126,7 +126,7 @@ def test_inspect_lists_tensors(ranker: Path) -> None:
         (["--ckpt-dir", "x", "--out", "y", "--version", "-1"], "neither `time` nor an integer"),
         (["--ckpt-dir", "x", "--out", "y", "--cast", "int3"], "expected bfloat16, float16 or int8"),
         (["--ckpt-dir", "x", "--out", "y", "--partition-strategy", "a=up"], "expected mod or div"),
-        (["--ckpt-dir", "x", "--out", "y", "--keep", "0"], "is not in the range x>=1"),
+        (["--ckpt-dir", "x", "--out", "y", "--keep", "0"], "--keep 0 is too small"),
     ],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:

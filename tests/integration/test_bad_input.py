@@ -19,6 +19,7 @@ from exporter.checkpoint.tensor_bundle import read_array, read_catalog
 from exporter.errors import Exit
 from tests.support import bundles, small_disks
 from tests.support.commands import export_model
+from tests.support.logs import damage_tensor
 
 ROOT = Path(__file__).parent.parent.parent
 USER = "ranker/user_embedding"
@@ -125,11 +126,7 @@ def test_checkpoint(
 
 
 def test_damage_in_a_shard_is_found_by_bytes(train: Path, ranker_graph: Path, tmp_path: Path) -> None:
-    catalog = read_catalog(train / "model.ckpt-20")
-    extent = catalog.tensors[USER].extents[1]
-    with catalog.path_of(extent).open("r+b") as file:
-        file.seek(extent.offset + 5)
-        file.write(b"\xff")
+    damage_tensor(train / "model.ckpt-20", USER)
     options = ("--ckpt-dir", train, "--model", ranker_graph, "--verify", "bytes")
     assert_refused("VerificationError", Exit.VERIFICATION, tmp_path / "out", *options, says=USER)
 

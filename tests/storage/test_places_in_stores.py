@@ -88,7 +88,7 @@ def test_commands_that_are_named_can_be_pasted(bucket: Bucket, tmp_path: Path) -
     pushed = export_model("push", model, url)
     assert f"export-model pull '{url}' MODEL" in pushed.out
     ran = export_model("pull", bucket.url("a b"), tmp_path / "copy", "--json")
-    assert ran.error["hint"] == f"publish one: export-model push MODEL '{bucket.url('a b')}'"
+    assert ran.error["hint"] == f"publish one: export-model push {tmp_path / 'copy'} '{bucket.url('a b')}'"
     for whole in (bucket.url(), bucket.url().rstrip("/")):
         ran = export_model("history", whole, "--json")
         assert (ran.code, ran.error["hint"]) == (2, f"name one: {bucket.url()}MODEL")

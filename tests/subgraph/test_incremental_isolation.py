@@ -274,10 +274,13 @@ def test_tables_are_read_by_rows_alone(model: Model) -> None:
     ops = {
         node.op for node in graph_def.node if set(node.input) & tables and not node.name.startswith("save/")
     }
-    assert ops <= {"Identity", "ResourceGather", "StatefulPartitionedCall", "AssignVariableOp"}
+    assert ops <= {"Identity", "ResourceGather", "Pack", "AssignVariableOp"}
     forwarded = {node.name for node in graph_def.node if node.op == "Identity" and set(node.input) & tables}
     readers = {node.op for node in graph_def.node if set(node.input) & forwarded}
-    assert readers <= {"ResourceGather", "StatefulPartitionedCall"}
+    assert readers <= {"ResourceGather", "Pack"}
+    packs = [node for node in graph_def.node if node.op == "Pack"]
+    packed = {node.name for node in packs if set(node.input) & (tables | forwarded)}
+    assert {node.op for node in graph_def.node if set(node.input) & packed} == {"StatefulPartitionedCall"}
 
 
 def test_chunks_are_written_under_the_lock_of_their_table(model: Model) -> None:

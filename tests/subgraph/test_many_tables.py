@@ -139,7 +139,8 @@ def test_arguments_do_not_grow_with_the_number_of_tables(tmp_path: Path, mapped:
         update = [f for f in library if f.signature.name.startswith("incremental_update")]
         sizes.append((sum(len(f.node_def) for f in update), sum(len(f.signature.input_arg) for f in update)))
     (nodes, arguments), (more_nodes, more_arguments) = sizes
-    assert arguments == more_arguments
+    # Handles of mapped tables are arguments of their own: a vector would hide their uses from hot rows.
+    assert more_arguments - arguments <= (COUNT if mapped else 0)
     # A node in either packed form of a delta and, in memory, a scatter. Equal constants are one.
     assert more_nodes - nodes <= (2 if mapped else 3) * COUNT + 5
 
