@@ -119,7 +119,9 @@ def _spread_size(left: _Groups, occupied: Array, owner: Array, chosen: Array, sl
         slots[left.firsts[places] + np.arange(len(found))[:, None]] = found
         chosen[left.groups[places]] = seed[alone]
         left = left.without(places)
-        if len(left.groups) and count > 1 and (tried >= _MOST_TRIES or tried == count):
+        # A round that places nothing: where many groups have a key twice, only those are left at some time.
+        is_late = count > 1 and (tried >= _MOST_TRIES or tried == count)
+        if len(left.groups) and (is_late or not len(places)):
             _refuse(left, tried)
 
 

@@ -15,6 +15,7 @@ from exporter.tables.change_index import (
 from exporter.tables.geometry import TableGeometry, keys_of
 from exporter.tables.parts import PARTS
 from exporter.tables.place_keys import KeyTwice
+from exporter.tables.spread import WINDOW, Crowded, spread
 from tests.support.dynamic_values import built_index
 from tests.support.tables_index import LIMITS, Array, apply, new_table
 
@@ -94,6 +95,14 @@ def test_keys_that_are_left_out_are_in_no_slot_and_still_must_not_occur_twice() 
     assert np.array_equal(find_rows(geometry, state, keys), np.maximum(rows, -1))
     with pytest.raises(KeyTwice, match="key 62 occurs twice"):
         built_index(geometry, np.append(keys, 62), np.append(rows, 5000))
+
+
+def test_many_keys_that_occur_twice_end() -> None:
+    keys = np.repeat(np.arange(1, 2601, dtype=np.int64) * 7919, 2)
+    windows = np.arange(2600, dtype=np.int64) * WINDOW
+    with pytest.raises(Crowded) as found:
+        spread(keys, np.full(2600, 2, np.int64), windows, np.zeros(2601 * WINDOW, bool))
+    assert found.value.twice == 7919
 
 
 def test_any_sequence_of_changes_is_that_of_a_dict() -> None:
