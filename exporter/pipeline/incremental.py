@@ -342,9 +342,9 @@ def _since(left_out: LeftOut, now: float) -> float:
 def _competes(request: ExportRequest, left_out: LeftOut | None, *, is_watching: bool) -> bool:
     """True if rows that were left out are to be sent although the trainer has nothing new.
 
-    `left_out` describes them, None without any. Rows within `--delta-budget change=X`, and rows that `--on-wild` holds
-    back, do not count. In a watch with a budget per delta they wait for the next delta, or each look would
-    use up a budget.
+    `left_out` describes them, None without any. Rows within `--delta-budget change=X`, and rows that
+    `--on-wild` holds back, do not count. In a watch with a budget per delta they wait for the next delta, or
+    each look would use up a budget.
     """
     if left_out is None:
         return False
