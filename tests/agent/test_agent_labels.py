@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from serving.client import ModelClient
 from serving.server import ModelServer
 from serving.server_options import ServerOptions
 from serving.status import VersionState
+from tests.support.agents import wait
 from tests.support.commands import run_app
 from tests.support.step_models import published
 
@@ -59,10 +60,7 @@ class World:
         with ModelServer(options=ServerOptions(model_config_file=self.file)) as server:
             for name in self.models:
                 with ModelClient(server.address, name) as client:
-                    until = time.monotonic() + 60
-                    while {s.version for s in client.status() if s.state is VersionState.AVAILABLE} != wanted:
-                        assert time.monotonic() < until
-                        time.sleep(0.02)
+                    wait(partial(is_served, client, *wanted))
             yield server
 
 
@@ -75,6 +73,12 @@ def world(tmp_path: Path) -> World:
 def server(world: World) -> Iterator[ModelServer]:
     with world.serving() as server:
         yield server
+
+
+def is_served(client: ModelClient, *versions: int) -> bool:
+    """Whether these versions are available, and no others; CallFailed before the server looked for any."""
+    served = [status.version for status in client.status() if status.state is VersionState.AVAILABLE]
+    return set(served) == set(versions)
 
 
 def follow(server: ModelServer, rules: LabelRules, model: str = "left") -> labels.Labelled:
@@ -128,10 +132,7 @@ def test_a_label_stays_at_a_base_before_the_newest_log_and_is_given_back(tmp_pat
     rules = LabelRules({"stable": "good", "fresh": "@latest"}, config, {"left": model})
     with ModelServer(options=ServerOptions(model_config_file=config)) as server:
         with ModelClient(server.address, "left") as client:
-            until = time.monotonic() + 120
-            while [s.version for s in client.status() if s.state is VersionState.AVAILABLE] != [21, 10]:
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            wait(lambda: is_served(client, 10, 21))
         assert follow(server, rules) == labels.Labelled({"stable": 10, "fresh": 21}, [])
         set_tag(model, "good", 21)
         assert follow(server, rules).moved == {"stable": 21}
