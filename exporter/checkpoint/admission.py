@@ -86,11 +86,13 @@ def admitted(
 ) -> Array | None:
     """Return a bool mask, in stored order, of the rows of a table that are served; None if all are.
 
-    The recorded counts and versions are read; `step` is the checkpoint's, None if unknown.
+    The recorded counts and versions are read; a filter by numbers that are not recorded admits every row.
+    `step` is the checkpoint's, None if unknown.
 
     Raises:
         CorruptFile: a checksum is wrong.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
+        CheckpointError: a shard cannot be read.
     """
     if admission.is_everyone:
         return None

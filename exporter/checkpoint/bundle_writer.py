@@ -131,15 +131,15 @@ class BundleWriter:
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """The tensors added so far, in the order of their first addition."""
+        """The tensors that were added, in the order of their first addition."""
         return tuple(self._tensors.values())
 
     def add(self, name: str, array: Array, part: SliceSpec | None = None) -> Extent:
         """Append an array, or slice `part` of a tensor, to the shard and return its extent.
 
-        Strings are `str` or `bytes` objects. ValueError if the tensor was added before, the shape is not that
-        of `part`, or an object is not a string; KeyError for a numpy type that TensorFlow lacks; OSError if
-        the disk is full.
+        Strings are `str` or `bytes` objects. ValueError if the tensor was added before (a slice may follow
+        other slices), the shape is not that of `part`, or an object is not a string; KeyError for a numpy
+        type that TensorFlow lacks; OSError if the shard cannot be written.
         """
         import numpy as np  # late, as below: an index is read and written without it
 
@@ -165,8 +165,9 @@ class BundleWriter:
         """Append a numeric tensor, or slice `part` of one, from chunks of its bytes, and return its extent.
 
         `shape` is the shape of the values written. ValueError if the dtype has no fixed size, the tensor was
-        added before, or the chunks have another size than the shape; in the last case their bytes stay in the
-        shard without a name. OSError if the disk is full.
+        added before, `shape` is not that of `part`, or the chunks have another size than the shape; in the
+        last case their bytes stay in the shard without a name. OSError if the shard cannot be written; errors
+        of `chunks` pass.
         """
         if dtype.itemsize is None:
             raise ValueError(f"{name!r}: {dtype.label} tensors cannot be added as bytes")
@@ -179,7 +180,8 @@ class BundleWriter:
     def finish(self) -> tuple[TensorRef, ...]:
         """Write the index, rename shard and index to their final names and return the bundle's tensors.
 
-        The tensors are in the order of their first addition. Nothing is synced. OSError if the disk refuses.
+        The tensors are in the order of their first addition. Nothing is synced. OSError if the disk is full,
+        or refuses a file or a name.
         """
         index = self._temporary.with_name(f"{self._temporary.name}.index")
         index.write_bytes(encode_index(self.tensors, 1))
@@ -210,10 +212,10 @@ class BundleWriter:
             self.abandon()
 
     def _announce(self, name: str, dtype: DType, shape: tuple[int, ...], part: SliceSpec | None) -> TensorRef:
-        """Return the tensor as recorded so far, or a new one without extents, before its values are written.
+        """Return the tensor `name` with the slices that were added, or a new tensor without values.
 
-        ValueError if it was added before, other than as slices of the same dtype and shape, or `shape` is not
-        the shape of `part`.
+        ValueError if the tensor was added as a whole, or with another dtype or shape, or `shape` is not the
+        shape of `part`.
         """
         if part is not None and shape != part.lengths:
             raise ValueError(f"{name!r}: shape {shape} for a slice of {part.lengths}")
@@ -309,10 +311,10 @@ def _signed(value: int) -> bytes:
 
 
 def overlap(specs: Sequence[SliceSpec], cuts: int = 8) -> str:
-    """Return the specs of two boxes for an error if any boxes of a tensor overlap; "" if none do.
+    """Return the specs of two boxes, for an error's message, if any boxes of a tensor overlap; "" if none do.
 
-    The two named are the first of a group that no cut along a dimension separates; others of the group may be
-    the ones that overlap. Grids that need more than `cuts` successive cuts count as overlapping.
+    The two named are the first of a group that no cut along a dimension separates; the boxes that overlap may
+    be others of this group. Grids that need more than `cuts` successive cuts count as overlapping.
     """
     # Every partitioner makes grids of grids, which successive cuts along the dimensions separate. The small
     # number of cuts keeps a hostile index from making this slow.

@@ -132,12 +132,14 @@ class EmbeddingVariable(Struct, frozen=True):
 def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
     """Return a checkpoint's embedding variables by name, sorted, optimizer slots included.
 
-    Only the index is read; for tables of TFRA in an object-based checkpoint, also its object graph.
+    The catalog is sufficient, except for tables of TFRA in an object-based checkpoint: its object graph is
+    read.
 
     Raises:
         CorruptFile: a tensor has another length, rank or type than it should, or a part is missing.
         UnsupportedFormat: rows are stored outside the checkpoint's tensors.
-        CheckpointChanged: a shard vanished or shrank since the catalog was read.
+        CheckpointChanged: the object graph's shard vanished or shrank since the catalog was read.
+        CheckpointError: the object graph cannot be read.
     """
     parts: dict[str, dict[int | None, EmbeddingPart]] = {}
     for stem in _stems(catalog):
@@ -154,8 +156,8 @@ def embedding_variables(catalog: Catalog) -> Mapping[str, EmbeddingVariable]:
 def find_variable(known: Mapping[str, EmbeddingVariable], name: str) -> EmbeddingVariable | None:
     """Return the variable with this name, or else the only one that has it among its further names (`also`).
 
-    A further name also matches if it is `name` with underscores for slashes. None if no variable matches, or
-    several do.
+    A further name also matches if it equals `name` with underscores for slashes. None if no variable matches,
+    or several match by further names.
     """
     if name in known:
         return known[name]
@@ -203,7 +205,10 @@ def part_of(stem: str) -> tuple[str, int | None]:
 
 
 def name_in_object(name: str) -> str:
-    """Quote a table's name for the keys of an object-based checkpoint: slashes and dots are special there."""
+    """Return a table's name, quoted for the keys of an object-based checkpoint.
+
+    Slashes, dots and other special characters become `%` and two hexadecimal digits, as in URLs.
+    """
     return quote(name, safe="").replace(".", "%2E")
 
 
@@ -219,11 +224,12 @@ def table_tensor(stored: str) -> str | None:
 
 
 def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
-    """Return the admitted keys, int64 [rows], in stored order: row i of all values belongs to key i.
+    """Return the admitted keys, int64 [rows], in stored order: row i of all parts together belongs to key i.
 
     Raises:
         CorruptFile: a checksum is wrong, the offsets do not fit the keys, or a key occurs twice.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
+        CheckpointError: a shard cannot be read.
     """
     keys = np.empty(variable.rows, np.int64)
     for first, found in key_blocks(catalog, variable):
@@ -238,8 +244,9 @@ def read_keys(catalog: Catalog, variable: EmbeddingVariable) -> Array:
 def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[int, Array]]:
     """Yield (row of the first key, keys) for blocks of the admitted keys, int64, in stored order.
 
-    Duplicates are not checked. CorruptFile if a key is in the wrong bucket, the offsets do not fit the keys,
-    or a checksum differs; CheckpointChanged if a shard vanished or shrank.
+    Duplicates are not checked. While iterating: CorruptFile if a key is in the wrong bucket, the offsets do
+    not fit the keys, or a checksum differs; CheckpointChanged if a shard vanished or shrank, other
+    CheckpointErrors if it cannot be read.
     """
     begin = 0
     for part in variable.parts:
@@ -257,7 +264,7 @@ def key_blocks(catalog: Catalog, variable: EmbeddingVariable) -> Iterator[tuple[
 def key_twice(catalog: Catalog, variable: EmbeddingVariable, key: int) -> CorruptFile:
     """Return the error for `key`, which occurs twice; the keys are read again to name the tensors.
 
-    Reading them may raise the errors of `key_blocks`.
+    Raises CheckpointError and subclasses, as `key_blocks`, if they cannot be read again.
     """
     rows = [first + np.flatnonzero(keys == key) for first, keys in key_blocks(catalog, variable)]
     bounds = np.cumsum([part.rows for part in variable.parts])
@@ -275,6 +282,7 @@ def bucket_sizes(catalog: Catalog, variable: EmbeddingVariable) -> Array:
     Raises:
         CorruptFile: a checksum is wrong, or offsets do not fit the keys.
         CheckpointChanged: a shard vanished or shrank since the catalog was read.
+        CheckpointError: a shard cannot be read.
     """
     sizes = np.zeros(BUCKETS, np.int64)
     for part in variable.parts:
@@ -292,7 +300,8 @@ def count_blocks(
     """Return an iterator over the recorded versions or counts of all keys; None if a part has none recorded.
 
     `what` is "versions" or "freqs". Each item is (row of the first, int64 values), in stored order. The
-    values are read, and their checksums verified, during the iteration: CorruptFile, CheckpointChanged.
+    values are read, and their checksums verified, during the iteration: CorruptFile if a checksum is wrong,
+    CheckpointChanged if a shard vanished or shrank, other CheckpointErrors if it cannot be read.
     """
     refs = [part.versions if what == "versions" else part.freqs for part in variable.parts]
     known = [ref for ref in refs if ref is not None]
@@ -344,10 +353,10 @@ class _Part:
         return FilteredKeys(keys, versions, freqs, self._offsets(FILTERED_OFFSETS))
 
     def _counts(self, suffix: str, rows: int) -> TensorRef | None:
-        """Return the tensor of numbers for the keys; None if missing, or empty because none were recorded.
+        """Return the part's tensor with this suffix, one number for each key; None if none were recorded.
 
-        `rows` is the number of keys. CorruptFile unless it has one int64 for each key and is stored as a
-        whole.
+        Then it is absent, or empty although there are keys. `rows` is the number of keys. CorruptFile unless
+        the tensor has one int64 for each key and is stored as a whole.
         """
         ref = self._find(suffix)
         if ref is None or (ref.shape == (0,) and rows):
@@ -380,8 +389,8 @@ def _joined(
 ) -> EmbeddingVariable:
     """Return the variable `name` with these parts, in the order of their numbers.
 
-    The key None means a variable stored as a whole. `count` is the number of parts that there must be at
-    least, 0 if unknown. CorruptFile if a part is missing, or the parts differ in dtypes or row length.
+    The key None means a variable stored as a whole. There must be at least `count` parts (0 if the number is
+    unknown). CorruptFile if a part is missing, or the parts differ in dtypes or row length.
     """
     numbers = [number for number in parts if number is not None]
     if None in parts and numbers:
@@ -399,9 +408,10 @@ def _joined(
 
 
 def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariable]) -> EmbeddingVariable:
-    """Return the variable with its `slot_of`: the longest name in `known` that, with a slash, begins its own.
+    """Return the variable with `slot_of` set to the name of its owner, None if it is not an optimizer's slot.
 
-    None if there is no such name: it is not a slot.
+    The owner is the variable in `known` with the longest name that, followed by a slash, begins the
+    variable's.
     """
     owner = variable.name.rpartition("/")[0]
     while owner and owner not in known:
@@ -410,20 +420,24 @@ def _with_owner(variable: EmbeddingVariable, known: Mapping[str, EmbeddingVariab
 
 
 def check_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef, keys: Array) -> None:
-    """Require that the keys of each bucket are where the offsets place them; `keys` are all those of `ref`.
+    """Require that each key is in the bucket in which the stored offsets place it; reads the offsets.
+
+    `keys` are all keys of the tensor `ref`, in stored order.
 
     Raises:
-        CorruptFile: they are not, or the checksum of the offsets is wrong.
+        CorruptFile: a key is in another bucket, the offsets do not divide the keys, or their checksum is
+            wrong.
         CheckpointChanged: the shard of the offsets vanished or shrank since the catalog was read.
+        CheckpointError: it cannot be read.
     """
     check_buckets(catalog, offsets_ref, read_offsets(catalog, ref, offsets_ref), keys)
 
 
 def check_buckets(catalog: Catalog, offsets_ref: TensorRef, offsets: Array, keys: Array) -> None:
-    """Require that each of some consecutive keys is in its bucket.
+    """Require that each of some consecutive keys is in its bucket, which is the key modulo 1000.
 
-    `offsets` (int64 [1001]) are the buckets' bounds, counted from the first of these keys; `offsets_ref`
-    names them in the error.
+    `offsets` (int64 [1001]) are the buckets' bounds, counted from the first of these keys; the error names
+    the tensor `offsets_ref`.
 
     Raises:
         CorruptFile: a key is in another bucket.
@@ -440,8 +454,9 @@ def read_offsets(catalog: Catalog, ref: TensorRef, offsets_ref: TensorRef) -> Ar
     """Return the position of each bucket's first key in `ref`, and the end of the last: int64 [1001].
 
     Raises:
-        CorruptFile: they do not fit the keys, or their checksum is wrong.
+        CorruptFile: the offsets do not divide the keys, or their checksum is wrong.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
+        CheckpointError: it cannot be read.
     """
     offsets: Array = read_array(catalog, offsets_ref).astype(np.int64)
     rows = ref.shape[0]

@@ -237,7 +237,7 @@ def is_checkpoint(path: Path) -> bool:
 def archives(directory: Path, names: Collection[str]) -> list[Path]:
     """Return the archives among a directory's entries `names`, in no particular order.
 
-    Only the archive with a framework's name for the latest checkpoint (`latest.weights.h5`) if there is one.
+    If one has a framework's name for the latest checkpoint (`latest.weights.h5`), only that one.
     """
     latest = [directory / family.latest for family in ARCHIVES if family.latest in names]
     return latest or [path for family in ARCHIVES for path in family.candidates(directory, names)]
@@ -264,8 +264,8 @@ def describes_model(path: Path) -> bool:
 def model_beside(checkpoint: Path) -> str | None:
     """Return the path of a graph for a checkpoint: its `.meta`, the SavedModel around it, or the checkpoint.
 
-    The first that exists; the checkpoint counts if it is an archive that describes a model. None without a
-    graph.
+    The first that exists counts; the checkpoint itself only if it is an archive that describes a model, for
+    which it is opened. None without a graph.
 
     Raises:
         CheckpointError: it, or a subclass: the archive is damaged or hostile.

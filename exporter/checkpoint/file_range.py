@@ -97,7 +97,8 @@ class FileRange(Struct, frozen=True):
     def opened(self) -> Iterator[Window]:
         """Yield the range as a binary file, open inside the `with` block.
 
-        Errors are those of `FileRange.open`.
+        CheckpointChanged if the file vanished or was replaced, CheckpointError if it cannot be read; DiskFull
+        or PublishError if an object of a store cannot be kept here.
         """
         with self.open() as descriptor:
             yield Window(descriptor, self.offset, self.size)
@@ -105,8 +106,9 @@ class FileRange(Struct, frozen=True):
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes in chunks of at most 1 MiB.
 
-        CheckpointChanged if the file became shorter; else the errors of `FileRange.open`. All are raised
-        during the iteration.
+        Raised during the iteration: CheckpointChanged if the file vanished, was replaced or became shorter;
+        CheckpointError if it cannot be read; DiskFull or PublishError if an object of a store cannot be kept
+        here.
         """
         with self.open() as descriptor:
             done = 0
@@ -117,7 +119,11 @@ class FileRange(Struct, frozen=True):
                 raise CheckpointChanged(f"{self.path} became shorter after it was read")
 
     def read(self) -> bytes:
-        """Return all bytes at once: for small ranges. Errors are those of `FileRange.chunks`."""
+        """Return all bytes at once, for small ranges; CheckpointError as `FileRange.chunks`.
+
+        CheckpointChanged if the file was replaced or became shorter; DiskFull or PublishError if an object of
+        a store cannot be kept here.
+        """
         return b"".join(self.chunks())
 
 
@@ -176,7 +182,10 @@ class PlainValues(Struct, frozen=True):
 
 
 def whole_items(chunks: Iterable[bytes], itemsize: int) -> Iterator[bytes]:
-    """Yield the same bytes in chunks that end at the end of an item; an incomplete last item is dropped."""
+    """Yield the bytes of `chunks` in chunks that each end where an item ends.
+
+    An item has `itemsize` bytes; an incomplete last one is dropped. Errors of `chunks` pass.
+    """
     rest = b""
     for chunk in chunks:
         data = rest + chunk if rest else chunk

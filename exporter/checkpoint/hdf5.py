@@ -66,8 +66,9 @@ class Packed(Struct, frozen=True):
     def blocks(self) -> Iterator[Array]:
         """Yield the values as flat numpy arrays in C order, from the process that reads the file.
 
-        CorruptFile if the archive's checksum is wrong or the data are damaged, UnsafeArchive beyond a limit,
-        CheckpointChanged if the file was replaced; else the CheckpointError that the process reports.
+        Raised during the iteration: CorruptFile if the archive's checksum is wrong or the data are damaged,
+        UnsafeArchive beyond a limit, CheckpointChanged if the file was replaced; else the CheckpointError
+        that the process reports.
         """
         verify(self.archive)
         if not math.prod(self.shape):  # a dimension may be huge where another one is 0
@@ -82,9 +83,10 @@ class Packed(Struct, frozen=True):
 def read_hdf5(source: FileRange, attributes: Mapping[str, bool]) -> FileContents:
     """Return every numeric dataset of a file, and the text attributes of its groups.
 
-    Only attributes that `attributes` names are read; one whose value there is True may be continued in
-    `<name>0`, `<name>1`, ... CorruptFile if it is not an HDF5 file, UnsafeArchive if it declares more than it
-    can store, CheckpointChanged if it was replaced; else the CheckpointError of the process that reads it.
+    Only attributes whose names are keys of `attributes` are read; if the value is True, the attribute may be
+    stored as `<name>0`, `<name>1`, ... Datasets of types that no variable has are `skipped`. CorruptFile if
+    it is not an HDF5 file, UnsafeArchive if it declares more than it can store, CheckpointChanged if it was
+    replaced; else the CheckpointError of the process that reads it.
     """
     if source.size < len(MAGIC) or source.part(0, len(MAGIC)).read() != MAGIC:
         raise CorruptFile(f"{source.path} is not an HDF5 file", cause="it does not begin as one does")

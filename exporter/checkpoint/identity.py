@@ -63,11 +63,11 @@ class Identity(Struct, frozen=True):
         return cls(catalog.prefix, digest, _look_at(paths), paths, is_indexed=False)
 
     def content_digest(self, of: Callable[[Path], str] = file_digest) -> str:
-        """Return the lower-case SHA-256 of the checkpoint's contents, without file names: see `digest`.
+        """Return the lower-case SHA-256 of the checkpoint's contents, without file names.
 
-        Without an index the files are read, and `of` returns the digest of each; for several files it is the
-        digest of their digests. CheckpointChanged if a file was replaced, vanished or cannot be read; other
-        errors of `of` pass.
+        With an index it is `digest`. Without one the files are read: `of` returns the digest of each, and for
+        several files the result is the digest of their digests. CheckpointChanged if a file was replaced,
+        vanished or cannot be read; CheckpointError if a store cannot be listed; other errors of `of` pass.
         """
         if self.is_indexed:
             return self.digest

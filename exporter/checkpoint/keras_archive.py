@@ -68,6 +68,7 @@ def read_keras(path: Path) -> Catalog:
         CheckpointNotFound: the file does not exist.
         CheckpointChanged: a file was replaced while it was read.
         MissingShard: a sharded file names a shard that does not exist.
+        CheckpointError: a file cannot be read, or h5py is not installed.
         CorruptFile, TruncatedFile, UnsupportedFormat, UnsafeArchive: see errors.py.
     """
     if path.name.endswith(".weights.json"):
@@ -181,8 +182,7 @@ def _json(path: Path, member: Member) -> Any:
 def _layers(*files: FileContents) -> Iterator[TensorRef]:
     """Yield the tensors of files of weights, one file after the other, named by their paths in the files.
 
-    A tensor's owner is the names of the layers around it; "" if Keras wrote none. The names are those of all
-    the files together.
+    A tensor's owner is the names of the layers around it, found in any of the files; "" if Keras wrote none.
     """
     names = {
         path: "".join(texts["name"])
@@ -212,8 +212,9 @@ def _owner(path: str, names: Mapping[str, str]) -> str:
 def _sharded(path: Path) -> Catalog:
     """Read the catalog of a `.weights.json` and of the shards that it names, each a file beside it.
 
-    CorruptFile if it is not such a list, UnsafeArchive if it is too large or a name is not of a file beside
-    it, MissingShard if a shard does not exist; else the errors of `read_hdf5`.
+    CheckpointNotFound if the list does not exist, CorruptFile if it is not such a list, UnsafeArchive if it
+    is too large or a name is not of a file beside it, MissingShard if a shard does not exist; else the
+    CheckpointErrors of `read_hdf5`.
     """
     source = FileRange.whole(path)
     if source.size > _MAX_JSON_BYTES:

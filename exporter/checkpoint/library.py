@@ -49,8 +49,9 @@ class Reading(Struct, frozen=True):
 def library(reading: Reading) -> Iterator[Library]:
     """Yield a process with the file open: an idle one, or else a new one, which is killed if the block fails.
 
-    An error of the process, in the block, leaves it as the CheckpointError that the process reports.
-    CheckpointError if no process can be started; CheckpointChanged if the file was replaced.
+    If the process ends during the block, the block ends in the CheckpointError that the process reported:
+    UnsafeArchive at a limit of time, CorruptFile if it died. CheckpointError if no process can be started;
+    CheckpointChanged if the file was replaced.
     """
     try:
         with reading.source.open() as opened, worker(reading.work, opened) as process:

@@ -86,12 +86,13 @@ _LOOKS = 3  # listings of a directory whose checkpoints all vanish while they ar
 def open_checkpoint(path: Path) -> Catalog:
     """Read the catalog of the checkpoint that `path` names; in a directory, of the newest complete one.
 
-    Waits a moment for files that are being written. In a directory, a checkpoint that is incomplete, or
-    changes while it is read, is passed over for the next candidate (see `candidates`), and a note in the
-    catalog says so. Permanent damage is an error, never a reason to read an older checkpoint. Nothing
-    replaces a checkpoint that `path` names itself. CheckpointNotFound if several were passed over and none is
-    left; if only one was, its own error (CheckpointNotFound, MissingShard or CheckpointChanged). Otherwise
-    the errors of `candidates`, or for damage CorruptFile, TruncatedFile and other CheckpointErrors.
+    A candidate that cannot be read is read once more after 0.1 s, as it may be being written. In a directory,
+    a checkpoint that is incomplete, or changes while it is read, is passed over for the next candidate (see
+    `candidates`), and a note in the catalog says so. Permanent damage is an error, never a reason to read an
+    older checkpoint. Nothing replaces a checkpoint that `path` names itself. CheckpointNotFound if several
+    were passed over and none is left; if only one was, its own error (CheckpointNotFound, MissingShard or
+    CheckpointChanged). Otherwise the errors of `candidates` (UsageError is one), or for damage CorruptFile,
+    TruncatedFile and other CheckpointErrors.
     """
     path = mirror.local(path)
     if _directory(path) is None:
@@ -120,13 +121,13 @@ def candidates(path: Path) -> list[Path]:
 
     There is only one if `path` names a checkpoint or one of its files. A directory's first is the one that
     its state file names, even if that is gone; a state file that was moved with its directory still names
-    files beside it. The others follow from the highest step down.
+    files beside it. The others follow from the highest step down. A store is listed again.
 
     Raises:
         CheckpointNotFound: there are none, or several series.
-        CheckpointError: the directory, or the store of a URL, cannot be listed; or the state file is in a
-            store and cannot be fetched.
-        UsageError: the library that reads stores is not installed.
+        CheckpointError: the directory, or the store of a URL, cannot be listed; or the state file cannot be
+            fetched from a store, or is a pointer of Git LFS.
+        UsageError: a URL is malformed, or the library that reads stores is not installed.
     """
     path = mirror.local(path)
     mirror.refresh(path)
@@ -147,7 +148,8 @@ def candidates(path: Path) -> list[Path]:
 def is_named(path: Path) -> bool:
     """True if `path` always means the same checkpoint; False for a directory, whose newest one is meant.
 
-    A store's URL is listed for that, with the errors of `exporter.storage.mirror.local`.
+    A store's URL is listed for that: CheckpointError if the store cannot be read, UsageError if the URL is
+    malformed or the library that reads stores is not installed.
     """
     path = mirror.local(path)
     return _directory(path) is None or ORBAX.matches(path)
@@ -167,11 +169,11 @@ def _directory(path: Path) -> Path | None:
 def _in_directory(directory: Path, *, is_numbered: bool = False) -> list[Path]:
     """Return the candidates of a directory, best first; empty if there are none.
 
-    With `is_numbered`, numbered directories below it are not searched.
+    With `is_numbered`, numbered directories below `directory` are not searched.
 
     Raises:
         CheckpointNotFound: there are several series.
-        CheckpointError: the directory cannot be listed.
+        CheckpointError: the directory cannot be listed, or its state file cannot be fetched from a store.
     """
     try:
         names = sorted(entry.name for entry in directory.iterdir())
@@ -222,10 +224,10 @@ def _without_index(directory: Path, names: list[str], *, is_numbered: bool) -> l
 def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
     """Return the checkpoints in numbered directories of one checkpoint each, from the highest number down.
 
-    `names` are the entries of `directory`. Of a series only the newest directories are opened. A directory
-    without a checkpoint that is newer than all those with one is returned itself: it is being written. Empty
-    if there are no such directories, or the newest has several checkpoints. CheckpointNotFound if there are
-    several series.
+    `names` are the entries of `directory`. Of a series only the 8 newest directories are opened. A directory
+    that has no checkpoint, and a higher number than all that have one, is itself in the result: it is being
+    written. Empty if there are no such directories, or the newest with checkpoints has several.
+    CheckpointNotFound if there are several series.
     """
     series: dict[str, list[Path]] = defaultdict(list)
     for name in names:
@@ -254,7 +256,7 @@ def _numbered(directory: Path, names: Iterable[str]) -> list[Path]:
 def _only_below(directory: Path) -> list[Path]:
     """Return the candidates, best first, of a directory, or else of `checkpoints/` in it.
 
-    Empty if neither has any or can be listed, and for a version of a published model.
+    Empty if neither has any, or neither can be listed; empty, too, for a version of a published model.
     """
     if is_saved_model(directory):
         return []
@@ -273,7 +275,7 @@ def _last_written(paths: Iterable[Path]) -> Path:
 def _order(path: Path) -> tuple[int, list[str | int]]:
     """Return a key that sorts names by step: (step, the name's texts and numbers in turn).
 
-    Names without a step, for which it is -1, come before all others, by their numbers.
+    The step is -1 for a name without one: such names come first, ordered by their numbers.
     """
     parts = re.split(r"([0-9]+)", path.name)
     step = step_in_name(path.name)
@@ -281,7 +283,7 @@ def _order(path: Path) -> tuple[int, list[str | int]]:
 
 
 def _named_by_state(directory: Path) -> Path | None:
-    """Return the path that a directory's state file names as newest, relative or absolute as it is written.
+    """Return the path that a directory's state file names as newest, relative or absolute as in the file.
 
     None if there is no state file, it cannot be read, or it names none. CheckpointError if it cannot be
     fetched from a store, or is a pointer of Git LFS.
@@ -300,7 +302,8 @@ def _named_by_state(directory: Path) -> Path | None:
 def _beside(named: Path, directory: Path) -> Path:
     """Return the path of the prefix `named` by a state file in `directory`, even if the directory was moved.
 
-    If no candidate has an index, it is the path beside the state file.
+    The result is the path beside the state file or the path that it names, whichever has an index; the path
+    beside it if neither has.
     """
     neighbour = directory / named.name
     # an absolute path in a store's state file belongs to the trainer's machine, not to this one
@@ -313,9 +316,9 @@ def _beside(named: Path, directory: Path) -> Path:
 def _read_settled(prefix: Path) -> Catalog:
     """Read the catalog of `prefix`; after a failure wait 0.1 s and read it once more.
 
-    CheckpointChanged if that fails too, and the files changed meanwhile; else the second error, with the hint
-    of an older checkpoint if the file is damaged. CheckpointNotFound, UnsupportedFormat and UnsafeArchive are
-    raised at once.
+    CheckpointChanged if the second reading fails too, and the files changed meanwhile; else its own error, a
+    CheckpointError, whose hint names an older checkpoint if the file is damaged. CheckpointNotFound,
+    UnsupportedFormat and UnsafeArchive are raised at once.
     """
     try:
         return read_family(prefix)
@@ -430,7 +433,10 @@ def _below(directory: Path, names: Iterable[str]) -> Iterator[Path]:
 
 
 def _nothing_in(directory: Path) -> CheckpointError:
-    """Return the CheckpointNotFound for a directory; its cause and hint say what was found instead."""
+    """Return the CheckpointNotFound for a directory; its cause and hint name the files found instead.
+
+    The directory and those below it are listed.
+    """
     names, named = sorted(_names(directory)), _named_by_state(directory)
     state = f"its state file names {named}, which is not there" if named else ""
     # left-overs of writers: unfinished shards, and copies that workers save
@@ -448,7 +454,10 @@ def _nothing_in(directory: Path) -> CheckpointError:
 
 
 def _parts_among(names: list[str]) -> str:
-    """Return which parts of checkpoints are among `names`, in words; "" if there are only other files."""
+    """Return a text for an error's cause: how many `.meta` and `.data-*` files are among `names`.
+
+    "it is empty" without names; "" if there are only other files.
+    """
     if not names:
         return "it is empty"
     metas = sum(name.endswith(".meta") for name in names)

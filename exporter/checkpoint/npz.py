@@ -61,8 +61,8 @@ class NpyValues(Struct, frozen=True):
     def blocks(self) -> Iterator[Array]:
         """Yield the values as flat numpy arrays in C order; an array in Fortran order as one block.
 
-        The checksum is compared after the last block: CorruptFile, TruncatedFile or UnsafeArchive as
-        `Member.stream`. CheckpointChanged if the file was replaced.
+        Raised during the iteration: CheckpointChanged if the file was replaced; after the last block, when
+        the member's checksum is compared, CorruptFile, TruncatedFile or UnsafeArchive as `Member.stream`.
         """
         if self.header.is_fortran:
             data = b"".join(self.member.stream())[self.header.size :]
@@ -85,10 +85,15 @@ class NpyValues(Struct, frozen=True):
 
 
 def read_npz(path: Path) -> Catalog:
-    """Read the catalog of an archive's arrays, by name or as a list.
+    """Read the catalog of an archive's arrays, by name or as a list; arrays of texts are only noted.
 
-    Arrays of texts are left out with a note. CorruptFile if it holds something else, two arrays of one name,
-    or no array of numbers; UnsafeArchive for a pickle; else the errors of `read_members` and `read_header`.
+    Raises:
+        CorruptFile: it holds something else, two arrays of one name, or no array of numbers; or is damaged.
+        UnsafeArchive: it holds a pickle, unsafe names, links, overlaps or bombs.
+        UnsupportedFormat: it is encrypted, or an array has a type, version or layout that is not read.
+        TruncatedFile: the archive or an array is cut short.
+        CheckpointNotFound: the archive does not exist.
+        CheckpointError: it cannot be read; CheckpointChanged if it was replaced meanwhile.
     """
     members = read_members(path)
     found: dict[str, TensorRef] = {}
@@ -120,7 +125,7 @@ def read_npz(path: Path) -> Catalog:
 
 
 def _as_list(found: dict[str, TensorRef]) -> dict[str, TensorRef] | None:
-    """Return the arrays in the order of their list, by name; None if they have names of their own.
+    """Return the arrays, by name, in the order of the list that they are; None if they have their own names.
 
     `found` is all arrays by their names in the archive.
     """
@@ -154,8 +159,9 @@ def _unstacked(ref: TensorRef) -> dict[str, TensorRef] | None:
 def read_header(where: str, data: bytes, size: int) -> Header | None:
     """Parse the header of an array of `size` bytes that begins with `data`; None for an array of texts.
 
-    `where` names the array in errors: CorruptFile, TruncatedFile, UnsupportedFormat, or UnsafeArchive for a
-    pickle.
+    `where` names the array in errors. CorruptFile if the header is damaged or the array is longer than it
+    declares, TruncatedFile if `data` or the array is too short, UnsupportedFormat for a type, version or
+    layout that is not read, UnsafeArchive for a pickle.
     """
     file = io.BytesIO(data)
     try:
@@ -195,7 +201,7 @@ def read_header(where: str, data: bytes, size: int) -> Header | None:
 def _begin(path: Path, member: Member) -> bytes:
     """Return the first bytes of a member, enough for a header; all bytes of a smaller one.
 
-    Errors are those of `Member.stream`.
+    CheckpointError and subclasses, as `Member.stream`, if they cannot be read or unpacked.
     """
     data = b""
     for chunk in member.stream():

@@ -65,7 +65,8 @@ class ObjectGraph(Struct, frozen=True, dict=True):
     def at(self, path: str, start: int = ROOT) -> int | None:
         """Return the number of the object at a path such as `model/layers/0` below object number `start`.
 
-        "" and "." are `start` itself; names are escaped as in tensor names. None if there is none.
+        The paths "" and "." are `start` itself; a dot in a name is written `..`, a slash `.S`, as in tensor
+        names. None if there is no such object.
         """
         found = start
         for name in path.split("/") if path not in ("", ".") else ():
@@ -128,6 +129,7 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
     Raises:
         CorruptFile: it cannot be decoded, its checksum is wrong, or an edge leads nowhere.
         CheckpointChanged: the shard vanished or shrank since the catalog was read.
+        CheckpointError: the shard cannot be read.
     """
     ref = catalog.tensors.get(OBJECT_GRAPH)
     if ref is None:
@@ -139,9 +141,9 @@ def read_object_graph(catalog: Catalog) -> ObjectGraph | None:
 
 
 def parse_object_graph(data: bytes, where: str) -> ObjectGraph:
-    """Decode a serialised `TrackableObjectGraph`.
+    """Decode a serialised `TrackableObjectGraph`, which is called `where` in errors.
 
-    CorruptFile, with the name `where`, if it cannot be decoded, has no object, or an edge leads nowhere.
+    CorruptFile if it cannot be decoded, has no object, or an edge leads nowhere.
     """
     try:
         message = protos.TrackableObjectGraph.FromString(data)

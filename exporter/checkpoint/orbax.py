@@ -195,7 +195,7 @@ def config_of(path: Path) -> str | None:
     """Return the model's config, in JSON, that Keras keeps beside its variables; None without one.
 
     None, too, for a model whose layers keep files: their vocabularies are not read. CorruptFile if the file
-    is not a config or cannot be read.
+    is not a config or cannot be read, CheckpointError if it cannot be fetched from a store.
     """
     file = path.joinpath(*_CONFIG)
     if not file.is_file() or (path / ASSETS_DIRECTORY).exists():
@@ -276,9 +276,10 @@ def _read(path: Path) -> Catalog:
 
 
 def _steps_of(names: Mapping[str, object]) -> list[str]:
-    """Return names of tensors that count steps, the preferred first: Flax's `step`, then Keras optimizers'.
+    """Return the names of tensors that may hold the step, the preferred first: `step`, then optimizers' own.
 
-    `step` is included whether or not it is among `names`.
+    `step`, as Flax calls it, is included whether or not it is among `names`; `iteration` of a Keras optimizer
+    only if it is.
     """
     iterations = (
         name for name in names if name.startswith(f"{_OF_OPTIMIZER}/") and name.endswith("/iteration")
@@ -289,7 +290,8 @@ def _steps_of(names: Mapping[str, object]) -> list[str]:
 def _mark(path: Path, item: Path) -> FileRange:
     """Return a file of the checkpoint at `path` with this `item` that each save writes anew.
 
-    The first that exists: the step's metadata, the item's metadata, its store or its tree.
+    The first that exists: the step's metadata, the item's metadata, its store or its tree. CheckpointError
+    and subclasses, as `FileRange.whole`, if it vanishes meanwhile.
     """
     names = (path / _STEP, item / _STEP, item / _STORE, item / _TREE)
     return FileRange.whole(next(name for name in names if name.is_file()))

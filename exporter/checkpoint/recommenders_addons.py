@@ -76,6 +76,7 @@ def addons_tables(catalog: Catalog) -> list[AddonsTable]:
         CorruptFile: shards disagree about their number, or the object graph is damaged.
         UnsupportedFormat: rows are in files beside the checkpoint.
         CheckpointChanged: the object graph's shard vanished or shrank since the catalog was read.
+        CheckpointError: the object graph cannot be read.
     """
     found = [*_by_objects(catalog), *_by_names(catalog)]
     twice = Counter(table.name for table in found)
@@ -156,7 +157,7 @@ def _check_is_here(catalog: Catalog, tensor: str) -> None:
 
 
 def table_in_graph(node: str) -> str:
-    """Return the name of the variable of which the graph node `node` is a shard; "" for other nodes."""
+    """Return the name of TFRA's variable that has the graph node `node` as a shard; "" for other nodes."""
     match = _SHARD.fullmatch(node)
     return "" if match is None else _name_in_graph(match[1])
 

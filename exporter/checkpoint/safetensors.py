@@ -112,8 +112,9 @@ def _catalog(path: Path, family: str, tensors: Mapping[str, TensorRef], files: l
 def _sharded(path: Path) -> tuple[dict[str, TensorRef], list[FileRange]]:
     """Return the tensors that a list names, each from its file, and the ranges of the list and of its files.
 
-    CorruptFile if a file lacks a tensor that is placed there, UnsafeArchive if the list is too large or names
-    a file elsewhere, MissingShard if a file does not exist; else the errors of `_tensors`.
+    CheckpointNotFound if the list does not exist, CorruptFile if a file lacks a tensor that is placed there,
+    UnsafeArchive if the list is too large or names a file elsewhere, MissingShard if a file does not exist;
+    else the CheckpointErrors of `_tensors`.
     """
     source = FileRange.whole(path)
     if source.size > _MAX_HEADER_BYTES:
@@ -137,8 +138,9 @@ def _shard(path: Path, name: str) -> FileRange:
 def _tensors(whole: FileRange) -> dict[str, TensorRef]:
     """Return the tensors of one file by name.
 
-    CorruptFile unless their bytes fill it without gap or overlap, TruncatedFile if it is too short,
-    UnsupportedFormat for a type that no variable has.
+    CorruptFile unless their bytes fill the file without gap or overlap, TruncatedFile if it is too short,
+    UnsupportedFormat for a type that no variable has, CheckpointChanged if it was replaced, CheckpointError
+    if it cannot be read.
     """
     entries, start = _header(whole)
     values = whole.part(start, whole.size - start)

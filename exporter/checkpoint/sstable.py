@@ -67,8 +67,8 @@ def read_table(data: bytes, path: Path) -> list[Entry]:
 def read_first_block(data: bytes, path: Path) -> list[Entry]:
     """Return the (key, value) pairs of a table's first block; empty if it has none.
 
-    `data` may be a memory map, of which only the footer, the index and that block are read. Errors are those
-    of `read_table`.
+    `data` may be a memory map, of which only the footer, the index and the first block are read and checked.
+    CorruptFile, TruncatedFile and UnsupportedFormat as `read_table`.
     """
     _, index = _read_footer(data, path)
     for _, value in _read_block(data, index, path, "index block"):

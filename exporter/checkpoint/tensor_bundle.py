@@ -90,11 +90,16 @@ _LEAST_STRING_BYTES = 4  # the checksum of the lengths; each length has a byte o
 def read_catalog(prefix: Path) -> Catalog:
     """Read the catalog of the bundle with the index `<prefix>.index`; a shard without tensors has size 0.
 
+    Of values only the step is read: it is that of the tensor `global_step`, or else of the prefix's name.
+
     Raises:
         CheckpointNotFound: there is no such index.
-        MissingShard, TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
+        MissingShard: a shard that has tensors does not exist.
+        TruncatedFile: the index or a shard is shorter than it should be.
+        CorruptFile: the index is damaged, or a file is not a regular file.
+        UnsupportedFormat: the bundle has a byte order, version, compression or type that is not read.
         CheckpointChanged: the index was replaced while it was read.
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or is a pointer of Git LFS.
     """
     path = index_path(prefix)
     data, identity = _read_index_file(path)
@@ -133,7 +138,9 @@ def parse_index(data: bytes, path: Path) -> Index:
     """Parse an index's bytes and check all that can be checked without the shards; errors name `path`.
 
     Raises:
-        TruncatedFile, CorruptFile, UnsupportedFormat: see errors.py.
+        TruncatedFile: the index is cut short.
+        CorruptFile: its structure or a checksum is wrong.
+        UnsupportedFormat: the bundle has a byte order, version, compression or type that is not read.
     """
     table = read_table(data, path)
     parser = _Parser(path, _check_header(table, path))
@@ -177,9 +184,9 @@ def _identity(path: Path) -> FileIdentity:
 
 
 def _check_header(table: list[Entry], path: Path) -> int:
-    """Return the number of shards that a table's header states; CorruptFile if that is missing or damaged.
+    """Return the number of shards that a table's header states; CorruptFile if it is missing or damaged.
 
-    UnsupportedFormat if this reader does not understand the bundle: its byte order or version.
+    UnsupportedFormat if the bundle has a byte order or version that is not read.
     """
     if not table or table[0][0] != b"":
         raise CorruptFile(f"{path} is a table, but not an index: it has no header")
@@ -355,7 +362,7 @@ def write_bundle(
 
     Raises:
         CheckpointError: a source is damaged, or changed since the catalog was read.
-        PublishError: the target cannot be written; DiskFull if there is no space.
+        PublishError: the target cannot be written: TargetNotWritable, DiskFull.
         ValueError: a tensor is stored in a bundle already, or is given twice.
     """
     progress, owners = progress or NoProgress(), dict[str, str]()

@@ -117,9 +117,11 @@ def _dtype(ref: TensorRef) -> Any:
 def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]:
     """Yield the values of a numeric tensor stored as a whole, flat, `count` elements at a time.
 
-    The checksum is verified before the first block: CorruptFile if it differs, CheckpointChanged if the shard
-    vanished or shrank, else as `check_values`. Tensors of other files than bundles have their own sizes of
-    blocks, and errors. ValueError if the tensor is stored in slices. All are raised during the iteration.
+    Blocks of a tensor outside a bundle have other sizes. Raised during the iteration, before the first block:
+    CorruptFile if the checksum is wrong, CheckpointChanged if the shard vanished or shrank, CheckpointError
+    if it cannot be read, DiskFull or PublishError if bytes fetched from a store cannot be written, ValueError
+    if the tensor is stored in slices. For a tensor outside a bundle the CheckpointErrors are its reader's,
+    and may come after any block.
     """
     if ref.content is not None:
         yield from ref.content.blocks()
@@ -137,7 +139,8 @@ def read_blocks(catalog: Catalog, ref: TensorRef, count: int) -> Iterator[Array]
 def read_step(catalog: Catalog, *names: str) -> int | None:
     """Return the training step from the first of the tensors `names` that is one integer, stored as a whole.
 
-    None if there is none, or it is negative. Errors are those of `read_array`.
+    None if there is none, or it is negative. CheckpointError and subclasses if the tensor is damaged or
+    cannot be read, DiskFull or PublishError if its bytes cannot be fetched from a store: see `read_array`.
     """
     for name in names:
         ref = catalog.tensors.get(name)
@@ -196,7 +199,9 @@ def compare_checksum(path: Path, name: str, extent: Extent, found: int, *, hint:
 def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
     """Read each stored slice of a tensor of a bundle and compare its checksum with the index.
 
-    Slices that are not stored are skipped. Errors are those of `check_values`.
+    Slices that are not stored are skipped. CorruptFile if a checksum differs, CheckpointChanged if a shard
+    vanished or shrank, CheckpointError if it cannot be read; DiskFull or PublishError if bytes fetched from a
+    store cannot be written.
     """
     for part in ref.slices or (None,):
         if part is None or part.extent is not None:
@@ -204,7 +209,7 @@ def check_tensor(catalog: Catalog, ref: TensorRef) -> None:
 
 
 def encode_strings(strings: Iterable[bytes]) -> tuple[bytes, int]:
-    """Return the bytes on disk of a string tensor, and the masked crc32c of its entry."""
+    """Return a string tensor's bytes as a bundle stores them, and the masked crc32c for its index entry."""
     strings = list(strings)
     lengths = list(map(len, strings))
     crc = extend(0, _crc_form(np.array(lengths, np.uint64)))
@@ -408,9 +413,10 @@ def not_in_8_bits(name: str, row: Array) -> NotFinite:
 
 
 def cast_values(values: Array, dtype: DType, name: str) -> Array:
-    """Return the values of variable `name` cast to `dtype`; values that need no cast, and strings, unchanged.
+    """Return the values of variable `name` cast to `dtype`; the same array if no cast is needed.
 
-    With int8 the result is rows [n, dim + 4] of `exporter.wire.int8_codes`: codes and a scale.
+    Strings are never cast. With int8 the result is rows [n, dim + 4] of `exporter.wire.int8_codes`: codes and
+    a scale.
 
     Raises:
         MappingError: a finite value is too large for `dtype`.

@@ -29,8 +29,9 @@ AUTODIST_SCOPE = "AutoDist-Replica-"
 def recognise(catalog: Catalog) -> Catalog:
     """Return the catalog with the trainer's family in words, and the step that its object graph states.
 
-    Without an object graph the step stays. Raises the errors of `read_object_graph` and `read_array`, which
-    are CheckpointErrors, and DiskFull or PublishError if files of a store cannot be kept here.
+    The step stays if there is no object graph, or that states none. CheckpointError and subclasses if the
+    object graph or a step is damaged or cannot be read, DiskFull or PublishError if files of a store cannot
+    be kept here.
     """
     objects = read_object_graph(catalog)
     if objects is None:
@@ -99,8 +100,8 @@ def _saver(catalog: Catalog) -> str:
 def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
     """Return the checkpoint's step: of the root's step variables, of the only optimizer, or from its name.
 
-    Step variables that disagree do not count, nor do several optimizers. None without a step. Errors are
-    those of `read_step`.
+    Step variables that disagree do not count, nor do several optimizers. None without a step.
+    CheckpointError and subclasses, as `read_step`, if a step cannot be read.
     """
     root = objects.objects[ROOT].children
     own = [objects.objects[root[name]].variable for name in _STEPS if name in root]
@@ -112,10 +113,10 @@ def _step(catalog: Catalog, objects: ObjectGraph) -> int | None:
 
 
 def _steps_of_optimizers(catalog: Catalog, objects: ObjectGraph) -> Iterator[int]:
-    """Yield the step of each optimizer; for one that contains others, the greatest of theirs and its own.
+    """Yield the step of each outermost optimizer: the greatest of its own and of those that it contains.
 
     An optimizer that scales losses does not count itself, and inner ones continue where an outer one
-    restarted. Errors are those of `read_step`.
+    restarted. CheckpointError and subclasses, as `read_step`, if a step cannot be read.
     """
     steps: dict[int, int] = {}
     for number, item in enumerate(objects.objects):

@@ -56,9 +56,9 @@ class V1Values(Struct, frozen=True):
 def read_v1(pattern: Path, files: list[Path]) -> Catalog:
     """Read the catalog of the checkpoint in these files, sorted, at least one; TensorFlow calls it `pattern`.
 
-    Imports TensorFlow. MissingShard if their number differs from the one in their names, CorruptFile if one
-    is damaged or not of format V1, CheckpointNotFound or CheckpointChanged if one vanished, CheckpointError
-    if one cannot be read.
+    Imports TensorFlow. MissingShard if their number differs from the one in their names; CorruptFile,
+    TruncatedFile or UnsupportedFormat if one is damaged or not of format V1; CheckpointNotFound or
+    CheckpointChanged if one vanished; CheckpointError if one cannot be read.
     """
     ranges = tuple(FileRange.whole(file) for file in files)
     said = re.search(r"-of-([0-9]{5})$", files[0].name)
@@ -91,7 +91,8 @@ def read_v1(pattern: Path, files: list[Path]) -> Catalog:
 def _parts(files: Iterable[FileRange]) -> dict[str, list[SliceSpec]]:
     """Return the boxes of the tensors that are stored in parts, by name; tensors stored whole are left out.
 
-    CorruptFile if a file is damaged.
+    CorruptFile, TruncatedFile or UnsupportedFormat if a file is damaged, CheckpointChanged if it was
+    replaced, CheckpointError if it cannot be read.
     """
     found: dict[str, list[SliceSpec]] = {}
     for file in files:
@@ -113,9 +114,9 @@ def _meta(file: FileRange) -> Proto:
 
 
 def _spec(path: Path, shape: tuple[int, ...], part: Proto) -> SliceSpec:
-    """Return the box of a part; a dimension that is taken whole has no length. (Source: tensor_slice.proto.)
+    """Return the box of a part of a tensor, given the tensor's shape and the part as a TensorSliceProto.
 
-    CorruptFile if it is not inside the tensor, whose shape is `shape`.
+    A dimension that is taken whole has no length there. CorruptFile if the box is not inside the tensor.
     """
     starts = tuple(box.start for box in part.extent)
     ends = tuple(

@@ -41,7 +41,7 @@ class Member(Struct, frozen=True):
     def stream(self) -> Iterator[bytes]:
         """Yield the unpacked bytes in chunks of bounded size, and compare their checksum after the last one.
 
-        Until then it is unknown whether they are right.
+        Until then it is unknown whether they are right. Raised during the iteration, not at the call.
 
         Raises:
             UnsafeArchive: they are more than declared.
@@ -71,7 +71,8 @@ class Member(Struct, frozen=True):
     def read(self, limit: int) -> bytes:
         """Return the whole member, unpacked; UnsafeArchive if it has more than `limit` bytes.
 
-        Other errors are those of `Member.stream`.
+        CorruptFile, TruncatedFile, UnsafeArchive or another CheckpointError, as `Member.stream`, if it is
+        damaged or cannot be read.
         """
         if self.size > limit:
             raise UnsafeArchive(

@@ -60,12 +60,13 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
         `dtype` is the dtype of the served rows, which `values` casts to. Keys that `admission` does not admit
         are left out. `touched` are newer rows by key: they replace stored rows and follow them in `keys`.
-        `removed` is ignored without `touched`. Rows stay memory maps.
+        `removed` are keys, ignored without `touched`. Stored rows stay memory maps.
 
         Raises:
             CorruptFile: a checksum is wrong, or the keys are damaged.
-            UnsupportedFormat, CheckpointChanged: as `checked_map`.
-            CheckpointError, DiskFull, PublishError: a checkpoint in a store cannot be fetched.
+            CheckpointChanged: a shard vanished or shrank since the catalog was read.
+            CheckpointError: a shard cannot be read, or fetched from a store.
+            DiskFull, PublishError: bytes fetched from a store cannot be written.
         """
         # A touched key counts as recent, and its frequency is the newest.
         keys = read_keys(catalog, variable)
@@ -85,7 +86,8 @@ class TrainedTable(Struct, frozen=True, eq=False):
     def values(self, places: Array) -> Array:
         """Return the rows of the keys with the indices `places` in `keys`, cast to the served dtype.
 
-        They are in the order of `places`. Raises MappingError or NotFinite if a value does not fit the dtype.
+        They are in the order of `places`. Raises MappingError if a value is too large for the dtype; for
+        int8, NotFinite if a row has no code (it holds NaN, infinity or too large a value).
         """
         wanted = self.places[places]
         values = np.empty((len(wanted), self.variable.dim), self.variable.value_dtype.numpy)
@@ -100,10 +102,10 @@ class TrainedTable(Struct, frozen=True, eq=False):
 
 
 def in_dtype(rows: KeyedRows, dtype: DType) -> KeyedRows:
-    """Return a copy of `rows` whose values are cast to `dtype`, in which they are served; int8 rows become
-    codes.
+    """Return `rows` with their values cast to `dtype`, in which they are served; int8 rows become codes.
 
-    Raises MappingError or NotFinite if a value does not fit.
+    Arrays that need no cast are shared with `rows`. Raises MappingError if a value is too large for the
+    dtype; for int8, NotFinite if a row has no code (it holds NaN, infinity or too large a value).
     """
     values = cast_values(np.asarray(rows.values), dtype, rows.name)
     return KeyedRows(rows.name, rows.keys, values, rows.freqs)
@@ -147,8 +149,8 @@ class TableRows(Struct, frozen=True, eq=False):
 def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
     """Read a table's four tensors from an increment's bundle into memory, every checksum verified.
 
-    Raises CorruptFile if a checksum is wrong, a key is there twice, or the tensors do not fit the manifest's
-    `table` or each other; CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.
+    Raises CorruptFile if a checksum is wrong, a key is there twice, or the tensors do not fit `table`, their
+    entry in the manifest; CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.
     """
     count = (table.rows,)
     shapes = (count, count, (table.rows, table.dim), (table.removed,))
@@ -163,10 +165,11 @@ def read_table(catalog: Catalog, table: ChangedTable) -> TableRows:
 
 
 def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | None, ...]) -> Array:
-    """Read the tensor `key` of a bundle into memory, checksum verified.
+    """Read the tensor `key` of an increment's bundle into memory, checksum verified.
 
-    Raises CorruptFile if it is absent or damaged, or has another dtype or shape than the manifest says;
-    CheckpointChanged if its shard vanished, other CheckpointErrors if it cannot be read.
+    `dtype` and `shape` are the manifest's. Raises CorruptFile if the tensor is absent or damaged, or has
+    another dtype or shape; CheckpointChanged if its shard vanished, other CheckpointErrors if it cannot be
+    read.
     """
     ref = catalog.tensors.get(key)
     if ref is None or ref.dtype is not dtype or ref.shape != shape:
@@ -177,10 +180,9 @@ def read_listed(catalog: Catalog, key: str, dtype: DType, shape: tuple[int | Non
 
 
 def check_ids(catalog: Catalog, name: str, ids: Array, rows: int, *, of: object = None) -> None:
-    """Raise CorruptFile unless `ids` are strictly increasing row numbers within [0, rows); `name` is the
-    variable.
+    """Raise CorruptFile unless `ids` are strictly increasing row numbers within [0, rows).
 
-    The message shows `of` instead of `rows` if given.
+    The message names `catalog` and the variable `name`, and shows `of` instead of `rows` if it is given.
     """
     is_inside = not len(ids) or (ids[0] >= 0 and ids[-1] < rows)
     if not is_inside or (ids[1:] <= ids[:-1]).any():

@@ -195,8 +195,8 @@ class DeepRecIncrement(Struct, frozen=True):
     def covers(self, increment: str) -> bool:
         """True if every key and variable of the increment with the id `increment` is also in this one.
 
-        False if that one is gone or damaged, or is not DeepRec's. Reads the keys of both. Raises OSError if
-        that one's index cannot be read.
+        False if that increment is gone or damaged, or is not DeepRec's. Reads the keys of both increments.
+        Raises OSError if the index of the other one cannot be read.
         """
         # It is, if both are of one training since the same full save.
         try:
@@ -219,10 +219,10 @@ class DeepRecIncrement(Struct, frozen=True):
         return None
 
     def _has_all(self, before: Catalog, name: str) -> bool:
-        """True if tensor `name` of an earlier increment is also in this one; if it has keys, only if all of
-        them are.
+        """True if tensor `name` of the earlier increment `before` is also in this one.
 
-        Raises CheckpointError and subclasses if the keys of either cannot be read.
+        For a tensor of keys, true only if this increment has all of its keys. Raises CheckpointError and
+        subclasses if the keys of either increment cannot be read.
         """
         ref = self.catalog.tensors.get(name)
         if ref is None or not name.endswith(INCR_KEYS):
@@ -233,8 +233,8 @@ class DeepRecIncrement(Struct, frozen=True):
     def changes(self) -> Iterator[tuple[Changed, Change]]:
         """Yield each changed variable of the full checkpoint with its new value or rows, checksums verified.
 
-        Whole variables come first; then tables, with increasing row numbers of the full checkpoint; of a row
-        that is given twice the first counts. Variables that the full checkpoint lacks are ignored. Embedding
+        Whole variables come first; then tables, with increasing row numbers of the whole table. If a row is
+        given twice, the first one counts. Variables that the full checkpoint lacks are ignored. Embedding
         variables are left out (see `keyed`). While iterating, raises CorruptFile if keys and values do not
         fit; CheckpointChanged if a shard vanished, other CheckpointErrors if it cannot be read.
         """
@@ -262,7 +262,8 @@ class DeepRecIncrement(Struct, frozen=True):
 
         Names that the full checkpoint lacks, and variables without touched rows, yield nothing. Raises, at
         the call for the full checkpoint and while iterating for the increment, CorruptFile or
-        UnsupportedFormat for damaged or unknown forms, CheckpointChanged if a shard vanished.
+        UnsupportedFormat for damaged or unknown forms, CheckpointChanged if a shard vanished, other
+        CheckpointErrors if it cannot be read.
         """
         return touched_rows(self.catalog, self._variables(names))
 
@@ -274,8 +275,9 @@ class DeepRecIncrement(Struct, frozen=True):
         return (KeyedChange(rows, np.empty(0, np.int64)) for rows in self.keyed(names))
 
     def key_counts(self) -> Counter[str]:
-        """Return the number of touched keys of each embedding variable or table, by name, from the index
-        alone.
+        """Return the number of touched keys or rows of each embedding variable or table, by its name.
+
+        The index alone is used; nothing is read.
         """
         found: Counter[str] = Counter()
         for name, ref in self.catalog.tensors.items():
@@ -339,10 +341,10 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
     """Return the newest incremental checkpoint that builds on the full checkpoint `full`; None if there is
     none.
 
-    It has a higher step than `full`, a lower one than the next full checkpoint, and at most the step that the
-    state file beside it names; its index is not older than that of `full`. An incomplete one (being written
-    or pruned) is skipped for the next older one. Raises CheckpointError and subclasses if one is damaged or
-    the directory cannot be listed.
+    Its step is above the step of `full`, below the step of the next full checkpoint, and at most the step
+    that the state file beside the increments names; its index file is not older than that of `full`. An
+    incomplete increment (being written or pruned) is skipped for the next older one. Raises CheckpointError
+    and subclasses if an increment is damaged or the directory cannot be listed.
     """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     for step, name in _beyond(full):
@@ -356,19 +358,18 @@ def read_increment(full: Catalog) -> DeepRecIncrement | None:
 
 
 def abandoned_increment(full: Catalog) -> str:
-    """Return the name of the newest increment after `full`, by step, if its file is older than that of
-    `full`.
+    """Return the name of the increment of the highest step after `full`, if its index file is older than that
+    of `full`.
 
-    Such a file is of a training that was set back. "" if it is not older, or there is none. Raises
-    CheckpointError if the directory cannot be listed.
+    Such an increment is left over from a training that was set back. "" if it is not older, or there is none.
+    Raises CheckpointError if the directory cannot be listed.
     """
     directory = full.prefix.parent / DEEPREC_INCREMENTS_DIRECTORY
     return next((name for _, name in _beyond(full)[:1] if _is_older(directory / name, full.prefix)), "")
 
 
 def _beyond(full: Catalog) -> list[tuple[int, str]]:
-    """Return step and name of each increment whose step is between a full checkpoint and the next, newest
-    first.
+    """Return (step, name) of each increment with a step between a full checkpoint and the next, newest first.
 
     Steps above the one that the increments' state file names are left out. Empty if there are no increments;
     CheckpointError if the directory cannot be listed.
@@ -427,8 +428,9 @@ def plan_deeprec_changes(
 ) -> ChangePlan:
     """Plan how to publish a full checkpoint with its increment, after the state `published`.
 
-    The plan is empty if this state is published and no row is further from it than `within`. The increment is
-    known to hold all changes if it covers what was published; otherwise both states must be compared, and
+    The plan is empty if this checkpoint and increment are what `published` names, and no published row is
+    further than the distance `within` (a Euclidean norm) from the trainer's row. The increment is known to
+    hold all changes if it covers what was published; otherwise both states must be compared, and the plan's
     `reason` says why. Raises CheckpointError or OSError if the increment's index cannot be read.
     """
     target = TrainerVersion(full, increment.id)

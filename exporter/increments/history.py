@@ -91,7 +91,7 @@ class CheckpointMarker(Struct, frozen=True, kw_only=True):
     def may_lead_to(self, increment: Increment) -> bool:
         """True if neither file names its session, but the increment may be the next one after the checkpoint.
 
-        It is of the same run, has the expected parent and a higher step.
+        The increment must be of the same run, and have the expected parent and a higher step.
         """
         # An increment never carries the step of a full checkpoint that its session wrote before it.
         is_unknown = self.session is None and increment.session is None and self.run == increment.run
@@ -129,7 +129,7 @@ class History(Struct, frozen=True, dict=True):
     def generation(self) -> int:
         """The highest generation of an increment, 0 without increments.
 
-        Each session of the trainer begins a new one.
+        Each session of the trainer begins a new generation.
         """
         return max((stored.increment.generation for stored in self.increments), default=0)
 
@@ -277,6 +277,7 @@ def identify(prefix: Path, step: int) -> CheckpointId:
 
     Raises:
         CheckpointNotFound: its index cannot be read.
+        CheckpointError: its index cannot be fetched from a store.
     """
     return CheckpointId(prefix.name, step, index_digest(prefix))
 

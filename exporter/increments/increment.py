@@ -127,7 +127,7 @@ class StoredIncrement(Struct, frozen=True):
     def catalog(self) -> Catalog:
         """Read the catalog of the increment's bundle from its index.
 
-        Raises CheckpointError and subclasses if the index is absent, damaged, or a shard is missing.
+        Raises CheckpointError and subclasses if the index is absent or damaged, or the shard is missing.
         """
         return read_catalog(self.path / DELTA_NAME)
 
@@ -145,8 +145,8 @@ class StoredIncrement(Struct, frozen=True):
     def tables(self) -> Iterator[tuple[ChangedTable, TableRows]]:
         """Yield each table by keys, in manifest order, with its rows, read into memory, checksums verified.
 
-        While iterating, raises CorruptFile if the bundle does not fit the manifest, and other
-        CheckpointErrors if it cannot be read.
+        Nothing is read if there are no such tables. While iterating, raises CorruptFile if the bundle does
+        not fit the manifest, and other CheckpointErrors if it cannot be read.
         """
         if self.increment.tables:
             catalog = self._listed_catalog()
@@ -157,9 +157,9 @@ class StoredIncrement(Struct, frozen=True):
         """Yield the new rows and removed keys of the tables by keys with these names, every checksum
         verified.
 
-        Tables that the increment does not change yield nothing; all its tables are read. Names that it does
-        not know are ignored. While iterating, raises CheckpointError and subclasses (CorruptFile) if the
-        bundle is damaged or gone.
+        Names of tables that are not in the increment are ignored. All its tables by keys are read, whatever
+        the names. While iterating, raises CheckpointError and subclasses (CorruptFile) if the bundle is
+        damaged or gone.
         """
         for table, rows in self.tables():
             if table.name in names:
@@ -290,7 +290,7 @@ def _damaged(path: Path, cause: str) -> CorruptFile:
 
 
 def rows_of(catalog: Catalog, ref: TensorRef, ids: Array) -> Array:
-    """Return the rows `ids` of a tensor, in the order of `ids`; checksums are not verified.
+    """Return the rows of a tensor with the numbers `ids`, in the order of `ids`; checksums are not verified.
 
     The tensor is stored whole or in slices of whole rows. `ids` must be within its rows. Raises CorruptFile
     if it is sliced in another way or some of the rows are not stored, UnsupportedFormat for strings,

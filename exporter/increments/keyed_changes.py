@@ -19,7 +19,7 @@ def keyed_changes_of(increments: Iterable[AnyIncrement], names: Collection[str])
 
     Raises:
         CorruptFile: a checksum is wrong, or rows do not fit their table.
-        CheckpointError: an increment cannot be read; subclasses as CheckpointChanged.
+        CheckpointError: an increment cannot be read; CheckpointChanged if its files vanished.
     """
     return merged(change for each in increments for change in each.keyed_changes(names))
 
@@ -29,9 +29,9 @@ def published_before(
 ) -> Mapping[str, KeyedRows]:
     """Return, by table name, the rows of the named tables in the DeepRec increment that was published last.
 
-    `last` is its id. DeepRec's increments repeat all rows since the full save, so that these need not be sent
-    again. Empty if `last` is None, gone or damaged, or if `increments` has none of DeepRec's. Raises OSError
-    if an index cannot be read.
+    `last` is its id. DeepRec's increments repeat all rows since the full save: rows that are also in the
+    result, unchanged, need not be sent again. Empty if `last` is None, gone or damaged, or if `increments`
+    has none of DeepRec's. Raises OSError if the index of that increment cannot be read.
     """
     deeprec = (each for each in increments if isinstance(each, DeepRecIncrement))
     newest = next(deeprec, None)
@@ -45,7 +45,8 @@ def keys_to_come(catalog: Catalog) -> Counter[str]:
     are read.
 
     Raises:
-        CheckpointError: an increment, or a manifest, is damaged; or a subclass.
+        CheckpointError: an increment or a manifest is damaged (CorruptFile, for example), or the checkpoint's
+            index cannot be read.
     """
     history = read_history(catalog.prefix.parent)
     full = identify(catalog.prefix, catalog.step or 0) if history.increments else None

@@ -31,10 +31,10 @@ class AnyIncrement(Protocol):
         """The increment's path, for messages."""
 
     def changes(self) -> Iterator[tuple[Changed, Change]]:
-        """Yield the trainer's variables with their new values or rows, checksums verified; rows by the
-        trainer's numbers.
+        """Yield each changed variable of the trainer with its new value or rows, checksums verified.
 
-        While iterating, raises CheckpointError and subclasses if the increment is damaged or gone.
+        Row numbers are the trainer's. While iterating, raises CheckpointError and subclasses if the increment
+        is damaged or gone.
         """
 
     def keyed_changes(self, names: Collection[str]) -> Iterator[KeyedChange]:
@@ -85,9 +85,9 @@ def plan_changes(
     - If the target is published, and no row is further from it than `within`, there is nothing to do.
     - If the published state is exact, and increments connect it to the target, they hold all changes.
     - Otherwise the target is compared with the published state, row by row; `reason` says why.
-    - With `is_alone`, `full` is to be published alone: increments that follow it do not count.
+    - With `is_alone`, `full` is to be published alone: increments after `full` do not count.
     - With `awaits_increment` and no increment after `full` yet, the plan ends where the next increment will
-      begin: that increment will have the changes up to `full`, and nothing has to be compared.
+      begin: that increment will hold the changes up to `full`, and nothing has to be compared.
 
     For example: increments A (steps 100 to 110) and B (110 to 120) follow checkpoint 100, and checkpoint 125
     follows B. If A is published and the next increment is awaited, B is sent now, and the changes between 120
@@ -118,8 +118,8 @@ def plan_changes(
 def _plan_before(published: TrainerVersion, full: CheckpointId, history: History) -> ChangePlan | None:
     """Plan the changes from `published` up to the state at which the next increment after `full` will begin.
 
-    The plan is empty if that state is published. None if no marker of `full` says which state that is, or if
-    increments that lead there are missing.
+    The plan is empty if that state is published. None if no marker of `full` names that state, or increments
+    that lead to it are missing.
     """
     for marker in history.markers_of(full):
         others = () if published.increment is not None else history.markers_of(published.checkpoint)

@@ -82,12 +82,16 @@ class TrainerVersion(Struct, frozen=True):
         return self.left_out is None and self.rounded is None
 
     def is_within(self, distance: float) -> bool:
-        """True if no row was rounded, and none is further than `distance` from the trainer's row."""
+        """True if no row was rounded, and no row is further than `distance` from the trainer's row.
+
+        The distance is a Euclidean norm.
+        """
         return self.rounded is None and (self.left_out is None or self.left_out.bound <= distance)
 
     def exact_but_for(self, dtype: DeltaDtype | None) -> TrainerVersion:
-        """Return the state without `rounded` if rows were rounded to `dtype`, the next delta's dtype; else
-        itself.
+        """Return the state without `rounded` if its rows were rounded to `dtype`; else the state itself.
+
+        `dtype` is the type of the next delta, None if that is not rounded.
         """
         is_rounded_so = self.rounded is not None and self.rounded.dtype is dtype
         return replace(self, rounded=None) if is_rounded_so else self
