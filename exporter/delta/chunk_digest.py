@@ -82,11 +82,11 @@ def chunk_digest(rows: NDArray[Any]) -> int:
 
 
 def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk]) -> list[int]:
-    """Return the digest, a signed 64-bit integer, that a server with this state computes for each of the
-    `wanted` chunks.
+    """Return the digests that a server with this state computes for the chunks `wanted`, in their order.
 
-    The stored checksums of their variables are verified first. Raises CorruptFile if one differs,
-    CheckpointError (and subclasses) if values cannot be read. KeyError for a variable that is not in the
+    Each is a signed 64-bit integer. The stored checksums of the chunks' variables are verified first. Raises
+    CorruptFile if one differs, CheckpointError (and subclasses) if values cannot be read, DiskFull or
+    PublishError if bytes fetched from a store cannot be kept, KeyError for a variable that is not in the
     schema.
     """
     state.check({chunk.variable for chunk in wanted})

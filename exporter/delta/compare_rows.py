@@ -99,7 +99,9 @@ class ComparedRows:
         """Return the checksum of rows `start` to `stop` of the table in this state, as at most one range of a
         stored run.
 
-        Empty if no checksums are wanted, or no stored run holds exactly the served rows.
+        Empty if no checksums are wanted, or no stored run holds exactly the served rows. Raises
+        CheckpointError and subclasses if rows cannot be read, DiskFull or PublishError if bytes fetched from
+        a store cannot be kept.
         """
         stored = state.stored[self._name]
         if not self._checksums or stored.extent is None:
@@ -166,7 +168,9 @@ class ComparedRows:
         """Return the rows of a chunk that differ, numbered within it, ascending.
 
         Old rows are read in the blocks `suspects` only. `suspects` are the numbers of blocks, `new` all new
-        rows of the chunk, and `start` is its first row. Raises the errors of `LayeredState.rows_at`.
+        rows of the chunk, and `start` is its first row. Raises CheckpointError (and subclasses) if old rows
+        cannot be read, MappingError or NotFinite if a value does not fit the served dtype, DiskFull or
+        PublishError if bytes fetched from a store cannot be kept.
         """
         if not len(suspects):
             return np.empty(0, np.int64)
@@ -356,7 +360,7 @@ class SideChecksums:
         """Read the bytes of served rows `start` to `stop` and extend the checksums by them.
 
         The rows must follow the previous ones. Raises CheckpointChanged or CheckpointError if a file is gone
-        or cannot be opened, ValueError if it is too short.
+        or cannot be opened, ValueError if it is too short, OSError if it cannot be mapped.
         """
         # Called right after the comparison of these rows, which has brought them into the processor's cache.
         for extent, first, size in self._side.stored(start, stop):
@@ -405,9 +409,13 @@ class TaskComparison:
         """Return an iterator of the results for the table `name`, in the order of its rows.
 
         None if tasks do not compare it. Tables must be asked for in the order in which they were given. The
-        iterator waits for each task. While iterating, raises EngineFailed, the task's errors (see
-        `Compare.run`), CheckpointError if its result cannot be read, and the errors of
-        `LayeredState.rows_at`.
+        iterator waits for each task, and records its checksums for `check`.
+
+        Raises (while iterating):
+            EngineFailed: the engine failed.
+            CheckpointError: an input changed, or rows or a task's result cannot be read.
+            MappingError, NotFinite: a value does not fit the served dtype.
+            OSError, DiskFull, PublishError: a result or a scratch file cannot be written.
         """
         return self._found(name, self._rows[name]) if name in self._rows else None
 
@@ -484,8 +492,9 @@ def _with_layers(
     """Return the result of a task, corrected for the rows that changes on top of the bundles contain.
 
     `touched` has the numbers of these rows, ascending, in the old and the new state; they are compared here.
-    The hashes of blocks that the new state's changes touch are invalidated. Raises the errors of
-    `LayeredState.rows_at`.
+    The hashes of blocks that the new state's changes touch are invalidated. Raises CheckpointError (and
+    subclasses) if these rows cannot be read, MappingError or NotFinite if a value does not fit the served
+    dtype, DiskFull or PublishError if bytes fetched from a store cannot be kept.
     """
     here = [ids[slice(*np.searchsorted(ids, (task.start, task.stop)))] for ids in touched]
     ids = distinct(np.concatenate(here))

@@ -55,8 +55,8 @@ def write_delta(
 ) -> tuple[TensorRef, ...]:
     """Write the bundle `prefix`.index and .data-00000-of-00001, unsynced.
 
-    Return the tensors that were written. A variable without a change is empty in it. The header's packing
-    changes no value: rows that packing would change are stored exactly.
+    Return the tensors that were written. Existing files are replaced. A variable without a change is empty in
+    the bundle. The header's packing changes no value: rows that packing would change are stored exactly.
 
     Raises:
         ValueError: a change does not fit its variable, or names a variable that the schema does not have, or
@@ -91,9 +91,10 @@ def read_tensors(prefix: Path, schema: Schema) -> DeltaTensors:
     """Read index and header of the delta at `prefix`, and check them against `schema`.
 
     Raises:
-        CheckpointError: it cannot be read, see errors.py.
-        UnsupportedFormat: it is not a delta, of another version, or made for other variables.
+        UnsupportedFormat: it is not a delta, has another format version, or was made for other variables.
         CorruptFile: a checksum or the number of rows is wrong, or a tensor belongs to no variable.
+        CheckpointError: it cannot be read (CheckpointNotFound: it does not exist).
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     catalog = read_catalog(prefix)
     header, rows = _header(catalog)
@@ -117,7 +118,10 @@ def read_delta(prefix: Path, schema: Schema) -> Delta:
     Checksums of values are not verified.
 
     Raises:
-        CheckpointError, UnsupportedFormat, CorruptFile: as `read_tensors` and `with_values`.
+        UnsupportedFormat: it is not a delta, has another format version, or was made for other variables.
+        CorruptFile: index or header are damaged, or row numbers, packed rows or lookup tables are wrong.
+        CheckpointError: it cannot be read (CheckpointNotFound: it does not exist).
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     return with_values(read_tensors(prefix, schema), schema)
 
@@ -126,7 +130,8 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
     """Return a delta with the tensors of `read` mapped into memory; checksums of rows are not verified.
 
     Raises CorruptFile if row numbers, packed rows or lookup tables are wrong, CheckpointChanged if a shard
-    vanished or shrank, CheckpointError if a shard cannot be read.
+    vanished or shrank, CheckpointError if a shard cannot be read, DiskFull or PublishError if bytes fetched
+    from a store cannot be kept.
     """
     catalog = read.catalog
     variables = [variable for variable in schema.variables if variable.name in read.tensors]
@@ -141,8 +146,9 @@ def with_values(read: DeltaTensors, schema: Schema) -> Delta:
 def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
     """Return the row numbers, int64 [n] ascending, of a table's rows in a delta.
 
-    Empty if the delta does not change it. Their checksum is verified. Raises CorruptFile if they are damaged,
-    CheckpointError (and subclasses) if they cannot be read.
+    Empty if the delta does not change the table. The numbers' checksum is verified. Raises CorruptFile if
+    they are damaged, CheckpointError (and subclasses) if they cannot be read, DiskFull or PublishError if
+    bytes fetched from a store cannot be kept.
     """
     refs = read.tensors.get(variable.name)
     if refs is None:
@@ -182,7 +188,8 @@ def _header(catalog: Catalog) -> tuple[DeltaHeader, int]:
     """Return the header of a delta, read from its tensors, and the number of rows that it declares.
 
     Raises UnsupportedFormat for another version, unknown flags or a bundle that is not a delta, CorruptFile
-    if its values are impossible or damaged, CheckpointChanged or CheckpointError if they cannot be read.
+    if its values are impossible or damaged, CheckpointChanged or CheckpointError if they cannot be read,
+    DiskFull or PublishError if bytes fetched from a store cannot be kept.
     """
     position = _read(catalog, POSITION_KEY, DType.INT64, (6,))
     version, start, end, step, flags, rows = position.tolist()
@@ -271,7 +278,8 @@ def _change(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorRef
     """Map the tensors of one variable, in the order of `tensor_keys`; return its rows or its value.
 
     Raises ValueError if they are not rows or a value of this variable, CheckpointChanged or CheckpointError
-    if a shard vanished, shrank or cannot be read, CorruptFile if strings are damaged.
+    if a shard vanished, shrank or cannot be read, CorruptFile if strings are damaged, DiskFull or
+    PublishError if bytes fetched from a store cannot be kept.
     """
     if not variable.is_table:
         return _array(catalog, refs[0])[0, ...]
@@ -304,8 +312,9 @@ def _unpacked(catalog: Catalog, variable: ServedVariable, refs: Sequence[TensorR
 def _array(catalog: Catalog, ref: TensorRef) -> Array:
     """Return a tensor as a map; as a copy in memory if it holds strings or is stored in slices.
 
-    Of strings the checksum is verified, of other types it is not. Raises CorruptFile if they differ,
-    CheckpointChanged or CheckpointError if a shard vanished, shrank or cannot be read.
+    Of strings the checksum is verified, of other types it is not. Raises CorruptFile if it differs,
+    CheckpointChanged or CheckpointError if a shard vanished, shrank or cannot be read, DiskFull or
+    PublishError if bytes fetched from a store cannot be kept.
     """
     if ref.extent is None:
         return np.concatenate(_slices(catalog, ref))

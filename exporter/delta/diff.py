@@ -100,9 +100,10 @@ def diff(old: LayeredState, new: LayeredState, schema: Schema, how: Comparison) 
 
     Raises:
         CorruptFile: a checksum differs.
-        CheckpointError: a file cannot be read, see errors.py.
+        CheckpointError: a file changed or cannot be read.
         MappingError, NotFinite: a value does not fit the dtype it is served in.
         EngineFailed: the engine of `how.runner` failed.
+        UsageError: the store in which `how.runner` keeps jobs cannot be opened.
         OSError, DiskFull, PublishError: a scratch file, or a task's result, cannot be written.
     """
     hasher = how.known.hasher if how.known else how.hasher
@@ -144,7 +145,7 @@ def _tasks(
 
     It has the tables that are stored in bundles, that no change replaces as a whole, and that are large or in
     an object store. Raises CheckpointChanged or CheckpointError if a file is gone or cannot be reached,
-    EngineFailed, DiskFull or PublishError if the job cannot begin.
+    DiskFull, PublishError or UsageError if the directory of the job cannot be made.
     """
     # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
     # do.
@@ -181,7 +182,8 @@ def _changed_since(
     """Compare the rows that changes on top contain, for a variable that `_is_shared`.
 
     Return the rows that differ; of a dense variable, the whole new value. None if nothing differs. Raises
-    CheckpointError and subclasses if rows cannot be read, OSError if a file in `scratch` cannot be written.
+    CheckpointError and subclasses if rows cannot be read, DiskFull or PublishError if bytes fetched from a
+    store cannot be kept, OSError if a file in `scratch` cannot be written.
     """
     name = variable.name
     ids = distinct(np.concatenate([old.touched(name), new.touched(name)]))
@@ -199,11 +201,11 @@ def _changed_since(
 
 
 def diff_lookups(old: LayeredState, new: LayeredState, schema: Schema) -> dict[str, Change]:
-    """Return the changes from the lookup tables of `old` to those of `new`, by variable: keys and values of
-    each changed table.
+    """Return the changes from the lookup tables of `old` to those of `new`: keys and values, by variable.
 
-    All their checksums are verified. A table with the same bytes in both is left out. Raises CorruptFile if
-    one differs, CheckpointError (and subclasses) if a file cannot be read.
+    A table with the same bytes in both is left out. All checksums of lookup tables are verified. Raises
+    CorruptFile if one differs, CheckpointError (and subclasses) if a file cannot be read, DiskFull or
+    PublishError if bytes fetched from a store cannot be kept.
     """
     names = [half.name for pair in schema.lookups for half in pair]
     values = {name: new.whole(name) for name in names}
@@ -224,10 +226,10 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def _add_other_halves(changes: dict[str, Change], new: LayeredState, schema: Schema) -> None:
-    """Add to `changes`, in place, the keys or the values, from `new`, of each lookup table of which only the
-    other changed.
+    """Complete `changes`, in place, by the other half, from `new`, of each lookup table with one half in it.
 
-    Raises the errors of `LayeredState.whole`.
+    The halves of a table are its keys and its values. Raises CheckpointError and subclasses if a half cannot
+    be read or is damaged, DiskFull or PublishError if bytes fetched from a store cannot be kept.
     """
     for pair in schema.lookups:
         if any(half.name in changes for half in pair):
@@ -259,7 +261,10 @@ class _Table:
         """Return the changed rows (None without any) and the hashes of all blocks (uint64 [blocks]).
 
         The table is compared by `tasks` if these include it, else by the threads of `pool`; then the stored
-        checksums of the bytes that were read are verified here. Raises the errors of `diff`.
+        checksums of the bytes that were read are verified here. Raises CheckpointError (and subclasses) if
+        rows changed, are damaged or cannot be read, MappingError or NotFinite if a value does not fit the
+        served dtype, EngineFailed if the engine of the tasks failed, OSError, DiskFull or PublishError if a
+        scratch file cannot be written.
         """
         by_tasks = None if tasks is None else tasks.found(self._name)
         hashes = np.empty(self._rows.blocks, np.uint64)
@@ -284,7 +289,9 @@ class _Table:
     def _found_here(self, pool: Executor) -> Iterator[Found]:
         """Compare the table by threads of this process, and yield the results in the order of the rows.
 
-        Rows in an object store are fetched first. While iterating, raises the errors of `diff`.
+        Rows in an object store are fetched first. While iterating, raises CheckpointError (and subclasses) if
+        rows changed, are damaged or cannot be read, MappingError or NotFinite if a value does not fit the
+        served dtype, DiskFull or PublishError if fetched rows cannot be kept.
         """
         rows, ahead = self._rows, _AHEAD * self._how.threads
         old, new = (state.stored[self._name] for state in (self._old, self._new))
@@ -305,7 +312,9 @@ class _Table:
 
         Return the results in order. The last result has the checksums of all bytes fetched. If hashes of the
         old rows are known, old rows are read without a file and without checksums. The files are removed at
-        the end. Raises the errors of `_fetched` and of `ComparedRows.compare`.
+        the end. Raises CheckpointError (and subclasses) if rows changed, are damaged or cannot be read,
+        MappingError or NotFinite if a value does not fit the served dtype, DiskFull or PublishError if a
+        scratch file cannot be written.
         """
         known, old = self._rows.known, None
         with ExitStack() as stack:
@@ -335,9 +344,9 @@ class _Table:
     ) -> Iterator[tuple[LayeredState, SideChecksums]]:
         """Fetch a range of one state's rows into a scratch file.
 
-        Yield a state that reads them there, and their checksums. The file is removed at the end of the
-        context. Raises CheckpointChanged if the object is not as planned, CheckpointError if it cannot be
-        read, DiskFull or PublishError if the file cannot be written.
+        Yield a state that reads them there, and the object that computes their checksums. The file is removed
+        at the end of the context. Raises CheckpointChanged if the object is not as planned, CheckpointError
+        if it cannot be read, DiskFull or PublishError if the file cannot be written.
         """
         name, reader = self._name, state.stored[self._name]
         side, paths = StoredSide.of(reader, *chunk, 0), {run.extent.shard: run.path for run in reader.runs}
@@ -349,11 +358,10 @@ class _Table:
 def _in_order(
     pool: Executor, work: Callable[[tuple[int, int]], T], chunks: Iterable[tuple[int, int]], ahead: int
 ) -> Iterator[T]:
-    """Yield the results of `work` in the order of the chunks, with at most `ahead` pending in the pool; waits
-    for each.
+    """Yield the results of `work` in the order of the chunks, with at most `ahead` pending in the pool.
 
-    At the end, or if the iterator is closed, pending ones are cancelled. Errors of `work` are raised in its
-    turn.
+    Waits for each result. At the end, or if the iterator is closed, pending ones are cancelled. An error of
+    `work` is raised when the turn of its chunk comes.
     """
     pending: deque[Future[T]] = deque()
     try:

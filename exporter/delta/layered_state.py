@@ -121,7 +121,7 @@ class LayeredState(Struct, frozen=True, eq=False):
 
     @property
     def checked(self) -> frozenset[StoredRun]:
-        """The stored runs whose checksums were verified so far."""
+        """The stored runs whose checksums this state has verified or had noted so far."""
         return frozenset(self._checked)
 
     def trust(self, runs: Iterable[StoredRun]) -> None:
@@ -193,8 +193,9 @@ class LayeredState(Struct, frozen=True, eq=False):
     def rows_at(self, name: str, ids: Array) -> Array:
         """Return rows `ids` (int64 [n], in any order) of a table, as a copy in their order.
 
-        Checksums are not verified. Raises the errors of `rows`, except that rows that are not stored are
-        undefined instead of a CorruptFile.
+        Checksums are not verified; rows that are not stored have undefined values. Raises MappingError or
+        NotFinite if a value does not fit the served dtype, CheckpointChanged or CheckpointError if a shard is
+        gone or cannot be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
         """
         values = self.stored[name].rows_at(ids)
         for layer in self.layers:

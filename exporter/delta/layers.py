@@ -49,14 +49,14 @@ def restoring(
 
 
 def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> dict[str, Change]:
-    """Merge `layers`, oldest first, in bounded memory: return the newest value of each row and dense
-    variable, by variable.
+    """Merge `layers`, oldest first: return the newest value of each row and dense variable, by variable.
 
-    Large results are maps of unnamed files in `scratch`. Changes of variables that the schema lacks are
-    ignored. Rows of a dense variable have to be folded before (`fold_whole`).
+    Memory is bounded: large results are maps of unnamed files in `scratch`. The rows of a table that one
+    layer alone changes are returned without a copy. Changes of variables that the schema lacks are ignored.
+    Rows of a dense variable have to be folded before (`fold_whole`).
 
     Raises:
-        ValueError: rows of a dense variable are among the layers.
+        ValueError: the last change of a dense variable is of rows.
         OSError: the scratch file cannot be written.
     """
     merged: dict[str, Change] = {}
@@ -77,7 +77,9 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
 
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
-    """True if any of the layers contains rows of a dense variable, which `merge_changes` refuses."""
+    """True if any of the layers contains rows of a dense variable: then call `fold_whole` before
+    `merge_changes`.
+    """
     whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
@@ -87,7 +89,7 @@ def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> 
     the last layer.
 
     The value is that of `old` with all layers applied. Raises CheckpointError and subclasses if it cannot be
-    read or is damaged.
+    read or is damaged, DiskFull or PublishError if bytes fetched from a store cannot be kept.
     """
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:

@@ -82,6 +82,7 @@ class BaseMerger:
             CorruptFile: a checksum differs.
             CheckpointError: a file changed or cannot be read.
             EngineFailed: the engine of `runner` failed.
+            UsageError: the store in which `runner` keeps jobs cannot be opened.
             OSError, PublishError and subclasses: `variables/` exists, a file cannot be written, or a kept job
                 cannot be used.
         """
@@ -97,7 +98,7 @@ class BaseMerger:
 
         Values that no task can write are noted for `_write_left`. While iterating, raises CorruptFile if
         slices in a delta do not match, CheckpointChanged or CheckpointError if a file is gone or cannot be
-        read.
+        read, DiskFull or PublishError if bytes fetched from a store cannot be kept.
         """
         for source in self._sources:
             if not source.variables:  # the keys or values of a lookup table
@@ -196,8 +197,8 @@ class BaseMerger:
                 yield tensor.name, tensor.dtype, SliceRef(part_.spec, extent)
 
     def _boxes(self, placed: Sequence[Placed[str]]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Yield key, dtype and box of each tensor that tasks wrote, given where their sections were
-        written.
+        """Yield key, dtype and box of each tensor that tasks wrote; `placed` are the sections with their
+        extents.
         """
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:

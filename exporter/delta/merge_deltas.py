@@ -52,16 +52,16 @@ class DeltaMerger:
         return self._job.bytes_
 
     def write(self, stack: ExitStack, runner: Runner = LOCAL, progress: Progress | None = None) -> int:
-        """Write the merged delta's bundle at its prefix, wait for all tasks, and return its number of rows of
-        all tables.
+        """Write the merged delta's bundle at its prefix; return the number of rows of all its tables.
 
-        The job of the tasks is exited when `stack` closes: a job that the runner keeps is then removed,
-        except after an error that a second run may overcome (see `Job`).
+        Waits for all tasks. The job of the tasks is exited when `stack` closes: a job that the runner keeps
+        is then removed, except after an error that a second run may overcome (see `Job`).
 
         Raises:
             CorruptFile: a checksum differs, or row numbers are wrong.
             CheckpointError: a file changed or cannot be read.
             EngineFailed: the engine of `runner` failed.
+            UsageError: the store in which `runner` keeps jobs cannot be opened.
             OSError, PublishError and subclasses: a file cannot be written, or a kept job cannot be used.
         """
         own = self.tasks != 1
@@ -81,7 +81,8 @@ class DeltaMerger:
         variable's name.
 
         While iterating, raises CorruptFile if slices of ids and values in a delta do not match,
-        CheckpointChanged or CheckpointError if a file is gone or cannot be read.
+        CheckpointChanged or CheckpointError if a file is gone or cannot be read, DiskFull or PublishError if
+        bytes fetched from a store cannot be kept.
         """
         for variable in self._schema.variables:
             name, packing = variable.name, self._header.packing
@@ -171,9 +172,9 @@ class DeltaMerger:
 
 
 def copied_value(what: str, copied: Stored, files: Sources) -> Place[str]:
-    """Return the section that copies a stored run unchanged, under the name `what`.
+    """Return the section that copies a stored run unchanged.
 
-    Registers the run in `files`.
+    Its name is `what`. Registers the run in `files`.
     """
     return Place(MovedRows.copied(what, files.range_of(copied)), what, copied)
 

@@ -116,8 +116,8 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return rows, exact
 
     def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
-        """Yield blocks of all rows `low` to `high`, in order: the base's rows, overwritten by those of the
-        layers.
+        """Yield blocks of all rows `low` to `high`, in order: the base's rows, overwritten by the layers'
+        rows.
 
         Raises CheckpointChanged if a file became shorter.
         """
@@ -137,8 +137,9 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         """Write rows as codes if these give back every bit, else exactly.
 
         Return the numbers of all rows and of exact rows. `found` yields ids and values in ascending order.
-        Codes are kept in a temporary file in `shard.scratch` meanwhile. Raises the errors of `write`, and
-        PublishError and subclasses if the temporary file cannot be made.
+        Codes are kept in a temporary file in `shard.scratch` meanwhile. Raises CheckpointChanged if a file
+        became shorter, OSError if the shard or the temporary file cannot be written, PublishError and
+        subclasses if the latter cannot be made.
         """
         packing = self.packing
         assert packing is not None
@@ -194,8 +195,9 @@ class Header(Section, frozen=True, array_like=True, tag="header"):
         return tuple(len(data) for _, data, _ in header_bytes(self.header, 0))
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
-        """Write the header with the number of rows written to this shard so far; return (). OSError if it
-        cannot be written.
+        """Write the header with the number of rows written to this shard before; return an empty tuple.
+
+        Raises OSError if the shard cannot be written.
         """
         for _, data, _ in header_bytes(self.header, shard.rows):
             shard.append([np.frombuffer(data, np.uint8)])
@@ -279,7 +281,8 @@ def table_sections(
     of rows and the range of each run, in order; with it, all rows of the table are written. Stored runs of
     the deltas are registered in `files`. Yields nothing if no delta changes the table and there is no base.
     While iterating, raises CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged
-    or CheckpointError if a shard vanished, shrank or cannot be read.
+    or CheckpointError if a shard vanished, shrank or cannot be read, DiskFull or PublishError if bytes
+    fetched from a store cannot be kept.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:

@@ -202,8 +202,9 @@ class Packing(Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: RowValues, dtype: DeltaDtype) -> Packing:
-        """Divide rows into those whose codes give back every bit, which are packed, and exact ones; all rows
-        are read once, piece by piece.
+        """Return rows divided into packed ones, whose codes give back every bit, and exact ones.
+
+        All rows are read once, piece by piece.
         """
         found = [pack_rows(rows[piece], dtype) for piece in _pieces(len(rows))]
         fits = np.concatenate([np.empty(0, bool), *(piece.fits for piece in found)])

@@ -31,7 +31,7 @@ _SINCE = ".since"
 
 
 class Waiting(Struct, frozen=True):
-    """Rows that were left out so far, with the trainer's values.
+    """Rows that were left out before this delta, with the trainer's values.
 
     `since` is when each began to wait, in seconds since 1970; all other rows began to wait at `otherwise`.
     """
@@ -71,9 +71,10 @@ def save_residual(
 ) -> None:
     """Write the trainer's values of rows that the delta `header` left out, as a delta.
 
-    Remove the files of all other states. `state` distinguishes the delta from another one at its position.
-    The times `since`, when rows of each table began to wait, are written beside it, as a bundle; no such
-    bundle if `since` is empty. The files are a cache: if they are lost or damaged, states are compared.
+    Remove the files of all other states. The directory is made if its parent exists. `state` distinguishes
+    the delta from another one at its position. The times `since`, when rows of each table began to wait, are
+    written beside it, as a bundle; no such bundle if `since` is empty. The files are a cache: if they are
+    lost or damaged, states are compared.
 
     Raises:
         OSError: they cannot be written.

@@ -70,7 +70,8 @@ class RowMap:
     def at(self, rows: Array) -> Array:
         """Return the rows with these numbers (int64 [n], any order), in their order, as a copy.
 
-        Raises the errors of `fetch`.
+        From a store, raises CheckpointError (CheckpointChanged: the object was replaced or is gone) if rows
+        cannot be read, DiskFull or PublishError if fetched bytes cannot be kept.
         """
         if self._object is not None and len(rows):
             size = self._object.extent.size // len(self._values)
@@ -89,7 +90,8 @@ class RowMap:
         """Return a box, given by slices with a start and a stop for each dimension: a view of the file, or a
         copy if rows come from a store.
 
-        Raises the errors of `fetch`.
+        From a store, raises CheckpointError (CheckpointChanged: the object was replaced or is gone) if rows
+        cannot be read, DiskFull or PublishError if fetched bytes cannot be kept.
         """
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
@@ -104,7 +106,8 @@ class RowMap:
     def _rows_of(self, source: _ObjectRange, starts: Array, stops: Array, size: int) -> Array | None:
         """Read runs of rows from the store, joined; None if the local file has them.
 
-        `starts` and `stops` are row numbers, `size` is the bytes of a row. Raises the errors of `fetch`.
+        `starts` and `stops` are row numbers, `size` is the bytes of a row. Raises CheckpointChanged if the
+        object was replaced or is gone, CheckpointError if the store cannot be read.
         """
         found = source.read(starts * size, stops * size)
         return found if found is None else found.view(self._values.dtype).reshape(-1, *self._values.shape[1:])
@@ -127,7 +130,9 @@ class _ObjectRange(Struct, frozen=True):
     def fetch(self, starts: Array, stops: Array) -> None:
         """Fetch ranges of bytes of the extent into the local file, as whole blocks.
 
-        Offsets count from the extent's begin. Raises the errors of `RowMap.fetch`.
+        Offsets count from the beginning of the extent. Raises CheckpointChanged if the object was replaced or
+        is gone, CheckpointError if the store cannot be read, DiskFull or PublishError if the fetched bytes
+        cannot be written.
         """
         mirror.fetch(self.path, _blocks_of(starts + self.extent.offset, stops + self.extent.offset))
         self._require_same()
@@ -227,8 +232,9 @@ class RowReader(Struct, frozen=True, dict=True):
     def rows_at(self, ids: Array) -> Array:
         """Return served rows `ids` (int64 [n], any order), in their order, as a copy.
 
-        Checksums are not verified. Raises the errors of `rows`, but rows that are not stored have undefined
-        values instead of raising CorruptFile.
+        Checksums are not verified; rows that are not stored have undefined values. Raises MappingError or
+        NotFinite if a value does not fit the served dtype, CheckpointChanged or CheckpointError if a shard is
+        gone or cannot be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
         """
         natural = ids * self.order.scatter + self.part if self.order.scatter else ids + self.box.starts[0]
         columns, is_wide = self.box.slices[1:], self.box.lengths[1:] == self.box.full_shape[1:]
@@ -359,7 +365,9 @@ class RowReader(Struct, frozen=True, dict=True):
         """Return natural rows `first` to `last` (excluded) in the box's columns, joined from the pieces, in
         the stored dtype.
 
-        Raises CorruptFile if some of them are in no piece. Raises the errors of `RowMap.fetch`, too.
+        Raises CorruptFile if some of them are in no piece. From a store, raises CheckpointError
+        (CheckpointChanged: the object was replaced or is gone) if rows cannot be read, DiskFull or
+        PublishError if fetched bytes cannot be kept.
         """
         region = SliceSpec(
             self.box.full_shape,
@@ -387,7 +395,8 @@ class RowReader(Struct, frozen=True, dict=True):
         """Copy rows of a piece into `values`, in the box's columns that the piece holds.
 
         No effect if it holds none. `offsets` are row numbers in the piece, `into` the rows of `values` to
-        write. Raises the errors of `RowMap.fetch`.
+        write. From a store, raises CheckpointError (CheckpointChanged: the object was replaced or is gone) if
+        rows cannot be read, DiskFull or PublishError if fetched bytes cannot be kept.
         """
         spec = piece.spec
         wide = SliceSpec(

@@ -209,7 +209,7 @@ def expendable(
 ) -> tuple[SpanT, ...]:
     """Return the deltas that may be removed, ordered by their ends; `bases` and `needed` are positions.
 
-    Without them, and by the same chains as before,
+    Without these deltas, and by the same chains as with them,
 
     - every base still reaches the newest position and each of `needed`, if it did before;
     - every state that a base reached, and every one of `needed`, still reaches the newest position.
@@ -251,11 +251,12 @@ def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: i
 
 
 def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int) -> int:
-    """Return the base from which the fewest deltas reach `target`; of several, the newest. The base at
-    `target` itself needs none.
+    """Return the position of the base from which the fewest deltas lead to `target`; of several, the newest.
+
+    `bases` are positions. A base at `target` itself needs no deltas.
 
     Raises:
-        PositionUnknown: no base reaches it.
+        PositionUnknown: no base reaches `target`.
     """
     reached = []
     for base in bases:

@@ -42,7 +42,7 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return len(self.keys)
 
     def at(self, which: Array) -> KeyedRows:
-        """Return the rows that a mask or row numbers select, in that order."""
+        """Return the rows that `which` selects: a mask of all rows, or row numbers in the wanted order."""
         freqs = None if self.freqs is None else self.freqs[which]
         return KeyedRows(self.name, self.keys[which], self.values[which], freqs)
 
@@ -171,28 +171,32 @@ class ServedTable(Struct, frozen=True):
     def seeds(self, groups: Array) -> Array:
         """Return the elements of `index_seeds` with these numbers, in the order of `groups`.
 
-        Raises the errors of `LayeredState.rows_at`.
+        Raises CheckpointError (and subclasses) if they cannot be read, DiskFull or PublishError if bytes
+        fetched from a store cannot be kept.
         """
         return self._at(0, groups)
 
     def rows(self, slots: Array) -> Array:
         """Return the elements of `index_rows` with these numbers, in the order of `slots`.
 
-        Raises the errors of `LayeredState.rows_at`.
+        Raises CheckpointError (and subclasses) if they cannot be read, DiskFull or PublishError if bytes
+        fetched from a store cannot be kept.
         """
         return self._at(1, slots)
 
     def keys(self, rows: Array) -> Array:
         """Return the elements of `keys` with these numbers, in the order of `rows`.
 
-        Raises the errors of `LayeredState.rows_at`.
+        Raises CheckpointError (and subclasses) if they cannot be read, DiskFull or PublishError if bytes
+        fetched from a store cannot be kept.
         """
         return self._at(2, rows)
 
     def find(self, keys: Array) -> Array:
         """Return the row of each key (int64, any order), int64; -1 for keys that are absent.
 
-        Raises the errors of `LayeredState.rows_at`.
+        Raises CheckpointError (and subclasses) if the index cannot be read, DiskFull or PublishError if bytes
+        fetched from a store cannot be kept.
         """
         found = [
             find_rows(self.geometry, self, keys[start : start + _KEYS_AT_ONCE])
@@ -203,17 +207,24 @@ class ServedTable(Struct, frozen=True):
     def live(self) -> tuple[Array, Array]:
         """Return the numbers of the rows in use, int64 ascending, and their keys; reads all of the index.
 
-        Raises the errors of `LayeredState.rows_at`.
+        Raises CheckpointError (and subclasses) if the index cannot be read, DiskFull or PublishError if bytes
+        fetched from a store cannot be kept.
         """
         rows = np.flatnonzero(live_rows(self.geometry, self))
         return rows, self.keys(rows)
 
     def change(self, add: Array, drop: Array) -> IndexChange:
-        """Return the changes of the index that add keys and drop others (int64, no key twice).
+        """Return the changes of the index that add the keys `add` and drop `drop`; nothing is written.
 
-        Nothing is written. Raises TableFull if there is no room, CorruptFile if the index does not fit its
-        number of default rows, ValueError if a key is named twice, the errors of `LayeredState.rows_at` if
-        the index cannot be read.
+        `add` and `drop` are keys, int64. An added key that exists keeps its row; absent keys to drop are
+        ignored.
+
+        Raises:
+            TableFull: there is no room for the new keys.
+            CorruptFile: the index does not fit its number of default rows.
+            ValueError: a key occurs twice in `add` and `drop` together.
+            CheckpointError: the index cannot be read.
+            DiskFull, PublishError: bytes fetched from a store cannot be kept.
         """
         cursor, *others = self.keys(np.arange(self.geometry.cursor_row, self.geometry.capacity)).tolist()
         is_last, unused = others[-1] == EMPTY_KEY, set(others[:-1]) <= _NO_KEYS
@@ -247,12 +258,17 @@ class ServedTable(Struct, frozen=True):
 
 
 def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, Change]:
-    """Return the changes that remove keys from a table, then put rows of old and new keys, by variable.
+    """Return the changes that remove the keys `removed` from a table, then put `rows`, by variable.
 
-    `rows` are in the served dtype. A key that is removed and put keeps its row number. Raises TableFull if
-    there is no room for the new keys, CorruptFile if the index does not fit the manifest, ValueError if a key
-    of `rows` or of `removed` occurs twice, the errors of `LayeredState.rows_at` if the index cannot be read.
-    Variables that do not change are left out.
+    `rows` are in the served dtype, of old and new keys. A key that is in `removed` and in `rows` keeps its
+    row number. Absent keys in `removed` are ignored. Variables that do not change are left out.
+
+    Raises:
+        TableFull: there is no room for the new keys.
+        CorruptFile: the index does not fit the manifest.
+        ValueError: a key of `rows` or of `removed` occurs twice.
+        CheckpointError: the index cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
     """
     change = table.change(rows.keys, removed[rows.rows_of(removed) < 0])
     changes = _index_changes(table, change)
@@ -265,10 +281,15 @@ def upserted(table: ServedTable, rows: KeyedRows, removed: Array) -> dict[str, C
 def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[str, Change]:
     """Return the changes after which a table holds exactly the trainer's keys and rows, by variable.
 
-    Checksums are not verified. Large results are a map of an unnamed file in `scratch`. Raises TableFull if
-    there is no room for new keys, CorruptFile if the index does not fit the manifest, OSError if the file
-    cannot be written, the errors of `LayeredState.rows_at` if the table cannot be read. Variables that do not
-    change are left out.
+    Checksums are not verified. Large results are a map of an unnamed file in `scratch`. Variables that do not
+    change are left out. Errors of `trained` pass.
+
+    Raises:
+        TableFull: there is no room for new keys.
+        CorruptFile: the index does not fit the manifest.
+        CheckpointError: the table cannot be read.
+        DiskFull, PublishError: bytes fetched from a store cannot be kept.
+        OSError: the file cannot be written.
     """
     rows = table.find(trained.keys)
     live, live_keys = table.live()

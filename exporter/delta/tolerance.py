@@ -127,7 +127,8 @@ def _sieves(
 def _require_allowed(
     sieves: Iterable[_Sieve], whole: Mapping[str, Change], allowed: Tolerance
 ) -> tuple[WildRows, ...]:
-    """Return the reports on rows beyond their bound: those of tables, then those of whole variables.
+    """Return the reports on rows beyond their bound: first of tables, then of variables that are served
+    whole.
 
     Raises WildValues if `on_wild` refuses some of them, or if a variable that is served whole is beyond its
     bound and `on_wild` does not only warn.
@@ -295,7 +296,7 @@ class _Sieve:
             self._scores[start : start + step][moved] = scores
 
     def _distances(self, a: Array, b: Array) -> Array:
-        """Return the Euclidean distance of each row of `a` from that of `b`.
+        """Return the Euclidean distance of each row of `a` from the same row of `b`.
 
         Rows in 8 bits are decoded first. Rows of float32 are computed in float32, which is faster, if no
         exact number matters.
@@ -335,7 +336,7 @@ class _Sieve:
         return scores
 
     def _is_new(self, ids: Array) -> Array:
-        """Return a mask of those of the rows `ids` that belong to new keys."""
+        """Return a mask, bool [n], of the rows with the numbers `ids`: True for rows of new keys."""
         return np.isin(ids, [] if self._first is None else self._first)
 
     def since(self, waiting: Waiting) -> Array:
@@ -354,8 +355,8 @@ class _Sieve:
         """Divide the rows by their scores into `sent` and `held_back` (None: no rows), and set the fields for
         the report.
 
-        Rows with exactly the cut's score use up its room. Raises OSError if a file in `scratch` cannot be
-        written.
+        Rows with exactly the cut's score use up its room. Rows of new keys beyond their norm are sent as
+        zeros, and held back as well. Raises OSError if a file in `scratch` cannot be written.
         """
         goes = cut.passes(self._scores, self.row_bytes)
         stays = ~goes & (self._scores > _SAME)
@@ -462,7 +463,7 @@ def _refused(wild: Collection[WildRows], *, can_hold: bool) -> WildValues:
 
 
 def _row_bytes(variable: ServedVariable, packing: DeltaDtype | None) -> int:
-    """Return the bytes of a row in a delta, with its number; of a packed row if `packing` is given."""
+    """Return the bytes of a row in a delta, including its number; of a packed row if `packing` is given."""
     elements = math.prod(variable.shape[1:])
     if packing is None:
         return 8 + elements * variable.dtype.numpy.itemsize
