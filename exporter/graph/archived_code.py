@@ -187,9 +187,10 @@ def _function(config: Entry) -> str | None:
 
 
 def _name_of_today(name: str) -> str | None:
-    """Return the name that today's TensorFlow or Keras has for a function, given any of its names.
+    """Return the canonical name, in the installed TensorFlow or Keras, of the function with this name.
 
-    It is without `tf.`. Names of TensorFlow 1 begin with `compat.v1.`. None if neither has such a function.
+    Neither name begins with `tf.`; that of a function which only TensorFlow 1 has begins with `compat.v1.`.
+    None if there is no such function.
     """
     from tensorflow.python.util import tf_export
 
@@ -225,7 +226,8 @@ def _operation(config: Entry) -> str | None:
     """Return a phrase for the operation of a layer's NodeDef; None if it is harmless and calls no function.
 
     `config` is the config of a TensorFlowOpLayer, with the NodeDef under "node_def", as a JSON object or as
-    serialized text. The phrase is `the operation <its kind>`; for one that cannot be parsed it says so.
+    serialized text. The phrase is `the operation <op>`, or `an operation that cannot be read` for a NodeDef
+    that cannot be parsed.
     """
     text = config.get("node_def")
     try:

@@ -49,13 +49,15 @@ _CHOOSE_KERAS = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
 def archived_graph(path: Path, request: GraphRequest) -> Built:
     """Return the graph of the model that an archive describes, made by Keras in a process with limits.
 
-    The process may be kept for further archives. An archive that is trusted (`--allow code`), or that names
-    objects registered with Keras in this program, is read in this process, without limits.
+    It waits for at most 10 minutes, and the process is kept for further archives. An archive that is trusted
+    (`--allow code`), or that names objects registered with Keras in this program, is read in this process,
+    without limits.
 
     Raises:
         UnsafeArchive: Keras exceeded its time or memory, or the process ended otherwise.
-        BuilderError: Keras cannot make the model, or no process can be started.
-        CodeRefused, AccessRefused: the archive asks for what is not allowed.
+        BuilderError: Keras cannot make the model or is not installed, or no process can be started.
+        CodeRefused: the archive names code that is not allowed, or its config is nested more than 200 deep.
+        AccessRefused: the archive names a file that it may not read.
         CheckpointError: the archive cannot be read (and subclasses).
         UsageError: the archive holds no model, or a module of `--custom-objects` cannot be imported.
         TensorFlowNeeded: no supported TensorFlow is installed.
@@ -91,8 +93,8 @@ def archived_graph(path: Path, request: GraphRequest) -> Built:
 def _work(request: GraphRequest) -> LimitedWork:
     """Return the description of the process that makes graphs from archives, with its limits.
 
-    Such a process is used for further archives while the working directory, the import path, the choice of
-    Keras in the environment, and the custom objects are the same.
+    A process is used again only for requests with the same working directory, import path, choice of Keras in
+    the environment, and custom objects.
     """
     return LimitedWork(
         program=__name__,
@@ -126,11 +128,15 @@ class _There(Exception):
 
 
 def _graph_here(path: Path, request: GraphRequest) -> Built:
-    """Make the graph of the model that an archive describes in this process, without limits.
+    """Make, in this process and without limits, the graph of the model that an archive describes.
 
-    Raises BuilderError if Keras cannot make it, CodeRefused or AccessRefused if it asks for what is not
-    allowed, UsageError if it holds no model or a module of custom objects cannot be imported, ImportError if
-    TensorFlow is not installed, and CheckpointError and subclasses if it cannot be read.
+    Raises:
+        BuilderError: Keras cannot make the model, or is not installed.
+        CodeRefused, AccessRefused: the archive asks for what is not allowed.
+        UsageError: the archive holds no model, or a module of `--custom-objects` cannot be imported.
+        CheckpointError: the archive cannot be read (and subclasses).
+        ImportError: TensorFlow is not installed.
+        TensorFlowNeeded: the installed TensorFlow is not supported.
     """
     with importable(), recording():
         make = archive_builder(
@@ -148,11 +154,11 @@ def _graph_here(path: Path, request: GraphRequest) -> Built:
 def _answer(memory_bytes: int, asked: Mapping[str, Any], _deadline: Deadline) -> Iterator[bytes]:
     """Yield the answer to one request: a line of JSON, then the graph's bytes if Keras made it.
 
-    The line has "size", the number of the graph's bytes (a `Built` in MessagePack). For an ExportError or
-    MemoryError the size is 0, and the line has "error" (the name of the class), "message", "cause", "hint"
-    and "traceback"; other errors are raised. `asked` has the path under "archive", and "custom_objects",
-    "allow", "is_found" and "naming" of the GraphRequest; `memory_bytes` is the process's limit, for the
-    message.
+    The line has "size", the number of the graph's bytes (a `Built` in MessagePack). For an ExportError the
+    size is 0, and the line has "error" (the name of the class), "message", "cause", "hint" and "traceback". A
+    MemoryError, and an ExportError that it caused, are answered as UnsafeArchive; other errors are raised.
+    `asked` has the path under "archive", and "custom_objects", "allow", "is_found" and "naming" of the
+    GraphRequest; `memory_bytes` is the process's limit, for the message.
     """
     request = GraphRequest(
         custom_objects=tuple(asked["custom_objects"]),
@@ -187,7 +193,7 @@ def _is_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def opened(config: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any], Deadline], Iterator[Any]]]:
-    """Yield the function that answers this process's requests: given one and its deadline, it yields bytes.
+    """Yield the function that answers a request: it takes the request and a deadline, and yields the answer.
 
     `config["memory_bytes"]` is the process's limit of memory. First `site.main` runs, which may change
     `sys.path`.

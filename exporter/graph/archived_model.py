@@ -53,8 +53,9 @@ from exporter.wire.dtypes import DType
 def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dict[str, tuple[TensorRef, ...]]:
     """Return {variable's node: the tensors that a weights file has for it}, in the order of loading.
 
-    A file has several tensors of a variable that several layers hold; the last one counts. `node_of` returns
-    a variable's node for a model that was built outside of a graph; None: the node of the variable's handle.
+    A file has several tensors of a variable that several layers hold: the one that is loaded last counts.
+    `node_of` returns a variable's node for a model that was built outside of a graph; None: the node of the
+    variable's handle.
     Variables without a fully known shape are left out. Empty if `model` is not a Keras model, or if a layer's
     own save method fails.
     """
@@ -107,7 +108,7 @@ class _Recorder:
         return True
 
     def make(self, path: str, metadata: Any = None) -> Any:
-        """Let the values that are set next belong to the object at `path`; return this store itself.
+        """Begin to record the values of the object at `path`; return this store itself.
 
         `metadata` may be a mapping with the object's "name".
         """
@@ -122,7 +123,7 @@ class _Recorder:
     def owner(self, path: str) -> str:
         """Return the names of the objects on a path, outermost first, joined by slashes.
 
-        It is "" if the last one is unknown.
+        Objects whose name is unknown are left out; "" if the name of the last one is unknown.
         """
         parts = path.split("/")
         scopes = ("/".join(parts[:length]) for length in range(1, len(parts) + 1))
@@ -132,12 +133,12 @@ class _Recorder:
 
 @cache
 def _symbols_saved(keras: Any) -> WhileNeeded:
-    """Return a context manager in which Keras' walk gives a `_Recorder` variables instead of their values.
+    """Return a change of Keras by which its walk puts variables, not their values, into a `_Recorder`.
 
-    While any thread is in it, `save_own_variables` is replaced in Keras' lookups and optimizers, and for
-    Keras 2 in layers; stores of other classes get what they always get. A lookup that weighs tokens gives
-    itself, and an optimizer gives nothing: in a graph its variables have no values. One for each Keras
-    module, memoised.
+    While any thread is in a block of the change, `save_own_variables` is replaced in Keras' lookups and
+    optimizers, and for Keras 2 in layers; stores of other classes get the values, as always. A lookup that
+    weighs tokens puts itself, and an optimizer nothing: in a graph its variables have no values. The change
+    is memoised for each Keras module.
     """
 
     def save_variables(layer: Any, store: Any) -> None:
@@ -201,7 +202,7 @@ def archive_builder(
 
     `custom_objects` are modules, or paths of files, that are imported here; what they define, the archive may
     use. With `allow_code` it may use all code, and the modules that it names are imported, too. `trust` says
-    which files its layers may read. The function raises BuilderError if Keras cannot make the model, and
+    which files its layers may read. The returned function raises BuilderError if Keras cannot make the model,
     CheckpointError and subclasses if its vocabularies cannot be read, and OSError if their scratch files
     cannot be written.
 
@@ -273,10 +274,11 @@ def names_registered(path: Path) -> bool:
 def model_builder(model: Any) -> Builder:
     """Return a function that makes a Keras model of this program again, in the default graph.
 
-    The new model has the same vocabularies, but other weights. The vocabularies are written to a temporary
-    directory at once, which is deleted with the function. BuilderError if Keras cannot describe the model,
-    OSError if the vocabularies cannot be written; the function raises BuilderError if Keras cannot make the
-    model again, or a layer refuses its vocabulary.
+    The new model has the same vocabularies, but other weights. The vocabularies are written at once to a
+    temporary directory, which is deleted with the function. BuilderError if Keras cannot describe the model,
+    CodeRefused if its config is nested more than 200 deep, OSError if the vocabularies cannot be written. The
+    returned function raises BuilderError if Keras cannot make the model again, or a layer refuses its
+    vocabulary.
     """
     keras, label = keras_of(model), f"the Keras model {model.name!r}"
     try:
@@ -311,7 +313,7 @@ def model_builder(model: Any) -> Builder:
 def model_digest(path: Path, *, as_written: bool = False) -> str:
     """Return the SHA-256, in hexadecimal, of the model that an archive describes, without its training.
 
-    Vocabularies count. The model's own name and the numbers in names that Keras gave to layers count only
+    Vocabularies count. The model's own name, and the numbers in names that Keras gave to layers, count only
     with `as_written`, as in the releases before 0.3.0. BuilderError if the archive has weights alone or its
     config is not JSON, CodeRefused if the config is nested more than 200 deep, CheckpointError and subclasses
     if the archive cannot be read.
@@ -360,8 +362,8 @@ def _count_anew(config: Any) -> None:
     """Rename, in place, the layers of a config that Keras named, as if the program had made no other model.
 
     Their numbers begin at 0 for each kind and keep their order; number 0 is not written. Names that a program
-    gave stay as they are, and so do all names if two layers would get the same one. CodeRefused if the config
-    is nested more than 200 deep.
+    gave stay, and all names stay if a new name would equal one of these. CodeRefused if the config is nested
+    more than 200 deep.
     """
     found: dict[str, tuple[str, int]] = {}
     given = set[str]()
@@ -427,9 +429,9 @@ def _rename_layers(value: Any, renames: Mapping[str, str]) -> None:
 def _load_assets(path: Path, model: Any, keras: Any) -> None:
     """Load the vocabularies that a Keras archive keeps beside its weights into a model's layers.
 
-    Weights of lookups that weigh tokens become zeros of the archive's shapes. Does nothing if the archive has
-    no such files. BuilderError if a layer refuses its vocabulary; CheckpointError and subclasses if the
-    archive cannot be read; OSError if scratch files cannot be written.
+    Weights of lookups that weigh tokens become zeros of the archive's shapes. Does nothing if the archive
+    keeps no vocabularies. BuilderError if a layer refuses its vocabulary; CheckpointError and subclasses if
+    the archive cannot be read; OSError if scratch files cannot be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
         if unpack_assets(path, Path(scratch)):
@@ -440,8 +442,8 @@ def _load_assets(path: Path, model: Any, keras: Any) -> None:
 def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Set the weights of lookups with `output_mode="tf_idf"` to zeros; their values are loaded later.
 
-    `shapes` is {path in a weights file: shape}. Lookups that it lacks are not changed, nor are those of Keras
-    2 whose weights have a known shape.
+    `shapes` is {path in a weights file: shape}. Lookups that it lacks are not changed, nor are lookups of
+    Keras 2 whose weights have a known shape.
     """
     import tensorflow as tf
 
@@ -457,7 +459,10 @@ def _shape_weights(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _weighing_lookups(model: Any) -> dict[str, Any]:
-    """Return {path of its weights in a weights file: lookup} for lookups with `output_mode="tf_idf"`."""
+    """Return {path of a lookup's weights in a weights file: lookup} for lookups that weigh tokens.
+
+    Such a lookup has `output_mode="tf_idf"`.
+    """
     if all(getattr(layer, "output_mode", None) != "tf_idf" for layer in model._flatten_layers()):
         return {}
     return {name: value for name, _, value in _walk(model) if name.endswith(f"/{_WEIGHTS}")}
@@ -502,7 +507,7 @@ def _keras(described: ModelConfig) -> Any:
 def _read_legacy(keras: Any, text: str, known: Mapping[str, Any]) -> Any:
     """Make the model that the JSON `text` of a legacy HDF5 file describes, by Keras' reader of legacy files.
 
-    `known` are the custom objects that it may use, by name. Raises whatever Keras raises.
+    `known` has the custom objects that the model may use, by name. Raises whatever Keras raises.
     """
     names = ("keras.src.legacy.saving.saving_utils", "keras.src.legacy.saving.json_utils")
     if keras.__name__ == "tf_keras":

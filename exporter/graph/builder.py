@@ -71,8 +71,8 @@ _GRAPHS: WeakSet[Any] = WeakSet()
 def _known() -> Iterator[None]:
     """Let `size` and `export` of builders' static tables return values in the block, as in eager execution.
 
-    It replaces both methods of TensorFlow's StaticHashTable for all threads; tables that are not in a
-    builder's graph, and tables that cannot be filled yet, are answered as before.
+    Both methods of TensorFlow's StaticHashTable are replaced, for all threads. Tables that are not in a
+    builder's graph, and tables that cannot be filled yet, give the same results as before.
     """
     from tensorflow.python.ops.lookup_ops import StaticHashTable
 
@@ -137,11 +137,16 @@ _EXPECTED = (
 def load_builder(request: GraphRequest, label: str = "") -> SourceGraph:
     """Run the request's builder and return its graph, with the signatures that it returns.
 
-    `label` names the builder in messages; without it `pkg.mod:fn` does. UsageError if the request names
-    tensors, too, or gives arguments that the builder does not take, or if TensorFlow Serving could not answer
-    a signature; BuilderError if the builder cannot be imported, fails, or its files are edited meanwhile;
-    GraphError and subclasses if its signatures cannot be served; ImportError if TensorFlow is not installed.
-    An ExportError of its own code passes unchanged.
+    `label` names the builder in messages; without it `pkg.mod:fn` does. An ExportError of the builder's own
+    code passes unchanged.
+
+    Raises:
+        UsageError: the request names tensors, too, or gives arguments that the builder does not take, or
+            TensorFlow Serving could not answer a signature.
+        BuilderError: the builder cannot be imported, fails, or its files are edited meanwhile.
+        GraphError: its signatures cannot be served (and subclasses).
+        ImportError: TensorFlow is not installed.
+        TensorFlowNeeded: the installed TensorFlow is not supported.
     """
     require_no_tensors(request)
     return source_of(run_builder(request, label), request)
@@ -172,12 +177,16 @@ class Built(Struct, frozen=True):
 
 
 def run_builder(request: GraphRequest, label: str = "") -> Built:
-    """Import a request's builder, unless it is a function, and run it in a fresh graph.
+    """Run a request's builder in a fresh graph and return what it made; a builder given as text is imported.
 
-    `label` names it in messages; without it `pkg.mod:fn` does. UsageError for arguments that it does not
-    take, or a signature that TensorFlow Serving could not answer; BuilderError if it cannot be imported,
-    fails, returns something else, or its files are edited meanwhile; ImportError if TensorFlow is not
-    installed. An ExportError of its own code passes unchanged.
+    `label` names the builder in messages; without it `pkg.mod:fn` does. An ExportError of the builder's own
+    code passes unchanged.
+
+    Raises:
+        UsageError: it does not take the given arguments, or TensorFlow Serving could not answer a signature.
+        BuilderError: it cannot be imported, fails, returns something else, or its files are edited meanwhile.
+        ImportError: TensorFlow is not installed.
+        TensorFlowNeeded: the installed TensorFlow is not supported.
     """
     import tensorflow  # noqa: F401  # a builder runs in it: that it is missing is not the builder's error
 
@@ -191,9 +200,9 @@ def run_builder(request: GraphRequest, label: str = "") -> Built:
 
 
 def source_of(built: Built, request: GraphRequest) -> SourceGraph:
-    """Return what a builder made as a source graph, with its signatures, objects, tables and code.
+    """Return a source graph of a builder's result, with its signatures, objects, tables and code.
 
-    The MetaGraphDef in `built` is changed. UsageError if there are no signatures, or an option of the request
+    Changes the MetaGraphDef in `built`. UsageError if there are no signatures, or an option of the request
     does not fit the graph; GraphError and subclasses if the signatures cannot be served.
     """
     source = with_signatures(built.meta_graph, request, label=built.label, directory=Path.cwd())
@@ -311,12 +320,13 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any
 
 
 def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming) -> Built:
-    """Call a builder in a fresh graph and return what it made; `label` names it in messages.
+    """Call a builder in a fresh graph and return its result as `Built`; `label` names it in messages.
 
-    If that raises BuilderError after its code opened an init scope, it is called again, in another graph,
-    with eager execution in such scopes; if that fails, too, the first error is raised, with a hint about
-    eager execution if the causes differ. UsageError for a signature that TensorFlow Serving could not answer.
-    An ExportError of the builder's own code passes unchanged.
+    If the builder fails after its code opened an init scope, it is called again, in another graph, with eager
+    execution in such scopes. If the second call fails, too, the first error is raised, with a hint about
+    eager execution if the causes differ. BuilderError if the builder fails or returns something else;
+    UsageError for a signature that TensorFlow Serving could not answer. An ExportError of the builder's own
+    code passes unchanged.
     """
     import tensorflow as tf
 
@@ -337,11 +347,11 @@ def _run(builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming
 def _build(
     builder: Builder, kwargs: Mapping[str, Any], label: str, naming: Naming, scopes: InitScopes
 ) -> Built:
-    """Call a builder once, in the scopes' graph, and return what it made; `label` names it in messages.
+    """Call a builder once, in the graph of `scopes`, and return its result; `label` names it in messages.
 
-    `naming` is how the checkpoint names tensors. BuilderError if it fails, returns something else, or its
-    graph has more than 2 GiB of constants; UsageError for a signature that TensorFlow Serving could not
-    answer. An ExportError of the builder's own code passes unchanged.
+    `naming` is how the checkpoint names tensors. BuilderError if the builder fails, returns something else,
+    or its graph has more than 2 GiB of constants; UsageError for a signature that TensorFlow Serving could
+    not answer. An ExportError of the builder's own code passes unchanged.
     """
     import tensorflow as tf
 
@@ -374,10 +384,10 @@ def _build(
 
 
 def _made(builder: Builder, kwargs: Mapping[str, Any]) -> Any:
-    """Call a builder and return its result; names in it do not depend on what this process made before.
+    """Call a builder and return its result; Keras numbers its layers as if this process had made no others.
 
-    If it raises ValueError because layers' names are not unique, it is called again, and numbers in names go
-    on from what this process made. Raises whatever the builder raises.
+    If that makes layers' names not unique (ValueError), the builder is called again, and the numbers continue
+    those of this process. Raises whatever the builder raises.
     """
     try:
         with counted_anew():
@@ -403,10 +413,10 @@ def _stored_tables(graph: Any) -> Iterator[tuple[str, TableKey]]:
 
 
 def _signatures(result: Any, graph: Any, label: str) -> dict[str, Proto]:
-    """Return {name: SignatureDef} of what a builder returned, which is a tuple, or tuples by name.
+    """Return {name: SignatureDef} for a builder's result, which is a tuple, or tuples by name.
 
-    One alone is `serving_default`. A tuple is (inputs, outputs), both dicts of tensors by alias, with the
-    method as an optional third; the tensors are to be in `graph`. `label` names the builder in messages.
+    A single tuple is `serving_default`. A tuple is (inputs, outputs), both dicts of tensors by alias, with
+    the method as an optional third; the tensors are to be in `graph`. `label` names the builder in messages.
     BuilderError for anything else.
     """
     named = {DEFAULT_SIGNATURE: result} if isinstance(result, tuple) else result

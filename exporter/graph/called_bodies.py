@@ -99,7 +99,7 @@ class CalledBody:
         """Return the value of a tensor if it is the same for every request and has at most 32 KiB; else None.
 
         None also for values that take operations which are not computed here, or too many of them (64
-        nested). The answer is memoised.
+        nested). The answer is memoised. GraphError for an unknown type number.
         """
         if tensor not in self._values:
             self._values[tensor] = None  # a value that a loop passes back to itself is not constant
@@ -113,9 +113,9 @@ class CalledBody:
     def number(self, tensor: str) -> Any:
         """Return a tensor's constant value as a Python scalar, if the value has one element; else None.
 
-        For a tensor whose own value is not known, but which repeats a constant of one element
-        (`repeated_value`), it is that element. None for a known value of several elements, even if they are
-        equal.
+        If the tensor's own value is not known but the tensor repeats a constant of one element
+        (`repeated_value`), that element is returned. None for a known value of several elements, even if they
+        are equal. GraphError for an unknown type number.
         """
         value = self.repeated_value(tensor)
         return None if value is None or value.size != 1 else value.item()
@@ -123,9 +123,9 @@ class CalledBody:
     def repeated_value(self, tensor: str) -> Array | None:
         """Return the constant value of a tensor, or else of the constant that it repeats or rearranges.
 
-        The value has the shape of that constant. For zeros or ones like another tensor this is an array of 0
-        or 1 without a dimension. None if the value may vary, is above 32 KiB, or is more than 64 operations
-        away.
+        The value has the shape of that constant. For zeros or ones in the shape of another tensor this is an
+        array of 0 or 1 without a dimension. None if the value may vary, is above 32 KiB, or is more than 64
+        operations away. GraphError for an unknown type number.
         """
         for _ in range(_MOST_STEPS):
             if (value := self.value(tensor)) is not None:
@@ -146,7 +146,10 @@ class CalledBody:
         return node_of(tensor) in self._of_request
 
     def chosen(self, name: str) -> bool:
-        """True if the request decides whether the node `name` runs: it, or the whole body, is in a branch."""
+        """True if the request decides whether the node `name` runs.
+
+        That is if the node, or the whole body, is in a branch that the request chooses.
+        """
         return self._is_chosen or name in self._chosen
 
     @cached_property
@@ -271,9 +274,9 @@ class CalledBody:
         return self._dead
 
     def _spread(self, dead: set[str]) -> set[str]:
-        """Add to `dead`, in place, all nodes that read or wait for one of its nodes, and return it.
+        """Add to `dead`, in place, all nodes that read or wait for one of its nodes, and return `dead`.
 
-        A node may do so through others. A Merge is added only if all its inputs are dead.
+        A node may read or wait for it through others. A Merge is added only if all its inputs are dead.
         """
         pending = [*dead]
         while pending:
@@ -297,7 +300,7 @@ class CalledBody:
     def _needed(self, node: Proto) -> list[str]:
         """Return the inputs that a running node needs, of a call those that the called function uses.
 
-        Control inputs are among them, without `^`, only of nodes that are not a call, a Merge or a batch
+        Control inputs, without `^`, are among them unless the node is a call, a Merge or a batch
         normalisation. Of a call that may run one of several functions all inputs count. Calls are recorded,
         for `bodies`.
         """

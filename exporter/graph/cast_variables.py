@@ -42,8 +42,9 @@ class _Cast(Struct, frozen=True):
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
         """Change, in place, a node that takes the variable's handle so that its readers get the old dtype.
 
-        MappingError unless the node is known to read, or asks only for the shape or state. `extra_handles` is
-        not used.
+        A node that asks only for the shape or state may stay. `extra_handles` is not used. MappingError for a
+        node that does anything else than read, and for a read of a variable in int8 that does not gather rows
+        of a matrix; GraphError for an unknown type number.
         """
         if self.is_in_8_bits and node.op == "VariableShape":
             become_shape(body, node, self.shape)
@@ -78,12 +79,12 @@ def cast_variables(graph_def: Proto, stored: Mapping[str, DType]) -> None:
     """Store variables in the dtypes of `stored` ({VarHandleOp: dtype}), in place, and cast them when read.
 
     Variables that `stored` lacks, or that have the dtype already, are not changed; names in it that the graph
-    lacks are ignored. In int8 a row gets longer by its scale. After an error the graph may be changed in
-    part.
+    lacks are ignored. In int8 a row gets longer by its scale, of 4 bytes. After an error the graph may be
+    changed in part.
 
     Raises:
         MappingError: a handle reaches a node that cannot be served in another dtype, such as an assignment.
-        GraphError: a variable has an unknown dtype.
+        GraphError: a node has an unknown type number.
     """
     handles = {}
     for node in graph_def.node:

@@ -76,9 +76,9 @@ _Here = tuple[UseChange, tuple[str, ...]]
 def change_uses(graph_def: Proto, changes: Mapping[str, UseChange]) -> None:
     """Change, in place, all uses of variables in a graph, and in copies of the functions that it calls.
 
-    `changes` is {VarHandleOp: its change}; names that the graph lacks are ignored. Raises a change's
-    `refusal` or `returned`, whose message names the use that cannot be changed. The graph may then be changed
-    in part.
+    `changes` is {VarHandleOp: its change}; names that the graph lacks are ignored. Raises the error that a
+    change returns as `refusal` or `returned`, which names the use that cannot be changed. The graph may then
+    be changed in part.
     """
     if changes:
         handles = {f"{node}:0": (change, change.extra_handles) for node, change in changes.items()}
@@ -246,8 +246,8 @@ def _change_call(body: Body, node: Proto, here: Mapping[int, _Here], library: _L
 def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
     """Raise the `returned` error of a change if a function returns a handle in `handles`.
 
-    These are {tensor: (its change, further handles)}. A result may return the handle of the argument with the
-    same number, as a loop's body does.
+    `handles` is {tensor: (its change, the tensors with the further handles)}. A result may return the handle
+    of the argument with the same number, as a loop's body does.
     """
     signature = function.signature
     arguments = [argument.name for argument in signature.input_arg]
@@ -258,7 +258,11 @@ def _refuse_returned(function: Proto, handles: Mapping[str, _Here]) -> None:
 
 
 def become_shape(body: Body, node: Proto, shape: tuple[int, ...]) -> None:
-    """Turn a VariableShape, in place, into a constant: `shape`, the graph's, not the stored variable's."""
+    """Turn a VariableShape node of `body`, in place, into a constant with the value `shape`.
+
+    `shape` is the variable's shape in the graph, from which that of the stored variable may differ.
+    GraphError if the node has an unknown type number.
+    """
     handle = body.producer(node.input[0])
     out_type = attr_dtype(node, "out_type") or DType.INT32
     known = constant(node.name, np.array(shape, out_type.numpy), out_type)

@@ -200,7 +200,7 @@ class _Chosen(Struct, frozen=True):
 def _choose(source: SourceGraph, index: GraphIndex, ends: Collection[SignatureEnds]) -> _Chosen:
     """Choose the nodes of a source's graph to keep; `ends` are the tensors of its signatures.
 
-    GraphError and subclasses if some of them cannot be served; UsageError if `--feed` fixes an input.
+    GraphError and subclasses if some of these nodes cannot be served; UsageError if `--feed` fixes an input.
     """
     nodes = _with_constants(index, source, ends)
     is_any = source.trust.foreign_ops
@@ -227,7 +227,7 @@ def _servable_copies(
 
     Returns the copies by name, and {tensor of the source: the tensor of the copies that has its values} for
     tensors that others replaced. ForeignOperations if an attribute that only DeepRec has changes what a node
-    does.
+    does; GraphError for an unknown type number.
     """
     kept, importing = _copies(chosen.nodes, chosen.needed), chosen.state.importing
     for name in importing:  # a library restores its state in an order: clear, then import
@@ -292,10 +292,10 @@ def _settled(
 ) -> BatchSize:
     """Return the batch sizes that requests may have, found by running the graph if needed.
 
-    It runs in a process of its own. Constants that fix training's batch size are made dynamic in `kept`, in
-    place. `moved` is {tensor of the source: the tensor in `kept` with its values}; `filling` says how the
-    graph's tables are filled. GraphError if an input's dtype is unknown, or a function is called that the
-    graph lacks.
+    The graph runs in a process of its own, for up to minutes. Constants that fix training's batch size are
+    made dynamic in `kept`, in place. `moved` is {tensor of the source: the tensor in `kept` with its values};
+    `filling` says how the graph's tables are filled. GraphError if a type number is unknown, or the graph
+    calls a function that it lacks.
     """
     cut = [*dict.fromkeys(tensor for ends in signatures for tensor in ends.inputs)]
     traced = {
@@ -348,10 +348,12 @@ def _needed(
 ) -> tuple[Reached, list[str], StateMakers]:
     """Return the nodes that outputs need, the nodes that fill their tables and state, and the state's makers.
 
-    `replaced` is {tensor: the tensor to read in its place}; `roots` are the nodes of the signatures' tensors.
+    `replaced` is {tensor: the tensor to read in its place}; `roots` are the nodes of the signatures' tensors;
+    `init_op` is the node that initialises the graph, None if it has none.
 
     Raises:
-        GraphError: there is a cycle outside of loops, or a node is missing.
+        GraphError: there is a cycle outside of loops, conditionals nest more than 64 deep, or a node or a
+            called function is missing.
         NotServable: a table gets its contents only from training.
     """
     filling: list[str] = []
@@ -386,7 +388,10 @@ def _defaults(kept: Mapping[str, Proto], fed: Collection[str]) -> Iterator[str]:
 
 
 def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
-    """Yield a note for each signature, by name, with dtypes for which TensorFlow Serving has no JSON."""
+    """Yield a note for each signature, by name, with dtypes for which TensorFlow Serving has no JSON.
+
+    GraphError, during the iteration, for an unknown type number.
+    """
     for name, signature in sorted(signatures.items()):
         found = [
             f"{alias} is {base_dtype(info.dtype).label}"
@@ -538,7 +543,8 @@ def keep_restores(
 
     Functions that restore are written out into `nodes`, and a placeholder is added for the checkpoint's
     prefix. Returns the nodes that import, the placeholder, and the tensors' names; an empty KeptState if
-    nothing restores such state. NotServable if it is unknown what is read.
+    nothing restores such state. NotServable if the restored tensors are unknown; GraphError for an unknown
+    type number.
     """
     importing: list[str] = []
     restore = endpoint(saver_def.restore_op_name).node
@@ -614,7 +620,8 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 
     `importing` are nodes that import state; a tensor is used if one of them, or a node between, reads it.
     `prefix` is the node with the checkpoint's path. Returns the tensors' names in the checkpoint, each once.
-    NotServable if anything but RestoreV2 reads the path, or it is unknown what a RestoreV2 reads.
+    NotServable if another operation than RestoreV2 reads the path, or the tensors that a RestoreV2 reads are
+    unknown; GraphError for an unknown type number.
     """
 
     def sources(name: str) -> list[str]:
@@ -632,9 +639,9 @@ def _narrow_reads(nodes: dict[str, Proto], importing: Iterable[str], prefix: str
 def _narrow_read(nodes: dict[str, Proto], name: str, before: Iterable[str]) -> list[str]:
     """Let a RestoreV2 node read, in place, only tensors that the nodes `before` use.
 
-    These are replaced by copies that read the renumbered outputs, and constants with the remaining names are
-    added to `nodes`. Returns the tensors' names in the checkpoint, in the order of the node's outputs.
-    NotServable if the names and slices are not constants.
+    These nodes are replaced by copies that read the renumbered outputs, and constants with the remaining
+    names are added to `nodes`. Returns the tensors' names in the checkpoint, in the order of the node's
+    outputs. NotServable if the names and slices are not constants; GraphError for an unknown type number.
     """
     node = nodes[name]
     names, slices = (

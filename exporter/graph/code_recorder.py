@@ -64,11 +64,11 @@ os.register_at_fork(after_in_child=_in_child)
 def import_code(where: str) -> Any:
     """Import and return the module `pkg.mod`, or the file `path/file.py` as a module.
 
-    It is imported anew if files of builders were edited since; all their modules are then removed from
-    `sys.modules`, and so are other builders' modules whose names its directory has, too. The directory of a
-    file is put first on `sys.path`, until the `importable` block around the call ends, if any. Waits while
-    another thread imports a builder. Raises whatever the import raises: ImportError, FileNotFoundError, or an
-    error of the module's own code.
+    If a file of any builder was edited since its import, all modules of builders are removed from
+    `sys.modules` first, and so imported anew. Modules of other builders are removed, too, if the directory of
+    this one has modules of their names. The directory of a file is put first on `sys.path`, until the
+    `importable` block around the call ends, if any. Waits while another thread imports a builder. Raises
+    whatever the import raises: ImportError, FileNotFoundError, or an error of the module's own code.
     """
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import will report the error
@@ -94,7 +94,7 @@ def _forget_edited() -> None:
 
 
 def _forget_namesakes(root: Path) -> None:
-    """Remove other builders' modules from `sys.modules` whose names the directory `root` has, too.
+    """Remove modules of other builders from `sys.modules` if the directory `root` has modules of their names.
 
     `root` is the directory of the next builder. A module that a builder imported from elsewhere is removed if
     `root` has a directory or .py file of its top-level name; all others stay.
@@ -138,9 +138,10 @@ _OURS = {"exporter", "serving"}
 
 
 def _is_free_name(name: str, path: Path) -> bool:
-    """True if importing the file `path` as module `name` replaces no module of this program or of others.
+    """True if importing the file `path` as module `name` replaces no module that others may use.
 
-    Modules that builders imported, and the file's own, may be replaced.
+    Such are this program's packages and all loaded modules, except those that builders imported and the one
+    loaded from `path` itself.
     """
     file = file_of(sys.modules.get(name))
     is_builders = file in _imported or (file != "" and Path(file).resolve() == path.resolve())
@@ -220,12 +221,13 @@ class Recorder:
         )
 
     def _opened(self, root: Path, modules: set[str]) -> Iterator[tuple[str, Path]]:
-        """Yield (name, absolute path) of each file that was read and that counts.
+        """Yield (name, absolute path) of each opened file that belongs to the builder's code.
 
-        The modules' own files and files above 16 MiB do not. A file below `root` has its path there as name,
-        another the shortest end of its path that is not taken. Of the files that libraries opened, only those
-        below `root` count, without hidden ones (a part of the path begins with a dot). Files that cannot be
-        read are left out. `modules` are the resolved paths of modules.
+        Modules' own files, given by their resolved paths in `modules`, do not, nor do files above 16 MiB and
+        files of Python, libraries or this program. Of the files that libraries opened, only those below
+        `root` count, without hidden ones (a part of the path begins with a dot). The name is the path below
+        `root`, or for a file elsewhere the shortest end of its path that is free. Files that cannot be read
+        are left out.
         """
         names = set[str]()
         for file, is_by_user in self.opened.items():
@@ -248,7 +250,8 @@ class Recorder:
 def _beside(builder: Path, place: Path) -> str:
     """Return the relative path from the directory of the file `builder` to `place`.
 
-    Of the paths with and without links resolved it is the one with fewer `..`, without if both have as many.
+    Of the two paths, with links left and with links resolved, it is the one with fewer `..`; the first if
+    both have as many.
     """
     ways = ((builder.absolute(), place), (builder.resolve(), place.resolve()))
     return min((os.path.relpath(to, start.parent) for start, to in ways), key=lambda way: way.count(".."))
@@ -280,8 +283,8 @@ def recording() -> Iterator[Recorder]:
 def _noted() -> Iterator[None]:
     """Replace the functions that import modules and open files so that recorders note their use.
 
-    They are put back at the end of the block. A use counts for the recorder of the thread that it happens in;
-    without one it is not noted.
+    The old functions are put back at the end of the block. A use is noted by the recorder of the thread that
+    it happens in, if there is one.
     """
     import builtins
     import io
@@ -359,9 +362,10 @@ def _noting_gfile(before: Callable[..., None]) -> Callable[..., None]:
 
 
 def _note_opened(file: object, mode: object) -> None:
-    """Record a file opened for reading, and whether a user's code did so, also by Python's own library.
+    """Record a file opened for reading, and whether a user's code opened it, also by Python's own library.
 
-    Does nothing if no recorder is set, `file` is a descriptor, `mode` allows writing, or an import opens it.
+    Does nothing if no recorder is set, `file` is a descriptor, `mode` allows writing, or an import opens the
+    file.
     """
     recorder = _RECORDER.get()
     if recorder is None or not isinstance(file, str | bytes | os.PathLike) or {*str(mode)} & {*"wax+"}:
@@ -420,10 +424,10 @@ class _Reached:
 
 
 def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
-    """Yield the loaded modules that a module's source imports, its packages, and modules of its values.
+    """Yield the loaded modules behind a module: its imports, its packages, and the modules of its values.
 
     `file` is the module's file, whose import statements are read unless it cannot be parsed. A module's
-    values are all that it holds under a name.
+    values are all objects that it holds under a name.
     """
     name = _name_of(module)
     parts = name.split(".")
@@ -443,9 +447,10 @@ def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
-    """Yield the names that import statements may import, anywhere in a module, each after its packages.
+    """Yield the names that import statements anywhere in a module may import, each after its packages.
 
-    `package` is the module's own package, for relative imports. A name may be one of a function or class.
+    `package` is the module's own package, for relative imports. A name may be the name of a function or
+    class.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -528,9 +533,9 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 
 def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
-    """Return (digest of a module's file, digest of its code), or () if they do not belong to the module.
+    """Return (digest of a module's file, digest of its code); () if the file is not the imported one.
 
-    That is if the file cannot be read, or is not what was imported. `real` is the file's resolved path.
+    () also if the file cannot be read. `real` is the file's resolved path.
     """
     content = content_of(file)
     if content is None or not _is_as_imported(module, file, content):
@@ -539,10 +544,10 @@ def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
 
 
 def _is_as_imported(module: ModuleType, file: str, content: bytes) -> bool:
-    """True if `content`, the bytes of a module's file now, is what was imported.
+    """True if a module was imported from `content`, the present bytes of its file.
 
-    Of a builder's module the digest is known. Of any other the functions and plain constants are compared
-    with the file's; for one without source it is assumed.
+    The digest of a builder's module is known. Of any other module the functions and plain constants are
+    compared with the file's; a module without source is assumed to be the same.
     """
     if file in _imported:
         return _imported[file] == digest_of(content)
@@ -644,7 +649,7 @@ def _is_ours(file: str) -> bool:
 
 
 def is_users(file: str) -> bool:
-    """True for a file that belongs neither to Python, an installed library, this program, nor the kernel.
+    """True for a file of a user: not one of Python, an installed library, this program or the kernel.
 
     False for code without a file.
     """

@@ -23,9 +23,14 @@ def is_computed(op: str) -> bool:
 def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> Array:
     """Compute one output of a node from the values of its inputs, in order; it may be a view of one of them.
 
-    `output` is the number of the output. Raises KeyError if `is_computed` is False for the operation,
-    ValueError if the value has more than `most_bytes` (this is not checked of operations with several
-    outputs), and ValueError, TypeError, IndexError or ArithmeticError if the inputs do not fit the operation.
+    `output` is the number of the output.
+
+    Raises:
+        KeyError: `is_computed` is False for the operation.
+        ValueError: the value has more than `most_bytes`, which is not checked for operations with several
+            outputs.
+        ValueError, TypeError, IndexError, ArithmeticError: the inputs do not fit the operation.
+        GraphError: the node has an unknown type number.
     """
     with np.errstate(all="ignore"):  # kernels divide by 0 without a warning
         if node.op in _OUTPUTS:
@@ -38,7 +43,10 @@ def compute(node: Proto, values: list[Array], output: int, most_bytes: int) -> A
 
 
 def extent(sizes: Iterable[float]) -> float:
-    """Return the number of elements of a shape, counting each size of 0 as 1; infinite if a size is."""
+    """Return the number of elements of a shape, as a float; each size below 1 counts as 1.
+
+    Infinite beyond the range of floats.
+    """
     # An empty tensor may have other, unbounded sizes, which a later operation may use.
     return math.prod(max(float(size), 1.0) for size in sizes)
 

@@ -142,7 +142,7 @@ def convert_deeprec(meta_graph: Proto, absent_keys: Mapping[str, str]) -> Conver
 def looked_up(meta_graph: Proto, index: GraphIndex) -> tuple[str, ...]:
     """Return the names of the embedding variables, without slots, that a graph gathers from, each once.
 
-    Variables of which only groups are looked up come last.
+    Variables that only lookups of groups read come last. GraphError for an unknown type number.
     """
     found = _embedding_variables(meta_graph, index)
     owners = {handle.name: name for name, handles in found.items() for handle in handles}
@@ -186,10 +186,10 @@ class _Conversion:
     def rewrite(self, node: Proto, handle: str, ids: Endpoint, default: Endpoint | None) -> None:
         """Turn a node, in place, into the lookup of `ids` in the table that a variable becomes.
 
-        `handle` is the one that `handle_of` returns. `default` has a row for each id, to read if the table
-        lacks the key; None: the table's default rows, which are also read if the variable filters keys. The
-        table and the nodes that the lookup needs are added to `tables` and `nodes`. NotServable if the
-        variable cannot become a table.
+        `handle` is the variable's, as `handle_of` returns it. `default` has a row for each id, to read if the
+        table lacks the key; None: the table's default rows, which are also read if the variable filters keys.
+        The table and the nodes that the lookup needs are added to `tables` and `nodes`. NotServable if the
+        variable cannot become a table; GraphError for an unknown type number.
         """
         variable = self._owners[handle]
         if variable not in self.tables:
@@ -210,7 +210,8 @@ class _Conversion:
         """Return the table that a variable becomes, and add its handles to the new nodes.
 
         A note on its default rows may be added, too. NotServable for a block of a dynamic-dimension variable,
-        or if its kind cannot be served or its default rows are unknown.
+        or if no table can have the variable's dtypes and shape, or if its default rows are unknown;
+        GraphError for an unknown type number.
         """
         handles = self._variables[variable]
         key_dtype, value_dtype, dim = _kind(variable, handles)
@@ -276,7 +277,7 @@ def _from_collections(meta_graph: Proto) -> Iterator[tuple[str, tuple[str, int]]
 def _kind(variable: str, handles: Iterable[Proto]) -> tuple[DType, DType, int]:
     """Return (dtype of the keys, dtype of the values, dimension) of a variable with these handles.
 
-    NotServable if no dynamic table can have them, or if parts differ.
+    NotServable if no dynamic table can have them, or if parts differ; GraphError for an unknown type number.
     """
     kinds = set()
     for handle in handles:
@@ -386,8 +387,8 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
     """Let nodes read, in place, the tensors that are put into stages, instead of those that are taken out.
 
-    A stage of which `given` has a tensor taken out, and one that nothing fills with as many tensors as are
-    taken, stay as they are.
+    A stage stays as it is if one of the tensors taken out of it is in `given` (the inputs of signatures), or
+    if nothing puts in as many tensors as are taken out.
     """
     takes = [node for node in index.nodes.values() if node.op == _TAKE]
     if not takes:
@@ -503,10 +504,11 @@ class AbsentKeys:
 
 
 def _part_defaults(index: GraphIndex, handle: Proto, dtype: DType, dim: int) -> tuple[Array, str] | None:
-    """Return the default rows [d, dim] of one part, and "" or the reason why its own cannot be known.
+    """Return the default rows [d, dim] of one part, and the reason why its own rows are not known, or "".
 
-    In that case they are one row of `default_value_no_permission`. None if nothing in the graph initialises
-    the part. NotServable if the initial value does not consist of rows of `dim` numbers.
+    With a reason, or if the variable filters keys, there is one row of `default_value_no_permission`. None if
+    nothing in the graph initialises the part. NotServable if the initial value does not consist of rows of
+    `dim` numbers; GraphError for an unknown type number.
     """
     made = _initialiser(index, handle.name)
     if made is None:
@@ -556,6 +558,7 @@ def _evaluated(index: GraphIndex, tensor: Endpoint, depth: int = 0) -> tuple[Arr
     """Return (value, "") of a tensor computed from constants, or (None, why it cannot be computed).
 
     `depth` is the number of nodes between this tensor and the initial value; above 64 there is no value.
+    GraphError for an unknown type number.
     """
     node = index.nodes.get(tensor.node)
     if node is None or depth > _MAX_DEPTH:

@@ -53,8 +53,8 @@ _KEYS = (DType.INT64, DType.INT32)
 def take_groups_apart(meta_graph: Proto, index: GraphIndex, needed: Collection[str]) -> GraphIndex:
     """Split, in place, the group lookups among the nodes `needed` into one lookup for each table.
 
-    A lookup that cannot be split, or of which outputs other than rows are used, stays. Returns the index of
-    the graph as it is then: a new one if any was split.
+    A lookup that cannot be split, or of which outputs other than rows are used, stays. Returns a new index of
+    the graph, or `index` if no lookup was split. GraphError for an unknown type number.
     """
     read = _outputs_read(index, meta_graph, needed)
     groups = {
@@ -81,14 +81,17 @@ def group_handles(node: Proto) -> list[str]:
     """Return the names of the nodes from which a group lookup gets its variables' handles, in order.
 
     A node may forward the handle of an embedding variable. Empty for any other node, a group of ordinary
-    variables, and a group that cannot be split.
+    variables, and a group that cannot be split. GraphError for an unknown type number.
     """
     group = _Group.of(node)
     return [tensor.node for tensor in group.tables] if group is not None and group.is_keyed else []
 
 
 def is_convertible_group(node: Proto) -> bool:
-    """True for a group lookup that can be split, as far as its own attributes and inputs tell."""
+    """True for a group lookup that can be split, by its own attributes and inputs.
+
+    GraphError for an unknown type number.
+    """
     return _Group.of(node) is not None
 
 
@@ -111,8 +114,8 @@ class _Group(Struct, frozen=True):
     def of(cls, node: Proto) -> _Group | None:
         """Return the group lookup that a node is; None if it is another operation, or cannot be split.
 
-        It cannot if it clips rows, makes sequences, has default rows of its own, or has unknown types or
-        inputs.
+        A group cannot be split if it clips rows, makes sequences, has default rows of its own, or has
+        unexpected types or inputs. GraphError for an unknown type number.
         """
         count, inputs = int(attr(node, "num_lookups").i), data_inputs(node)
         if node.op not in _KNOWN or count < 1:
@@ -154,7 +157,7 @@ def _outputs_read(index: GraphIndex, meta_graph: Proto, needed: Collection[str])
 
 
 def _is_of_old_form(index: GraphIndex, group: _Group) -> bool:
-    """True if a lookup of sparse ids takes one batch size for all tables, by the graph's own OpDef of it."""
+    """True if a lookup of sparse ids takes one batch size for all tables, as the graph's own OpDef says."""
     described = index.op_def(group.node.op)
     arguments = described.input_arg if described is not None and group.shapes else ()
     return any(each.name == "dense_shape" and not each.number_attr for each in arguments)
@@ -230,7 +233,7 @@ class _Parts:
     def _gather(self, name: str, params: str, axis: str, dtype: DType) -> str:
         """Add the gather of element 0 along `axis` and return its name.
 
-        It is a matrix's first column, or a vector's first element.
+        The gather gives a matrix's first column, or a vector's first element.
         """
         types = {"Tparams": dtype, "Tindices": DType.INT32, "Taxis": DType.INT32}
         return self._add(name, "GatherV2", params, self._zero, axis, **types)

@@ -50,7 +50,7 @@ class GraphEditor(Struct):
     def _spell(self, name: str) -> str:
         """Return a valid and unique name for a node, always the same for the same name.
 
-        A signature's name may be `default:None`.
+        The given name need not be valid: a signature may be called `default:None`.
         """
         if name not in self._spelled:
             wanted = spelled = _NOT_IN_NAMES.sub("_", name)
@@ -279,7 +279,7 @@ def _with_producer(reference: str, renamed: Mapping[str, str]) -> str:
 
 
 def _keep_as_written(function: Proto) -> None:
-    """Let graph optimizers skip a function, in place, both at loading and in its own calls of functions.
+    """Mark a function, in place, so that graph optimizers skip it and the functions that it calls.
 
     Source: tensorflow/core/grappler/optimizers/meta_optimizer.cc, which skips functions of tf.data; the
     `config_proto` of a call decides how its function is optimized.

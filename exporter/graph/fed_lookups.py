@@ -76,7 +76,7 @@ def fed_lookups(meta_graph: Proto, signature: Proto) -> dict[str, tuple[Lookup, 
     An input's key is its alias. An input that is not looked up has an empty tuple.
 
     Raises:
-        GraphError: the graph is damaged.
+        GraphError: nodes of the graph have no name, no operation, or the same name.
         CorruptFile: its list of assets is damaged.
     """
     graph = _Graph(meta_graph)
@@ -119,9 +119,9 @@ class _Graph:
         return tuple(dict.fromkeys(lookup for lookup in found if lookup is not None))
 
     def _by_keys(self, reader: str) -> ByKeys | None:
-        """Return the table by keys that the node `reader` looks keys up in; None if it does not.
+        """Return the table by keys in which the node `reader` looks keys up; None if it is another node.
 
-        A reader that does is the node of a joined lookup, or the node `key` of a lookup in separate nodes.
+        Such a reader is the node of a joined lookup, or the node `key` of a lookup in separate nodes.
         """
         node = self._nodes[reader].proto
         if JOINED in node.attr:
@@ -133,9 +133,9 @@ class _Graph:
         )
 
     def _vocabulary(self, find: _Node) -> Lookup | None:
-        """Return the vocabulary that a node looks keys up in: a file, or the first 1,024 keys in the graph.
+        """Return the vocabulary in which a node looks keys up: a file, or the first 1,024 keys in the graph.
 
-        None if it is no lookup, or the keys are not known.
+        None if the node is not a lookup, or the keys are not known.
         """
         table = self._table(find) if find.op in FINDS else None
         fill = self._fills.get(table) if table is not None else None

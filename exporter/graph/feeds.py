@@ -153,7 +153,10 @@ def served_shape(index: GraphIndex, tensor: Endpoint) -> tuple[int, ...] | None:
 
 
 def pipeline_batches(index: GraphIndex) -> set[int]:
-    """Return the batch sizes that a training graph's input pipeline fixes; empty if it fixes none."""
+    """Return the batch sizes that a training graph's input pipeline fixes; empty if it fixes none.
+
+    GraphError for an unknown type number.
+    """
     sizes = set()
     for name, node in index.nodes.items():
         if _BATCHED.fullmatch(node.op):
@@ -166,7 +169,7 @@ def mode_switches(graph_def: Proto, feeds: Mapping[str, np.ndarray]) -> dict[str
     """Return {placeholder: "false"} for booleans that may switch training on.
 
     These are all boolean placeholders with a default value, and those whose value in `feeds` has nothing but
-    true.
+    true. GraphError for an unknown type number.
     """
     defaults = (node for node in graph_def.node if node.op == "PlaceholderWithDefault")
     found = {node.name: "false" for node in defaults if attr_dtype(node, "dtype") is DType.BOOL}

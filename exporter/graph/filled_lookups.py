@@ -10,16 +10,17 @@ from exporter.wire.protos import Proto
 
 
 def differing_lookups(was: Proto, now: Proto) -> list[str]:
-    """Return the scopes of lookups in both graphs whose tables are filled with other constants, sorted.
+    """Return the scopes of lookups in both graphs whose tables have different constants, sorted.
 
-    In Keras a scope is a layer's. Tables that are filled from files, or looked up in functions, do not count.
+    `was` and `now` are GraphDefs. In Keras a scope is a layer's. Tables that are filled from files, or looked
+    up in functions, do not count.
     """
     before, after = _filled(was), _filled(now)
     return sorted({_scope(name) for name in before.keys() & after.keys() if before[name] != after[name]})
 
 
 def _filled(graph_def: Proto) -> dict[str, bytes]:
-    """Return {node that looks keys up: SHA-256 of what fills its table}, without tables filled from files."""
+    """Return {node that looks keys up: SHA-256 of the constants in its table}, without tables from files."""
     nodes = {node.name: node for node in graph_def.node}
 
     def sources(name: str) -> list[str]:

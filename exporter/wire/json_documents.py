@@ -45,7 +45,7 @@ class _Versioned(msgspec.Struct):
 
 
 def doc(text: str) -> Meta:
-    """Return the description of a field, to be put into its `Annotated` type; the reference shows it."""
+    """Return the description of a field for its `Annotated` type; the reference of documents shows it."""
     return Meta(description=text)
 
 
@@ -69,8 +69,8 @@ def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any]
 def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
     """Return the JSON object in `text` as a value of `type_`, which declares only some of its fields.
 
-    `end` is a text in the document, such as a key. If all declared fields come before its first occurrence,
-    doubled keys are searched only before it.
+    `where` names the document in errors. `end` is a text in the document, such as a key. If all declared
+    fields come before its first occurrence, doubled keys are searched only there.
 
     Raises:
         DocumentError: as `decode`.

@@ -176,7 +176,7 @@ def varint(value: int) -> bytes:
 
 
 def all_nodes(graph_def: Proto) -> Iterator[Proto]:
-    """Yield the nodes of a graph, then those of its functions, in their order."""
+    """Yield the nodes of a graph, then the nodes of its functions, both in the order of the GraphDef."""
     yield from graph_def.node
     for function in graph_def.library.function:
         yield from function.node_def

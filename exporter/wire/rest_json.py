@@ -87,7 +87,8 @@ class LongList(Struct, frozen=True):
     def _until_a_comma(self, at: int) -> tuple[list[Json], int] | None:
         """Return the items from offset `at` to some comma, and the offset after it.
 
-        None without such a comma.
+        None without such a comma. ValueError if a number is too large, RecursionError if an item nests too
+        deeply.
         """
         # The text before a comma parses as a list only if the comma separates two items: inside an item a
         # bracket or a quote is open, and after the list there are a key and a colon.
@@ -155,7 +156,7 @@ def _parse(text: str) -> Json:
 def _parse_deep(text: str, decoder: json.JSONDecoder) -> Json:
     """Return the value that `decoder.decode` gives, without recursion.
 
-    JSONDecodeError if the text is not JSON.
+    JSONDecodeError if the text is not JSON, ValueError if a number is too large.
     """
     root: list[Json] = []  # ten times slower than the decoder, and only for texts nested too deeply for it
     open_: list[list[Json] | dict[str, Json]] = [root]
@@ -227,11 +228,11 @@ def _long_document(text: str, decoder: json.JSONDecoder) -> Json:
 def _long_object(
     text: str, at: int, decoder: json.JSONDecoder, lists: Sequence[str]
 ) -> tuple[dict[str, Json], int]:
-    """Return the object at offset `at`, and the offset after it, with a `LongList` for some of its lists.
+    """Return the object at offset `at`, and the offset after it, with some of its lists as `LongList`.
 
     These are the lists under the keys `lists`; an empty `lists` means all. If `lists` is not empty, all lists
-    of an object under the key `inputs` are such, too. ValueError, or its subclass
-    JSONDecodeError, if it is not JSON, or a value has too many parts.
+    of an object under the key `inputs` are such, too. ValueError, or its subclass JSONDecodeError, if the
+    text is not JSON, nests too deeply, or has a value of too many parts.
     """
     found: dict[str, Json] = {}
     at = _space(text, at + 1)
@@ -254,8 +255,8 @@ def _long_object(
 def _value(text: str, at: int, decoder: json.JSONDecoder) -> tuple[Json, int]:
     """Return the value of a long document at offset `at`, and the offset after it.
 
-    ValueError if it is long and has more than `MOST_IN_ONE` lists, objects and strings, JSONDecodeError if it
-    is not JSON.
+    ValueError if the value is long and has more than `MOST_IN_ONE` lists, objects and strings, or a number is
+    too large; JSONDecodeError if it is not JSON; RecursionError if it nests too deeply.
     """
     with suppress(json.JSONDecodeError):
         value, size = decoder.raw_decode(text[at : at + LONG_BYTES])

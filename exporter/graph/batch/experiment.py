@@ -78,9 +78,10 @@ class _Trial(Struct, frozen=True):
 class Experiment:
     """A graph of a fixed batch size that is to answer requests of any.
 
+    `ends` are the tensors of its signatures, `library` its functions by name, `batch` the fixed size;
     `filling` are the operations that fill its lookup tables, `files` the files that these read, by the nodes
-    of their paths. NoLaboratory if it cannot be run without its checkpoint, GraphError if a function is
-    called that it lacks.
+    of their paths. NoLaboratory if it cannot be run without its checkpoint; GraphError if it calls a function
+    that it lacks, or has an unknown type number.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class Experiment:
         self._runs = 0
 
     def opened(self, nodes: Mapping[str, Proto], slots: Iterable[Slot]) -> Opened:
-        """Return the nodes and the graph's functions in which slots follow the rows of a request.
+        """Return `nodes` and the graph's functions, changed so that `slots` follow the rows of a request.
 
-        Changed ones are copies. CannotOpen if a slot cannot be made to follow them.
+        `nodes` are those of the experiment or of the served graph; changed nodes and functions are copies.
+        CannotOpen if a slot cannot be made to follow the rows.
         """
 
         def counters(one: Ends) -> list[Counter]:
@@ -131,12 +133,13 @@ class Experiment:
     def run(self, session: GraphSession) -> frozenset[Slot]:
         """Run the graph with many sizes of requests and return the slots to open so that any size is right.
 
-        First lengths that attributes merely declare are always among them. Empty if there are none and
-        requests may have any size already.
+        The first length of a shape that an attribute merely declares is always among them. Empty if nothing
+        has to be opened: requests may have any size already. `session` loses the graph that it had. The
+        search for slots ends within about 300 seconds.
 
         Raises:
-            Failed: rows are mixed, or no slots make the graph answer requests of other sizes.
-            RunFailed: it does not run with other numbers in place of random ones.
+            Failed: rows are mixed, random numbers are drawn, or no slots make requests of other sizes right.
+            RunFailed: the graph does not run with other numbers in place of random ones.
             Ended: a run exceeded its limits, or the session's process ended otherwise.
         """
         try:
@@ -153,10 +156,11 @@ class Experiment:
     ) -> int | None:
         """Return the number of rows that fits a Reshape's constant target, else the first fitting candidate.
 
-        `reshapes` are nodes, tried in order, as `fixed_reshapes` returns them. Then a candidate fits if the
-        graph answers as many rows, but neither one less nor one more. None if neither is found. RunFailed if
-        the graph cannot be opened, Ended if a run exceeds its limits. ValueError unless the graph has exactly
-        one signature.
+        `reshapes` are nodes, tried in order, as `fixed_reshapes` returns them; a number of rows fits if it
+        makes the Reshape's input as large as its target. `candidates` are numbers of rows, tried in order;
+        one fits if the graph answers a request of it with as many rows, but no request of one row less or
+        more. None if none fits. RunFailed if the graph cannot be opened, Ended if a run exceeds its limits.
+        The graph must have exactly one signature.
         """
         nodes = self._laboratory.nodes
         self._open(session, Opened(dict(nodes), dict(self._library)))
@@ -181,10 +185,10 @@ class Experiment:
         return None
 
     def _takes(self, session: GraphSession, rows: int) -> bool:
-        """True if the graph answers `rows` rows with as many in each output.
+        """True if each output of the graph has `rows` rows for a request of `rows` rows.
 
-        The first random rows that it accepts decide; False if it accepts none. Ended if a run exceeds its
-        limits.
+        The first random request that the graph accepts decides; False if it accepts none. Ended if a run
+        exceeds its limits.
         """
         (ends,) = self._ends
         files, outputs = [*self._files.values()], [*map(str, ends.outputs)]
@@ -209,10 +213,11 @@ class Experiment:
     # --- the graph as its author left it ---
 
     def _asked(self, session: GraphSession, ends: Ends) -> list[_Trial]:
-        """Return random rows for one signature with the answers at the graph's own size, first ordinary rows.
+        """Return random rows for a signature with their answers at the graph's own size, ordinary rows first.
 
-        Failed if it answers none, mixes rows, or draws random numbers; RunFailed if it does not run with
-        other numbers in place of random ones; Ended if a run exceeds its limits.
+        Failed if the graph refuses all rows or gives all the same answer, mixes rows, or draws random
+        numbers; RunFailed if it does not run with other numbers in place of random ones; Ended if a run
+        exceeds its limits.
         """
         files, heights = [*self._files.values()], self._laboratory.heights
         failure, count = Failed("", "no requests could be made up"), 2 * self._batch + 1
@@ -229,9 +234,10 @@ class Experiment:
         raise failure
 
     def _rarely(self, session: GraphSession, ends: Ends, population: Population) -> Iterator[_Trial]:
-        """Yield trials of unusual rows, which a graph may treat in another way; none of rows that it refuses.
+        """Yield trials of unusual rows, which a graph may treat differently, without rows that it refuses.
 
-        During the iteration: Failed if the graph mixes these rows, Ended if a run exceeds its limits.
+        `population` has ordinary rows, from which the unusual ones are made. During the iteration: Failed if
+        the graph mixes these rows, Ended if a run exceeds its limits.
         """
         for strange in stranger(population, self._batch):
             with suppress(RunFailed):
@@ -240,8 +246,9 @@ class Experiment:
     def _draws_nothing(self, session: GraphSession, ends: Ends, trial: _Trial) -> None:
         """Raise Failed if answers depend on random numbers, however rarely.
 
-        `trial` has rows to ask and their answers; the numbers drawn are replaced by their extremes. RunFailed
-        if the graph does not run with these, Ended if a run exceeds its limits.
+        `trial` has the rows to request. The numbers that the graph draws are replaced by their extremes, one
+        operation at a time. RunFailed if the graph does not run with these, Ended if a run exceeds its
+        limits.
         """
         nodes, inside, rows = self._laboratory.nodes, self._in_branches(), np.arange(self._batch)
         before = all_before(nodes, ends.outputs, ends.inputs)
@@ -276,10 +283,10 @@ class Experiment:
         return _Trial(population, answers)
 
     def _behind(self, ends: Ends) -> Iterator[str]:
-        """Yield the tensors of floats that outputs of other types are computed from, such as scores.
+        """Yield the tensors of floats, such as scores, from which outputs of other types are computed.
 
-        A class hides what its scores show. Tensors in TF1 loops and branches are left out; one may be yielded
-        more than once.
+        A class may stay the same while its scores change. Tensors in TF1 loops and branches are left out; a
+        tensor may be yielded more than once.
         """
         nodes, inside = self._laboratory.nodes, self._in_branches()
         for output in ends.outputs:
@@ -299,7 +306,7 @@ class Experiment:
         """Return {tensor: its values for these rows}, one value for each request of the graph's own size.
 
         `rows` are numbers of rows of the population. The last request repeats the last row until it is full.
-        RunFailed if the graph refuses one, Ended if a run exceeds its limits.
+        RunFailed if the graph refuses a request, Ended if a run exceeds its limits.
         """
         found: dict[str, list[Array]] = {name: [] for name in tensors}
         for start in range(0, len(rows), self._batch):
@@ -312,9 +319,10 @@ class Experiment:
     def _by_rows(self, name: str, chunks: Sequence[Array]) -> Array:
         """Return the answers of the tensor `name` by rows, joined from its values for successive requests.
 
-        The shape is [2 * size + 1, k, ...], where each row of a request has k rows of the tensor. Returns the
-        first value alone if its first length is not a multiple of the graph's own size. RunFailed if shapes
-        differ between requests; Failed if such a value differs between requests.
+        The shape is [2 * size + 1, k, ...], where each row of a request has k rows of the tensor. A tensor
+        has no rows if its first length is not a multiple of the graph's own size: then the value for the
+        first request is returned alone. RunFailed if shapes differ between requests; Failed if the values of
+        a tensor without rows do.
         """
         first = chunks[0]
         if any(chunk.shape != first.shape for chunk in chunks):  # as where nothing is for an empty last row
@@ -331,8 +339,8 @@ class Experiment:
     def _mixing(self, session: GraphSession, ends: Ends, population: Population, output: str) -> Failed:
         """Return the failure at the first node whose rows change when other rows of the request do.
 
-        It is at the tensor `output`, whose rows change, if no such node is found. Runs the graph three times;
-        Ended if a run exceeds its limits.
+        The failure is at the tensor `output`, whose rows change, if no such node is found. Runs the graph
+        three times; Ended if a run exceeds its limits.
         """
         nodes, inside, size = self._laboratory.nodes, self._in_branches(), self._batch
         asked = closure(
@@ -366,8 +374,9 @@ class Experiment:
     ) -> frozenset[Slot]:
         """Return slots, `chosen` among them, that make the answers of all sizes right.
 
-        It opens the graph at most 200 times and ends within about 300 seconds. Failed, at the first failure
-        that no slots help against, if none are found; Ended if a run exceeds its limits.
+        It opens the graph at most 200 times and ends within about 300 seconds. If it finds no such slots, it
+        raises Failed: the first failure that no slots remove, or else the last one met. Ended if a run
+        exceeds its limits.
         """
         until, stuck = time.monotonic() + _SECONDS, None
         failure = self._failure(session, trials, chosen)
@@ -389,9 +398,9 @@ class Experiment:
         raise stuck or failure
 
     def _moves(self, failure: Failed, chosen: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
-        """Yield the sets of slots to try next: for each slot near a failure its whole kind, then it alone.
+        """Yield the sets of slots to try next: for each slot near a failure its whole kind, then that slot.
 
-        At last the nearest 2, 3 and up to 24 slots together. Slots in `chosen` are left out.
+        The last sets are the nearest 2, 3 and up to 24 slots. Slots in `chosen` are left out.
         """
         before = closure([*self._places(failure.node)], self._sources)
         near = [slot for place in before for slot in self._slots.get(place, ()) if slot not in chosen]
@@ -407,10 +416,10 @@ class Experiment:
             yield frozenset(near[:last])
 
     def _places(self, node: str) -> Iterator[tuple[str, str]]:
-        """Yield (function, node) for each node that may be the one named in an error.
+        """Yield (function, node) for each node that an error may mean by the name `node`.
 
-        The function is "" for the graph. In an error a called function's node has the call's name before its
-        own; such calls in the graph come last.
+        The function is "" for the graph. In an error the name of a function's node follows that of the call,
+        after a slash: nodes of functions come first, then the graph's calls with such a name.
         """
         if node in self._bodies[""]:
             yield "", node
@@ -445,9 +454,9 @@ class Experiment:
         return {kind: frozenset(slots) for kind, slots in kinds.items()}
 
     def _kind(self, slot: Slot) -> object:
-        """Return a value that is equal for slots that are read in the same way.
+        """Return a value that is equal for slots of one kind: those that are read in the same way.
 
-        A graph looks up many features alike.
+        For instance the slots of many features that a graph looks up alike.
         """
         reader = next(iter(self._readers.get(slot.node, ())), None) if not slot.scope else None
         inputs: list[str] = [] if reader is None else [tensor.node for tensor in data_inputs(reader)]
@@ -459,7 +468,8 @@ class Experiment:
     ) -> Failed | None:
         """Open the graph with these slots and return its first failure; None if the answers are right.
 
-        Requests of four sizes are tried with the rows of all trials. Ended if a run exceeds its limits.
+        Requests of at most four sizes are tried with the rows of all trials. Ended if a run exceeds its
+        limits.
         """
         try:
             self._open(session, self.opened(self._laboratory.nodes, slots))
@@ -503,9 +513,9 @@ def fixed_reshapes(nodes: Mapping[str, Proto], ends: Ends) -> list[str]:
 
 
 def fixed_sizes(nodes: Mapping[str, Proto], ends: Ends) -> list[int]:
-    """Return at most 8 numbers of rows that constants make or keep, greatest first; 1 is not among them.
+    """Return at most 8 numbers of rows, above 1, that constants make or keep, greatest first.
 
-    One of them may be a batch size that no input tells.
+    One of them may be a batch size that no input shows. GraphError for an unknown type number.
     """
     asked, found = _asked_from(nodes, ends), dict[int, None]()
     for name, node in nodes.items():
@@ -524,7 +534,7 @@ def fixed_sizes(nodes: Mapping[str, Proto], ends: Ends) -> list[int]:
 
 
 def _asked_from(nodes: Mapping[str, Proto], ends: Ends) -> Mapping[str, None]:
-    """Return the nodes of a signature's inputs and all that depend on them, inputs first."""
+    """Return the nodes of a signature's inputs and all nodes that depend on them, as keys, inputs first."""
     readers = readers_of(nodes.values())
     return closure((t.node for t in ends.inputs), lambda name: (r.name for r in readers.get(name, ())))
 

@@ -89,8 +89,8 @@ def sparse_inputs(
 ) -> list[tuple[Endpoint, Endpoint, Endpoint]]:
     """Return (indices, values, dense shape) of each sparse tensor among the inputs.
 
-    The three parts are outputs of one node, or of nodes in one scope, or have one alias; `names` are the
-    inputs' aliases. Groups of other inputs are left out.
+    The three parts have one alias, or are outputs of one node, or of nodes in one scope; `names` has the
+    alias of each input. Other inputs are left out.
     """
     groups: dict[str, list[Endpoint]] = {}
     for tensor in inputs:
@@ -104,9 +104,9 @@ def sparse_inputs(
 
 
 def _sparse(group: Mapping[Endpoint, InputKind]) -> tuple[Endpoint, Endpoint, Endpoint] | None:
-    """Return the (indices, values, dense shape) that a group of inputs is; None if it is something else.
+    """Return (indices, values, dense shape) of a group of inputs; None if it is not a sparse tensor.
 
-    Something else is a group of other than three inputs, or with dtypes or shapes that do not fit.
+    A sparse tensor has three inputs, with int64 indices of two dimensions and two vectors.
     """
     int64 = [tensor for tensor, kind in group.items() if kind.dtype is DType.INT64]
     indices = [tensor for tensor in int64 if len(group[tensor].shape or ()) == 2]
@@ -131,12 +131,13 @@ class Laboratory(Struct, frozen=True):
 def laboratory(nodes: Mapping[str, Proto], filled: Sequence[str]) -> Laboratory:
     """Return the nodes, changed ones as copies, with operations that give variables small random values.
 
-    Tables of which only rows are gathered have 61 rows, and ids are taken modulo 61; their heights before are
-    returned, too. Unknown lengths become 61. Variables of booleans, or of integers other than int32 and
-    int64, are zeros. The handles `filled` get their values from other operations.
+    Tables of which only rows are gathered get 61 rows, and ids are taken modulo 61; the numbers of rows that
+    they had are returned, too. Unknown lengths become 61. Variables of booleans, or of integers other than
+    int32 and int64, are zeros. Variables whose handles are in `filled` are left to other operations.
 
     Raises:
         NoLaboratory: the variables are too large, of unknown shape, or of a dtype without random numbers.
+        GraphError: a variable or a gather has an unknown type number.
     """
     made, readers = dict(nodes), readers_of(nodes.values(), waiting=True)
     assigning, heights, elements = list[str](), list[int](), 0
@@ -183,8 +184,8 @@ def _take_modulo(nodes: dict[str, Proto], gather: Proto) -> None:
 def _assign(nodes: dict[str, Proto], name: str, shape: tuple[int, ...], dtype: DType, seed: int) -> str:
     """Add operations to `nodes` that give the variable `name` random values; return the last one's name.
 
-    `seed` makes them differ between variables. Booleans, and integers other than int32 and int64, are zeros
-    instead. NoLaboratory for a dtype without random numbers.
+    `seed` makes the values differ between variables. Booleans, and integers other than int32 and int64, are
+    zeros instead. NoLaboratory for a dtype without random numbers.
     """
 
     def add(what: str, op: str, inputs: Sequence[str], **attrs: Any) -> str:
@@ -221,9 +222,10 @@ def _assign(nodes: dict[str, Proto], name: str, shape: tuple[int, ...], dtype: D
 
 
 class Population(Struct, frozen=True):
-    """Random rows for one signature: `dense` values by tensor, `ragged` ones of sparse inputs.
+    """Random rows for one signature: `dense` has values by tensor, `ragged` rows and rank by sparse input.
 
-    Inputs that are not by rows have one value, in `fixed`; `loose` values of sparse ones without places.
+    `fixed` has the one value of an input that is not by rows, `loose` the rows of an input that is only the
+    values of a sparse tensor.
     """
 
     dense: Mapping[str, Array]
@@ -251,10 +253,11 @@ def populations(
 ) -> Iterator[Population]:
     """Yield populations of `rows` random rows for a signature, with the greatest integers first.
 
-    A graph may refuse each, so they are to be tried in turn. Each is yielded with some rows far out, and some
-    of zeros and ones, and then without these: rows may be mixed only where a limit is exceeded or something
-    is missing. Sparse rows and texts may be empty first, then none is. `heights` are the numbers of its
-    tables' rows, `files` those that fill its lookup tables.
+    A graph may refuse some of them, so the caller tries one after the other. Each comes twice: with some rows
+    far out and some of zeros and ones, then without these, because a graph may mix rows only where a limit is
+    exceeded or a value is missing. In the first half sparse rows and texts may be empty, in the second not.
+    `heights` are the numbers of rows of the graph's tables; `files` fill its lookup tables, and their words
+    are drawn.
     """
     limits = {height for height in (*heights, sum(heights)) if height > 1}
     words = _words(nodes, files)
@@ -269,9 +272,9 @@ def populations(
 
 
 def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
-    """Return a population with the rows of several: row i is row i of population `kinds[i]`.
+    """Return a population with the rows of several: row i is row i of `drawn[kinds[i]]`.
 
-    Values that are not by rows are those of the first.
+    Values that are not by rows are taken from the first population.
     """
     first, at = drawn[0], np.arange(len(kinds))
     dense = {name: np.array([each.dense[name] for each in drawn])[kinds, at] for name in first.dense}
@@ -284,9 +287,9 @@ def _in_turn(drawn: Sequence[Population], kinds: Array) -> Population:
 
 
 def stranger(population: Population, batch: int) -> Iterator[Population]:
-    """Yield two populations of the same rows with other numbers, for what a graph may do rarely.
+    """Yield two populations of the same rows with unusual numbers, to which a graph may react otherwise.
 
-    Floats are large, of one sign in the first half of the rows, of the other in the second; integers are at
+    Floats are large, with one sign in the first half of the rows and the other in the second; integers are at
     most `batch`, or 2, so that they are often equal; texts and booleans are shuffled among the rows. Sparse
     inputs stay. A graph may refuse these rows.
     """
@@ -334,8 +337,8 @@ def _population(drawing: _Drawing, ends: Ends, rows: int) -> Population:
 class _Drawing(Struct, frozen=True):
     """Draws values for the inputs of a graph: integers below `limit`, strings among `words`.
 
-    Floats are normal ones times `scale`, whole numbers near 0 if that is 0. Rows of sparse inputs have
-    `fewest` values or more.
+    Floats are normally distributed, times `scale`; with a scale of 0 they are rounded to whole numbers. Rows
+    of sparse inputs have `fewest` values or more.
     """
 
     nodes: Mapping[str, Proto]
@@ -346,7 +349,7 @@ class _Drawing(Struct, frozen=True):
     scale: float
 
     def values(self, tensor: Endpoint, dtype: DType, shape: tuple[int, ...]) -> Array:
-        """Return random values of this dtype and shape; serialized Examples if the graph parses them."""
+        """Return random values of this dtype and shape; serialized Examples if the graph parses `tensor`."""
         if dtype is DType.STRING:
             parsers = [node for node in self.nodes.values() if _parses(node, tensor)]
             if not parsers:
@@ -379,7 +382,10 @@ def _parses(node: Proto, tensor: Endpoint) -> bool:
 
 
 def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, DType, tuple[int, ...]]]:
-    """Yield (name, dtype, shape) of the features that a node parses; (-1,) for sparse and ragged ones."""
+    """Yield (name, dtype, shape) of the features that a node parses; shape (-1,) for sparse and ragged ones.
+
+    GraphError, during the iteration, for an unknown type number.
+    """
     is_second = parser.op == "ParseExampleV2"
     texts = [const_texts(nodes.get(tensor.node)) or [] for tensor in data_inputs(parser)]
     sparse = attr(parser, "num_sparse" if is_second else "Nsparse").i
@@ -397,10 +403,10 @@ def _features(nodes: Mapping[str, Proto], parser: Proto) -> Iterator[tuple[str, 
 
 
 def _words(nodes: Mapping[str, Proto], files: Sequence[Path]) -> Array:
-    """Return byte strings for inputs: words of the graph's own vocabularies and others, at most 1,000.
+    """Return words for inputs, as an object array of bytes: of the graph's vocabularies and others.
 
-    They are an object array. Three numbers as text if the graph reads texts as numbers. `files` are
-    vocabularies; those that cannot be read, or exceed 1 MiB, are skipped.
+    They are at most 1,000; only three numbers as text if the graph reads texts as numbers. `files` are
+    vocabularies; a file that cannot be read, or exceeds 1 MiB, is skipped.
     """
     found = [b"", b"a", b"word", b"17", b"another word"]
     if any(node.op in ("StringToNumber", "DecodeCSV") for node in nodes.values()):

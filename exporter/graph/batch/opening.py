@@ -57,14 +57,15 @@ def settle_batch(
     batch: int | None,
     filling: Filling,
 ) -> BatchSize:
-    """Make the numbers in `nodes` that fix the batch size follow the request, if an experiment shows them.
+    """Make the numbers in `nodes` that fix the batch size follow the request, if an experiment finds them.
 
-    They are changed in place. The experiment runs the graph in a process of its own, for up to minutes.
-    `batch` is the batch size of the graph's input pipeline. Without one, requests may be of any size already
-    and nothing is run, unless a Reshape of the only input by rows leaves no length open, or a constant may
-    say how many rows there are. If the experiment is impossible or fails, the size stays, and a note says
-    why. Functions in which numbers follow are in the result's `library`. GraphError if a function is called
-    that the graph lacks.
+    `nodes` is changed in place, and changed functions are in the result's `library`. The experiment runs the
+    graph in a process of its own, for up to minutes. `ends` are the tensors of the signatures, `library` the
+    graph's functions by name. `batch` is the batch size of the graph's input pipeline; None: requests may be
+    of any size already and nothing is run, unless a Reshape of the only input by rows leaves no length open,
+    or a constant may say how many rows there are. If the experiment is impossible or fails, a known size
+    stays, and a note says why. GraphError if the graph calls a function that it lacks, or has an unknown type
+    number.
     """
     reshapes, sizes = list[str](), list[int]()
     if batch is None:
@@ -115,9 +116,10 @@ def settle_batch(
 
 
 def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: Filling) -> str:
-    """Return why a graph is not run by this program, "" if it is harmless.
+    """Return the reason why this program must not run a graph, a clause; "" if the graph is harmless.
 
-    Operations that fill tables may read files. GraphError if a function is called that the graph lacks.
+    Only operations that fill tables may read files. GraphError if the graph calls a function that it lacks,
+    or has an unknown type number.
     """
     loading = all_before(nodes, map(endpoint, filling.operations))
     bodies = [("", nodes.values())]
@@ -131,9 +133,9 @@ def _harmful(nodes: Mapping[str, Proto], library: Mapping[str, Proto], filling: 
 
 
 def _only(batch: int | None, reason: str, how: str = "") -> BatchSize:
-    """Return the batch size that a graph keeps, with a note that says the `reason` and `how` to change it.
+    """Return `batch` as the only size that a graph keeps, with a note of the `reason` and `how` to change it.
 
-    Without a `batch` it is any size, without a note.
+    If `batch` is None, the result allows any size and has no note.
     """
     if batch is None:
         return BatchSize()

@@ -69,8 +69,8 @@ class Slot(NamedTuple):
 def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
     """Yield the slots of a node: its numbers that may be the batch size or a multiple of it.
 
-    With a batch size of 1 only numbers equal to 1 are. `scope` is the function that the node is in, "" for
-    the graph.
+    With a batch size of 1 only numbers equal to 1 are slots. `scope` is the function that the node is in, ""
+    for the graph. GraphError, during the iteration, for an unknown type number.
     """
     if node.op == "Const":
         yield from _slots_of_constant(node, batch, scope)
@@ -82,16 +82,19 @@ def slots_of(node: Proto, batch: int, scope: str = "") -> Iterator[Slot]:
 
 
 def _multiple(number: int, batch: int) -> int:
-    """Return how many times the batch size is in a number; 0 if the number cannot come from it.
+    """Return `number` divided by the batch size; 0 if the number cannot come from the batch size.
 
-    That is if it is no multiple or not positive, and for a batch size of 1 if it is not 1.
+    It can if it is a positive multiple; with a batch size of 1 only if it is 1.
     """
     is_one = number == batch if batch == 1 else number > 0 and number % batch == 0
     return number // batch if is_one else 0
 
 
 def _slots_of_constant(node: Proto, batch: int, scope: str) -> Iterator[Slot]:
-    """Yield the slots of a Const: integers, then lengths of equal rows, that may come from the batch size."""
+    """Yield the slots of a Const: integers, then lengths of equal rows, that may come from the batch size.
+
+    GraphError, during the iteration, for an unknown type number.
+    """
     tensor = attr(node, "value").tensor
     shape = shape_of(tensor.tensor_shape) or ()
     if min(shape, default=0) < 0:
@@ -109,8 +112,8 @@ def _slots_of_constant(node: Proto, batch: int, scope: str) -> Iterator[Slot]:
 def rows_are_equal(node: Proto, axis: int) -> bool:
     """True if a constant's values are all equal along the dimension `axis`.
 
-    Also if it is stored as one value for all elements. False if other values are damaged, absent or above 8
-    MiB.
+    True, too, for a constant that is stored as one value for all elements, of any size. False if any other
+    constant has no values, damaged ones, or more than 8 MiB of them. GraphError for an unknown type number.
     """
     shape = shape_of(node.attr["value"].tensor.tensor_shape) or ()
     if _is_one_value(node):
@@ -123,7 +126,10 @@ def rows_are_equal(node: Proto, axis: int) -> bool:
 
 
 def _equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
-    """Return a constant's value with length 1 along `axes`; None if it differs along one, or is damaged."""
+    """Return a constant's value with length 1 along `axes`; None if it differs along one, or is damaged.
+
+    GraphError for an unknown type number.
+    """
     if not all(rows_are_equal(node, axis) for axis in axes):
         return None
     if _is_one_value(node):  # it is not filled up to the length that it has, which may be huge
@@ -139,7 +145,10 @@ def _equal_row(node: Proto, axes: Collection[int]) -> np.ndarray | None:
 
 
 def _is_one_value(node: Proto) -> bool:
-    """True if a constant is stored as one number that fills its shape, or as no number (zeros)."""
+    """True if a constant is stored as one number that fills its shape, or as no number (zeros).
+
+    GraphError for an unknown type number.
+    """
     tensor = node.attr["value"].tensor
     if tensor.tensor_content or base_dtype(tensor.dtype).itemsize is None:
         return False
@@ -151,7 +160,7 @@ class CannotOpen(Exception):
 
 
 class Counter(NamedTuple):
-    """A tensor that tells the rows of a request: by its first dimension, or as its first element."""
+    """A tensor with the number of a request's rows: its first dimension or, if `is_shape`, first element."""
 
     tensor: Endpoint
     is_shape: bool = False
@@ -170,12 +179,12 @@ def opened(
     slots: Iterable[Slot],
     counters: Sequence[tuple[Collection[str], Sequence[Counter]]],
 ) -> Opened:
-    """Return the nodes and functions of a graph in which slots follow the rows of a request.
+    """Return the nodes and functions of a graph, changed so that `slots` follow the rows of a request.
 
-    Changed nodes are copies. `counters` has, for each signature, the nodes that it reaches and what counts
-    its requests' rows. Functions with slots, and those that lead to them, are added under new names, with the
-    number of rows as their last argument; the loops' bodies among them return it, too. CannotOpen for a slot
-    that cannot be opened.
+    Changed nodes are copies. `counters` has, for each signature, the nodes that it reaches and the tensors
+    that count its requests' rows. Functions with slots, and functions that call them, are added under new
+    names, with the number of rows as their last argument; the bodies of loops return this number, too.
+    CannotOpen for a slot that cannot follow the rows.
     """
     by_scope: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
@@ -211,7 +220,10 @@ def _all_nodes(nodes: Mapping[str, Proto], library: Mapping[str, Proto]) -> Iter
 
 
 def _needing(nodes: Mapping[str, Proto], library: Mapping[str, Proto], found: Iterable[str]) -> set[str]:
-    """Return the functions `found`, their callers, and the functions that the same nodes call as well."""
+    """Return the functions `found`, their callers, and all functions that one call names beside one of these.
+
+    Callers count directly and through others. A loop, for instance, names a condition beside its body.
+    """
     together = [called_functions(node) & library.keys() for node in _all_nodes(nodes, library)]
     needing, before = callers(library, found), set[str]()
     while needing != before:
@@ -222,9 +234,9 @@ def _needing(nodes: Mapping[str, Proto], library: Mapping[str, Proto], found: It
 
 
 def _pass_rows(scope: _Scope, names: Mapping[str, str]) -> None:
-    """Let calls in a scope, in place, name the new forms of functions, and pass them the number of rows.
+    """Let calls in a scope, in place, call the new forms of functions, and pass them the number of rows.
 
-    `names` is {function: its new form}. CannotOpen for a call that cannot pass it.
+    `names` is {function: its new form}; other calls stay. CannotOpen for a call that cannot pass the number.
     """
     for name, old in [*scope.nodes.items()]:
         if not names.keys() & called_functions(old):
@@ -252,17 +264,17 @@ class _Scope:
         self.nodes = nodes
 
     def count(self, name: str, each: int, dtype: DType) -> str:
-        """Return a tensor with `each` times the number of the request's rows, for use by the node `name`.
+        """Return the name of a scalar of `dtype`: `each` times the number of the request's rows.
 
-        It is a scalar of `dtype`. The nodes that compute it are added. CannotOpen if no tensor counts the
-        rows for that node.
+        The node `name` will read the scalar. The nodes that compute it are added. CannotOpen if no tensor
+        counts the rows for the node `name`.
         """
         raise NotImplementedError
 
     def add(self, node: Proto, output: str = "output", after: Sequence[str] = ()) -> str:
-        """Add a node under a free name, waiting for the nodes `after`; return its output for others to read.
+        """Add a node under a free name, waiting for the nodes `after`; return the name of its output.
 
-        `output` is the output's name in the OpDef.
+        `node` is renamed in place. `output` is the output's name in the OpDef.
         """
         raise NotImplementedError
 
@@ -287,7 +299,8 @@ class _Scope:
     def _follow(self, name: str, opened: Mapping[int, int]) -> None:
         """Replace elements of the constant `name` by counts of the request's rows.
 
-        `opened` is {position of an element: how many times the rows}. CannotOpen if the value is unknown.
+        `opened` is {position of an element: its factor, by which the rows are multiplied}. CannotOpen if the
+        constant's value is unknown.
         """
         old = self.nodes[name]
         value, dtype = const_value(old), attr_dtype(old, "dtype")
@@ -304,7 +317,8 @@ class _Scope:
     def _widen(self, name: str, opened: Mapping[int, int]) -> None:
         """Replace a constant of equal rows by one row, broadcast to the rows of the request.
 
-        `opened` is {dimension: how many times the rows its length is}. CannotOpen if the value is unknown.
+        `opened` is {dimension: its factor, by which the rows are multiplied}. CannotOpen if the constant's
+        value is unknown.
         """
         old = self.nodes[name]
         dtype, row = attr_dtype(old, "dtype"), _equal_row(old, opened)
@@ -396,7 +410,10 @@ class _GraphScope(_Scope):
         return self.add(new_node(base, "StridedSlice", [shape, zero, one, one], **attrs))
 
     def _counter_for(self, name: str) -> Counter:
-        """Return the first counter of rows that all signatures which run `name` have; CannotOpen if none."""
+        """Return the first counter of rows that all signatures that run the node `name` have in common.
+
+        CannotOpen if they have none in common, or no signature runs the node.
+        """
         wanted = [counters for reached, counters in self._counters if name in reached]
         shared = [one for one in (wanted or [[]])[0] if all(one in others for others in wanted)]
         if not shared:
