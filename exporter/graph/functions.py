@@ -80,11 +80,16 @@ def served_library(
     *,
     allow_foreign: bool,
 ) -> Proto:
-    """Return a FunctionDefLibrary of the functions that a graph calls, pruned, in the order of `library`.
+    """Return a FunctionDefLibrary with pruned copies of the functions that a graph calls.
 
-    `inference` are the nodes that requests run; functions of the nodes `initialisers` lose only assignments.
-    With `allow_foreign` all functions may use operations that TensorFlow lacks. GraphError and subclasses if
-    a function cannot be served.
+    They are in the order of `library`, which has the graph's functions by name. `inference` are the nodes
+    that requests run: a function that they call keeps only nodes that its results need. A function that the
+    nodes `initialisers` call, directly or through others, loses only its assignments.
+
+    Raises:
+        ForeignOperations: a function needs an operation that TensorFlow lacks; never with `allow_foreign`.
+        NotServable: a server must not run a needed node, or one reads a variable after a change of it.
+        GraphError: a called function, or an input of a needed node, is missing, or a type number is unknown.
     """
     for_init = reachable(initialisers, library)
     served = protos.FunctionDefLibrary()
@@ -117,7 +122,7 @@ def _prune_reachable(
         stock: the graph's functions, which are no foreign operations; None allows foreign operations.
 
     Raises:
-        GraphError: one cannot be served (and subclasses).
+        GraphError: a called function is missing, or cannot be served; the subclass says why.
     """
     found: dict[str, Proto] = {}
     pending = [*nodes]
@@ -137,8 +142,10 @@ def _prune_reachable(
 def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | None) -> Proto:
     """Reduce a function, in place, to the nodes that its results need, and return it.
 
-    A function with TF1 control flow is not changed. `changing` are the functions that change state. `stock`
-    are the names of the graph's functions: other operations must be stock TensorFlow's; None allows all.
+    Nodes that fill needed tables with constants are kept, too, and every user of such a table waits for them.
+    Gathers from whole variables become ResourceGather. A function with TF1 control flow is not changed or
+    checked. `changing` are the names of the functions that change state. `stock` are the names of the graph's
+    functions: other operations must be stock TensorFlow's; None allows all.
 
     Raises:
         ForeignOperations: a needed operation is not known.
@@ -171,9 +178,10 @@ def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | No
 
 
 def needed_by(nodes: Mapping[str, Proto], results: Iterable[str]) -> set[str]:
-    """Return the nodes of a function's body that results are computed from, directly or not.
+    """Return the names of the nodes of a function's body that results are computed from, directly or not.
 
-    `results` are tensors as a FunctionDef writes them. Control inputs and arguments do not count.
+    `nodes` are the body's, by name, and `results` tensors as a FunctionDef writes them. Control inputs and
+    arguments do not count.
     """
 
     def makers(texts: Iterable[str]) -> Iterator[str]:
@@ -282,7 +290,7 @@ def mutating(library: Mapping[str, Proto]) -> set[str]:
 
 
 def callers(library: Mapping[str, Proto], called: Iterable[str]) -> set[str]:
-    """Return the names of the functions `called`, and of their callers, direct or through others."""
+    """Return the names of the functions `called`, and of all that call one of them, directly or not."""
     found = {*called}
     if not found:  # a large library takes time to walk
         return found
@@ -311,7 +319,10 @@ def terminating(library: Mapping[str, Proto]) -> list[str]:
 
 
 def constant_fills(nodes: Mapping[str, Proto]) -> dict[str, str]:
-    """Return {filling node: table's node} for the nodes that fill a body's own tables with constants."""
+    """Return {filling node: table's node} for the nodes that fill a body's own tables with constants.
+
+    `nodes` are the body's, by name. A table that the body gets as an argument is not its own.
+    """
     found = {}
     for node in nodes.values():
         if node.op not in _FILLS:
@@ -339,7 +350,8 @@ def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> Non
 def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
     """Remove from functions, in place, the fills of static tables that the init op has filled before.
 
-    Nothing is removed without an init op. Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables
+    `init_op` is the name of its node; without one (None) nothing is removed, nor from functions that the init
+    op calls. Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables
     in each call of a signature. A static table is filled once; a second fill is ignored if its contents are
     equal, and an error if they differ (`InitializableLookupTable::Initialize` in
     tensorflow/core/framework/lookup_interface). A server runs the init op before any signature. GraphError if
@@ -371,10 +383,10 @@ def _arguments_that_are(
     served: Iterable[Proto],
     library: Mapping[str, Proto],
 ) -> dict[str, set[str]]:
-    """Return {function: its arguments to which every call passes one of these tables}.
+    """Return {function: the names of its arguments to which every call passes one of these tables}.
 
-    `tables` are nodes of `graph`; `served` are the nodes of it whose calls count. A function that nothing
-    calls has all its arguments.
+    `tables` are names of nodes in `graph`, and `served` the nodes of `graph` whose calls count, as do all
+    calls in functions. A function that nothing calls has all its arguments.
     """
     behind = partial(through_identities, graph)
     arguments = {name: [a.name for a in f.signature.input_arg] for name, f in library.items()}
@@ -405,7 +417,7 @@ def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
 
     Operations on references become plain ones, and nodes that read variables are added. Returns {reference
     variable's tensor: the tensor with its value}. Nodes with equal container and shared name get the name of
-    the first as shared name.
+    the first as shared name. GraphError if a variable has an unknown type number.
     """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
@@ -451,7 +463,10 @@ def _add_read(nodes: dict[str, Proto], variable: Proto) -> str:
 
 
 def _make_handle(node: Proto, shared_name: str) -> None:
-    """Replace a variable's node by a VarHandleOp with this shared name, in place, and without a container."""
+    """Replace a variable's node by a VarHandleOp with this shared name, in place, and without a container.
+
+    GraphError for an unknown type number.
+    """
     # `allowed_devices` and `debug_name` are dropped: a server needs neither, and older ones do not know them.
     kept = {name: node.attr[name] for name in ("shape", "_output_shapes") if name in node.attr}
     dtype = attr_dtype(node, "dtype") or DType.FLOAT
@@ -469,7 +484,8 @@ def graph_variables(
 
     A VarHandleOp whose shared name is not its own name is another node's variable and left out. `keys` is
     {node: the name that its variable has in a checkpoint}, by default the node's own; a name that several
-    whole variables have becomes the node's. NotServable if one has no static shape.
+    whole variables have becomes the node's. NotServable if a variable has no static shape, GraphError if it
+    has an unknown type number.
     """
     found = []
     for name, node in nodes.items():
@@ -493,7 +509,7 @@ def gather_rows(nodes: dict[str, Proto]) -> None:
     """Turn gathers from variables' whole values into ResourceGather, in place, in a graph or a function.
 
     Only gathers of rows (along dimension 0, by int32 or int64) are turned. Nodes that forward a handle may be
-    added.
+    added. GraphError if a gather's indices have an unknown type number.
     """
     twins: dict[str, str] = {}
     for node in list(nodes.values()):
@@ -514,11 +530,11 @@ def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """Return the handle of the variable whose whole value the tensor `text` is; None if it is no such value.
+    """Return the handle, a tensor's name, of the variable that the tensor `text` is read from as a whole.
 
-    The value may have passed Identity, Switch and Enter, in at most `steps_left` steps. A Switch or Enter of
-    it gets a copy for the handle, which is added to `nodes`, and to `twins` as {node of the value: node of
-    the handle}.
+    None if `text` is another value. Between both may be Identity, Switch and Enter, at most `steps_left` of
+    them. A Switch or Enter gets a copy that forwards the handle: it is added to `nodes`, and to `twins` as
+    {node of the value: node of the handle}.
     """
     name = node_of(text)
     node = nodes.get(name)

@@ -20,7 +20,10 @@ _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 
 
 def graph_digest(graph: InferenceGraph) -> str:
-    """Return the SHA-256, in hexadecimal, of a graph's computation, without the files that tables read."""
+    """Return the SHA-256, in hexadecimal, of a graph's computation.
+
+    The default rows of dynamic tables count; the contents of files that the graph reads do not.
+    """
     graph_def = graph.meta_graph.graph_def
     functions = {function.signature.name: function for function in graph_def.library.function}
     names = _FunctionNames(functions)
@@ -76,9 +79,10 @@ def _forget_own_name(function: Proto) -> None:
 
 
 def _node(node: Proto, names: _FunctionNames, but_for: Collection[str] = ()) -> bytes:
-    """Return the serialized bytes of a node without the attributes that do not count, nor those in `but_for`.
+    """Return the serialized bytes of a node without attributes that do not count.
 
-    Functions that it calls are named by `names`, so by their digests.
+    These are hints, debugging information, and the attributes named in `but_for`. `names` replaces the names
+    of called functions by digests.
     """
     copy = deepcopy(node)
     copy.ClearField("experimental_debug_info")

@@ -28,6 +28,7 @@ def read_saved_model(path: Path) -> Proto:
         UnsupportedFormat: it is split into chunks (`saved_model.cpb`).
         UsageError: it does not exist, or the system refuses to read it.
         CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
+        PublishError: what is fetched from a store cannot be written.
     """
     if (path / SAVED_MODEL_PARTS_FILE).is_file():
         raise UnsupportedFormat(
@@ -52,7 +53,8 @@ def read_graph_file(path: Path) -> bytes:
     """Return the bytes of a graph's file.
 
     CorruptFile if there are more than 2 GiB; another CheckpointError (and subclasses) if it is a pointer of
-    Git LFS, or cannot be fetched from a store; OSError if it cannot be read.
+    Git LFS, or cannot be fetched from a store; PublishError if what is fetched cannot be written; OSError if
+    the file cannot be read.
     """
     try:
         return read_regular(path, MAX_MESSAGE_BYTES)
@@ -65,10 +67,10 @@ def read_graph_file(path: Path) -> bytes:
 
 
 def parse_message(kind: str, data: bytes, path: Path, *, is_text: bool, nonempty: str) -> Proto:
-    """Parse a protocol buffer of type `kind`, in the private pool, from a file's bytes.
+    """Parse a file's bytes, and return the message of type `kind`, a class of `exporter.wire.protos`.
 
-    With `is_text` they are its text format. `path` is for messages alone. CorruptFile if it cannot be parsed,
-    or if its field `nonempty` is not set.
+    With `is_text` the bytes are in protobuf's text format. `path` is for messages alone. CorruptFile if they
+    cannot be parsed, or if the message's field `nonempty` is not set.
     """
     from google.protobuf import text_format
 

@@ -50,12 +50,12 @@ class GraphVariable(Struct, frozen=True):
 
     @property
     def box(self) -> SliceSpec:
-        """Return its box in the whole variable; for an ordinary variable this is the whole."""
+        """Return the variable's box in the whole variable `key`; an ordinary variable is the whole itself."""
         return self.part or SliceSpec.whole(self.shape)
 
     @property
     def served_name(self) -> str:
-        """Return its name in a delta: its key, for a part followed by its slice in brackets."""
+        """Return the variable's name in a delta: its key, for a part followed by the slice in brackets."""
         part = self.part
         return self.key if part is None or part.is_full else f"{self.key}[{part.restore_spec}]"
 
@@ -75,12 +75,12 @@ class GraphTable(Struct, frozen=True, rename={"key_label": "key_dtype", "value_l
 
     @property
     def key_dtype(self) -> DType:
-        """The dtype of its keys."""
+        """The dtype of the table's keys."""
         return DType.of(self.key_label)
 
     @property
     def value_dtype(self) -> DType:
-        """The dtype of its values."""
+        """The dtype of the table's values."""
         return DType.of(self.value_label)
 
 
@@ -97,7 +97,10 @@ class GraphDynamicTable(Struct, frozen=True, eq=False):
 
     @property
     def variables(self) -> tuple[GraphVariable, ...]:
-        """Return its four variables, in the order of `nodes`; a size that only the checkpoint gives is -1."""
+        """Return the table's four variables, in the order of `nodes`.
+
+        In their shapes -1 is a size that only a checkpoint gives.
+        """
         dtypes = (DType.INT64, DType.INT32, DType.INT64, self.value_dtype)
         shapes: tuple[tuple[int, ...], ...] = ((-1,), (-1,), (-1,), (-1, self.dim))
         return tuple(
@@ -122,7 +125,7 @@ class Asset(Struct, frozen=True):
 
     @property
     def file_name(self) -> str:
-        """Its name under `assets/`."""
+        """The file's name under `assets/`."""
         return self.name or self.source.name
 
 

@@ -41,8 +41,8 @@ class InitScopes(Struct):
     def in_graph(self) -> Iterator[None]:
         """Make the graph this thread's default inside the block, and choose the context of init scopes there.
 
-        With `are_eager` a scope that other code than TensorFlow or Keras opens is eager; every other one is
-        the graph's. Such a scope sets `are_asked_for`.
+        A scope that other code than TensorFlow or Keras opens sets `are_asked_for`, and is eager if
+        `are_eager`. Every other scope is the graph's.
         """
         from tensorflow.python.eager import context
 

@@ -91,9 +91,10 @@ class _Lookup(Struct, frozen=True, eq=False):
 def join_lookups(graph: InferenceGraph, apart: Collection[str] = ()) -> InferenceGraph:
     """Return a copy of a graph with lookups joined that always run together; the graph itself if none are.
 
-    Each joined lookup replaces at least eight. The dynamic tables of the graph must have sizes. A table with
-    an index variable whose node is in `apart` keeps its own lookups. `joined` of the copy tells where each
-    index variable is in the joined ones. GraphError if two nodes have the same name.
+    Each joined lookup replaces at least eight. The dynamic tables of the graph must have sizes, as
+    `with_table_shapes` sets them. A table with an index variable whose node is in `apart` keeps its own
+    lookups. `joined` of the copy has the place of each index variable in a joined variable. GraphError if two
+    nodes have the same name.
     """
     free = [table for table in graph.dynamic_tables if not {*table.nodes[: len(INDEX)]} & {*apart}]
     index = GraphIndex.of(graph.meta_graph)
@@ -398,7 +399,7 @@ def _damaged(table: str, scope: str) -> GraphError:
 
 
 def _add_indexes(graph_def: Proto, tables: Collection[str]) -> None:
-    """Append to a graph the nodes of the index variables that it lacks of these tables (names).
+    """Append to a graph the missing nodes of the index variables of tables, given by name.
 
     Each is a VarHandleOp of unknown size, marked with its table and part, in the order of the tables' names.
     """

@@ -59,11 +59,11 @@ _SAME_IDS = frozenset({"Identity", "Cast", "Reshape"}) | SWITCHES | ENTERS
 
 
 def lookup_strategies(graph_def: Proto, variables: Iterable[GraphVariable]) -> dict[str, PartitionStrategy]:
-    """Return {variable's key: how its rows are divided among parts}, without unknown ones.
+    """Return {variable's key: the strategy by which its rows are divided among parts}.
 
     A partitioned variable has MOD or DIV, or NONE if no rows are gathered from its parts. A whole variable
-    has DIV if rows of it are gathered, else NONE, and is left out if a function takes it. GraphError if two
-    nodes have the same name.
+    has DIV if rows of it are gathered, else NONE, and is left out if a called function takes it. A variable
+    of unknown strategy is left out. GraphError if two nodes have the same name.
     """
     parts: dict[str, list[str]] = {}
     whole: list[GraphVariable] = []
@@ -140,8 +140,9 @@ def _origin(index: GraphIndex, name: str) -> Proto | None:
 def saved_objects(meta_graph: Proto, index: GraphIndex) -> ObjectGraph:
     """Return the objects of a SavedModel under the numbers of its object graph.
 
-    One empty object if it has none. `tensor` of a variable and `table` of an object are the nodes of their
-    handles. A variable without a known handle counts as an object without a variable.
+    A SavedModel without objects gives one empty object. `tensor` of a variable and `table` of an object are
+    the nodes of their handles. An object whose handle is unknown counts as one without a variable. `index` is
+    the index of the same graph.
     """
     nodes = meta_graph.object_graph_def.nodes
     edges = [{child.local_name: child.node_id for child in node.children} for node in nodes]
@@ -190,9 +191,9 @@ def _restored_in_function(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield (handle's node, names of `count` tensors) for each operation of `ops` in the restore function.
 
-    That is the function which the restore op calls; nothing is yielded if it calls none. The names are as
-    checkpoints have them. `count` is the number of tensors that such an operation takes after the handle; one
-    with fewer known names is left out.
+    The restore function is the one that the restore op calls; nothing is yielded without one. The names are
+    those in checkpoints. `count` is the number of tensors that an operation of `ops` takes after the handle;
+    an operation with fewer known names is left out.
     """
     call = index.nodes.get(endpoint(meta_graph.saver_def.restore_op_name).node)
     function = index.functions.get(attr(call, "f").func.name) if call is not None else None
@@ -308,10 +309,10 @@ def restored_names(
 def _from_restore(
     meta_graph: Proto, index: GraphIndex, ops: Collection[str], *, count: int
 ) -> Iterator[tuple[str, list[VariableKey]]]:
-    """Yield (handle's node, its `count` keys) for each operation of `ops` that the restore op waits for.
+    """Yield (handle's node, `count` keys) for each operation of `ops` that the restore op waits for.
 
-    `count` is the number of tensors that such an operation takes after the handle; one with fewer known keys
-    is left out.
+    The keys are those of the tensors that the operation takes after the handle. An operation with fewer known
+    keys is left out.
     """
     restore = endpoint(meta_graph.saver_def.restore_op_name).node
     restored: dict[str, list[VariableKey]] = {}

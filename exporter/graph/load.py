@@ -47,26 +47,34 @@ _GRAPH_FILES = {".meta", ".pbtxt"}
 def load_graph(request: GraphRequest) -> InferenceGraph:
     """Load the inference graph that a request describes.
 
+    A process of its own may run the graph, for up to minutes, to find out which batch sizes it accepts.
+
     Raises:
-        GraphError: the graph cannot be served; the subclass says why.
+        GraphError: a builder failed, or the graph cannot be served; the subclass says why. An ExportError of
+            a builder is raised as it is.
         CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store.
         PublishError: what is fetched from a store cannot be written.
-        UsageError: the request does not fit the model that it names.
+        UsageError: the request names no model, or does not fit it.
         ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
+        OSError: the vocabularies of a model object cannot be written to a temporary directory.
     """
     return clean(load_source(request))
 
 
 def load_source(request: GraphRequest) -> SourceGraph:
-    """Load the graph as its author made it, with complete signatures, so that it can be restored and run.
+    """Load the graph of a request as its author made it, with complete signatures.
+
+    So it can be restored and run. If a builder or a SavedModel has several signatures, those that cannot be
+    served are left out, with notes; to find them, a process of its own may run the graph for up to minutes.
 
     Raises:
         GraphError: a builder failed, a signature names an unknown tensor or cannot be served, or an asset is
             missing or may not be read; the subclass says why. An ExportError of a builder is raised as it is.
         CheckpointError: a file is damaged, is a pointer of Git LFS, or cannot be fetched from a store.
         PublishError: what is fetched from a store cannot be written.
-        UsageError: the request does not fit the model that it names.
+        UsageError: the request names no model, or does not fit it.
         ImportError, TensorFlowNeeded: a builder or a Keras archive is named, and TensorFlow is not installed.
+        OSError: the vocabularies of a model object cannot be written to a temporary directory.
     """
     if request.model is None:
         raise nothing_to_serve()
@@ -139,9 +147,9 @@ def run_builders_once() -> GraphSource:
 def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of the model that a Keras archive describes.
 
-    UsageError if the archive has only weights, or if arguments or tensors are given; GraphError (and
-    subclasses) if its model cannot be built or served, CheckpointError (and subclasses) if it cannot be read,
-    TensorFlowNeeded if no supported TensorFlow is installed.
+    UsageError if the archive has only weights, or if the request has `--model-arg`, or names tensors;
+    GraphError (and subclasses) if the model cannot be built or served, CheckpointError (and subclasses) if
+    the archive cannot be read, TensorFlowNeeded if no supported TensorFlow is installed.
     """
     from exporter.graph.archived_graph import archived_graph
     from exporter.graph.builder import require_no_tensors, source_of
@@ -159,9 +167,11 @@ def _load_archive(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def _load_model(request: GraphRequest) -> SourceGraph:
-    """Return the graph of a Keras model object of this program, built once more.
+    """Build a Keras model object of this program once more, and return the graph of the new model.
 
-    UsageError if arguments or tensors are given, BuilderError if it cannot be built.
+    UsageError if the request has arguments, or names tensors; BuilderError if the model cannot be built,
+    another GraphError if its signatures cannot be served; OSError if its vocabularies cannot be written to a
+    temporary directory.
     """
     from exporter.graph.archived_model import model_builder
     from exporter.graph.builder import load_builder
@@ -175,9 +185,10 @@ def _load_model(request: GraphRequest) -> SourceGraph:
 def _load_path(path: Path, request: GraphRequest) -> SourceGraph:
     """Load the graph of a `.meta` file or a SavedModel.
 
-    UsageError for another directory, for a graph without signatures, or if the file cannot be opened.
-    GraphError (and subclasses) if it cannot be served; CheckpointError if its file is damaged, a pointer of
-    Git LFS, or cannot be fetched from a store, PublishError if what is fetched cannot be written.
+    UsageError for another directory, for a graph without signatures, for an option that does not fit the
+    graph, or if the file cannot be opened. GraphError (and subclasses) if it cannot be served;
+    CheckpointError if a file is damaged, a pointer of Git LFS, or cannot be fetched from a store,
+    PublishError if what is fetched cannot be written.
     """
     if not path.is_dir():
         return load_metagraph(path, request)

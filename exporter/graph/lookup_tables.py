@@ -61,8 +61,8 @@ _OF_KERAS = re.compile(r"hash_table_[0-9a-f]{8}-[0-9a-f-]{27}$")
 def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
     """Raise NotServable if one of the nodes `needed` is a table whose contents no checkpoint restores.
 
-    Those are mutable tables of operations other than MutableHashTable(OfTensors)V2 and
-    MutableDenseHashTableV2.
+    Such tables are mutable and made by an operation other than MutableHashTable(OfTensors)V2 and
+    MutableDenseHashTableV2. `needed` are names in `nodes`.
     """
     for name in needed:
         if _MUTABLE.fullmatch(nodes[name].op) and not is_restorable(nodes[name].op):
@@ -74,11 +74,11 @@ def check_tables(nodes: Mapping[str, Proto], needed: Iterable[str]) -> None:
 
 
 def initialisers(index: GraphIndex, needed: Collection[str], init_op: str | None) -> list[str]:
-    """Return the names of the nodes that fill the needed tables, in the graph's order, and of calls that may.
+    """Return the names of the nodes that fill the tables among `needed`, and of calls that may fill some.
 
-    `needed` has names of nodes. The calls are of functions, under `init_op` (None: the graph has none); a
-    call counts if it takes no resource, or if it uses a needed table. GraphError if the graph lacks a
-    function that is called.
+    `needed` has names of nodes. Nodes that fill come first, in the graph's order; calls follow in any order.
+    They are calls of functions under `init_op` (None: the graph has none) that take no resource, or use a
+    needed table. GraphError if the graph lacks a function that is called.
     """
     tables = _Tables(index)
     wanted = tables.behind(needed)
@@ -143,9 +143,10 @@ class _Tables:
         self._makers = callers(index.functions, {name for name, made in self._made.items() if made})
 
     def behind(self, names: Iterable[str]) -> set[str]:
-        """Return the names of the static tables that the nodes `names` make or forward, also in functions.
+        """Return the names of the static tables that the nodes `names` make or forward.
 
-        That is: in functions that they call. GraphError if the graph lacks one.
+        A call makes the tables that its function makes, directly or through others. GraphError if the graph
+        lacks a called function.
         """
         found: set[str] = set()
         for name in names:
@@ -160,7 +161,10 @@ class _Tables:
         return found
 
     def fills(self, node: Proto) -> bool:
-        """True if a function that the node calls fills some table; GraphError if the graph lacks one."""
+        """True if a function that the node calls, directly or through others, fills some table.
+
+        GraphError if the graph lacks a called function.
+        """
         functions = self._index.functions
         return any(_has_fill(functions[name]) for name in reachable([node], functions))
 
@@ -183,9 +187,10 @@ def _has_fill(function: Proto) -> bool:
 
 
 def add_init_op(meta_graph: Proto, index: GraphIndex) -> str | None:
-    """Add a NoOp that waits for the graph's collected table initialisers, and return its name.
+    """Add a NoOp that waits for the table initialisers in the graph's collection, and return its name.
 
-    None if there are none. `index` is the graph's, and does not get the new node.
+    None, and no new node, if the collection `table_initializer` names none. `index` is the graph's, and does
+    not get the new node.
     """
     if _INIT_COLLECTION not in meta_graph.collection_def:
         return None
@@ -212,7 +217,8 @@ def _is_resource(index: GraphIndex, name: str) -> bool:
 def read_assets_directly(nodes: dict[str, Proto], assets: Mapping[str, Path]) -> None:
     """Let initialisers read the paths of assets directly instead of through variables, in place.
 
-    `nodes` are a graph's, by name; `assets` are files by the name of the node that holds their path.
+    `nodes` are a graph's, by name; `assets` are files by the name of the node that holds their path. Such a
+    node becomes a Const, if it is another operation.
     """
     # In an object-based SavedModel a placeholder for the path is assigned to a variable, which initialisers
     # read: the placeholder becomes a constant, and the read an Identity on it.
@@ -326,7 +332,7 @@ def _places(source: SourceGraph, path: Path) -> tuple[Path, ...]:
 
 
 def _named_file(source: SourceGraph, name: str, node: Proto) -> Path:
-    """Return the path in the Const `name` (`node`), or a SavedModel's asset with that node.
+    """Return the path of the SavedModel's asset with the node `name`, else the path in that Const (`node`).
 
     `Path("")` if the Const does not hold a single string.
     """
@@ -377,7 +383,8 @@ def _free_file_name(path: Path, taken: dict[str, Path]) -> str:
 def use_file_names(nodes: Mapping[str, Proto], assets: Iterable[Asset]) -> None:
     """Replace the paths in assets' Consts by the assets' bare file names, in place.
 
-    A Const of another dtype than string stays as it is. KeyError if `nodes` lacks an asset's node.
+    A Const of another dtype than string is not changed. KeyError if `nodes` lacks an asset's node, GraphError
+    if its type number is unknown.
     """
     for asset in assets:
         if attr_dtype(nodes[asset.node], "dtype") is DType.STRING:
@@ -451,11 +458,12 @@ def _restorable(nodes: Iterable[Proto]) -> list[Proto]:
 
 
 def with_table_shapes(graph: InferenceGraph, shapes: Mapping[str, tuple[int, ...]]) -> InferenceGraph:
-    """Return a copy of the graph whose `variables` also have those of its dynamic tables, with these shapes.
+    """Return a copy of the graph in which the variables of its dynamic tables have these shapes.
 
-    The graph itself if it has no dynamic tables. `shapes` is {served name of a table's variable: its shape};
-    KeyError if one is missing. The sizes in the nodes of lookups are set, too.
-    ShapeMismatch if the shapes of a table's variables contradict each other.
+    They are added to `variables`, and the sizes in the nodes of lookups are set. The graph itself is returned
+    if it has no dynamic tables. `shapes` is {served name of a table's variable: its shape}; KeyError if one
+    is missing. ShapeMismatch if the shapes of a table's variables contradict each other, GraphError if a
+    lookup's constant is damaged.
     """
     if not graph.dynamic_tables:
         return graph

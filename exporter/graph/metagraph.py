@@ -69,7 +69,8 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
     Raises:
         CorruptFile: the file is truncated, or not a graph, or has more than 2 GiB.
-        CheckpointError: it is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
+        CheckpointError: it, or the file of `--signatures`, is a pointer of Git LFS, or cannot be fetched from
+            a store (subclasses).
         PublishError: what is fetched from a store cannot be written.
         UsageError: it cannot be opened, there are no signatures, or an option does not fit the graph.
         GraphError: it cannot be served; NotServable for a graph that AutoDist has transformed.
@@ -85,7 +86,7 @@ def load_metagraph(path: Path, request: GraphRequest) -> SourceGraph:
 
 
 def is_autodist(meta_graph: Proto) -> bool:
-    """True for a graph that AutoDist has transformed for its replicas; its names fit no checkpoint."""
+    """True for a graph that AutoDist has transformed for its replicas; no checkpoint has its names."""
     return any(node.name.startswith(AUTODIST_SCOPE) for node in meta_graph.graph_def.node)
 
 
@@ -120,13 +121,14 @@ def readable_version(text: str) -> str:
 def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, directory: Path) -> SourceGraph:
     """Return a source graph of `meta_graph`, with the request's signatures, else its own.
 
-    Changes `meta_graph`. DeepRec's lookups and reference tables become resources; lookups that a published
-    version joined are separate again. `label` names the graph in messages, and its relative paths are looked
-    up in `directory`.
+    Changes `meta_graph`: it gets the signatures, and a node that runs the table initialisers; DeepRec's
+    lookups and reference tables become resources; lookups that a published version joined are separate again.
+    `label` names the graph in messages. `directory` is where the graph's relative paths are looked up.
 
     Raises:
         UsageError: there are no signatures, or an option of the request does not fit the graph.
         GraphError: the signatures cannot be served; the subclass says why.
+        CheckpointError: the file of `--signatures` is a pointer of Git LFS, or cannot be fetched.
     """
     without_references(meta_graph)
     separate_lookups(meta_graph)
@@ -163,9 +165,9 @@ def with_signatures(meta_graph: Proto, request: GraphRequest, *, label: str, dir
 
 
 def _nothing_to_serve(index: GraphIndex, label: str) -> UsageError:
-    """Return the error for a graph without signatures, which suggests inputs and outputs.
+    """Return the error to raise for a graph without signatures; it suggests inputs and outputs.
 
-    `label` names the graph.
+    `label` names the graph. GraphError if an input pipeline has an unknown type number.
     """
     placeholders = [node.name for node in input_placeholders(index)]
     fed = f"its placeholders are {_listed(placeholders)}" if placeholders else "it has no placeholders"
@@ -191,9 +193,9 @@ def _listed(names: list[str]) -> str:
 
 
 def check_addons(meta_graph: Proto, index: GraphIndex, label: str) -> None:
-    """Raise ForeignOperations if every signature needs operations of TFRA.
+    """Raise ForeignOperations if every signature needs operations of TensorFlow Recommenders-Addons.
 
-    For a graph without signatures: if it has such operations. `label` names the graph in the message.
+    A graph without signatures is refused if it has such operations. `label` names the graph in the message.
     """
     bodies = (name for name, body in index.functions.items() if any(map(_is_addons, body.node_def)))
     calling = callers(index.functions, bodies)
@@ -211,9 +213,9 @@ def _is_addons(node: Proto) -> bool:
 
 
 def input_placeholders(index: GraphIndex) -> list[Proto]:
-    """Return the placeholders that may be inputs, in the graph's order.
+    """Return the nodes of the placeholders that may be inputs, in the graph's order.
 
-    These are all but the ones for file names of Savers.
+    Placeholders for the file names of a Saver are left out.
     """
     nodes = [node for node in index.nodes.values() if node.op.startswith("Placeholder")]
     return [node for node in nodes if not _is_a_savers(index, node.name)]
@@ -222,8 +224,8 @@ def input_placeholders(index: GraphIndex) -> list[Proto]:
 def fed_variables(index: GraphIndex, tensors: Iterable[Endpoint]) -> dict[Endpoint, tuple[str, ...]]:
     """Return {tensor: names of the variables that it is first used with}, such as the table of a lookup.
 
-    The names are sorted; a partitioned variable has the name of the whole. () for a tensor that meets no
-    variable.
+    The names are sorted, and name a partitioned variable as a whole; () if no variable is used with the
+    tensor, or with what is computed from it.
     """
     values = _variables_values(index)
     return {tensor: _met(index, tensor, values) for tensor in tensors}
@@ -262,7 +264,10 @@ def _behind(index: GraphIndex, value: str) -> list[str]:
 
 
 def likely_outputs(index: GraphIndex) -> list[Endpoint]:
-    """Return tensors that look like a model's outputs, the likeliest first; [] if no variable is used."""
+    """Return tensors that look like a model's outputs, the likeliest first.
+
+    Empty if nothing that is computed from an input uses a variable.
+    """
     forward = _computed_from_inputs(index)
     values = _variables_values(index)
     reading = (name for name in forward if not values.isdisjoint(_sources(index, name)))
@@ -291,9 +296,9 @@ def _is_a_savers(index: GraphIndex, name: str) -> bool:
 
 
 def _computed_from_inputs(index: GraphIndex) -> set[str]:
-    """Return the names of the nodes of the forward pass, and of losses after it: those computed from inputs.
+    """Return the names of the nodes computed from inputs: of the forward pass, and of losses after it.
 
-    Gradients, updates of variables, and what only these read are left out.
+    Gradients, updates of variables, and nodes that only these read are left out.
     """
     reached = {
         name
@@ -331,7 +336,7 @@ def _inputs(index: GraphIndex) -> list[str]:
 
 
 def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> list[str]:
-    """Return the nodes `start`, and all of `among` that depend on them, nearest first.
+    """Return the names of the nodes `start`, and of all nodes `among` that depend on them, nearest first.
 
     Only nodes of `among` are followed.
     """
@@ -340,7 +345,7 @@ def _after(index: GraphIndex, start: Iterable[str], among: Iterable[str]) -> lis
 
 
 def _before(index: GraphIndex, start: Iterable[str], among: set[str]) -> set[str]:
-    """Return all nodes of `among` that `start` is computed from, following only such nodes."""
+    """Return the nodes of `among` that the nodes `start` are computed from, through nodes of `among` only."""
 
     def before(name: str) -> Iterator[str]:
         return (source for source in _sources(index, name) if source in among)

@@ -65,7 +65,7 @@ def node_of(text: str) -> str:
 
 
 def input_names(node: Proto) -> list[str]:
-    """Return the data inputs of a node as they are written, in order, without control inputs."""
+    """Return the texts of a node's data inputs, in order; control inputs are left out."""
     return [text for text in node.input if not text.startswith("^")]
 
 
@@ -333,7 +333,7 @@ class GraphIndex:
 
 
 def _argument_dtypes(node: Proto, op_def: Proto, argument: Proto) -> list[DType]:
-    """Return the dtypes of one output argument of a node: one, `number_attr` equal ones, or those of a list.
+    """Return the dtypes of one output argument of a node: one, `number_attr` equal ones, or a whole list.
 
     Empty if the node and `op_def` lack the attributes. GraphError for an impossible number of outputs, or an
     unknown type number.
@@ -494,10 +494,10 @@ def check_acyclic(nodes: Mapping[str, Proto], reached: Reached) -> None:
 
 
 def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]) -> set[str]:
-    """Return the names of the nodes of these inputs of the node `name`.
+    """Return the names of the nodes that make the tensors `inputs` of the node `name`.
 
-    For a Merge they do not include the NextIteration that closes a loop. KeyError if the graph lacks the node
-    `name`, or one that a Merge reads.
+    The NextIteration that closes a loop at a Merge is left out. KeyError if the graph lacks the node `name`,
+    or one that a Merge reads.
     """
     sources = {endpoint(text).node for text in inputs}
     if nodes[name].op in MERGES:
@@ -591,7 +591,7 @@ class Pivots:
         """Return the nodes to search next for the pivot of `node`.
 
         They are its sources in the same branch or iteration; for an Exit or a Merge, which end a loop or
-        conditional, the nodes that enter it. `depth` counts nested conditionals.
+        conditional, the nodes that enter it. `depth` counts nested conditionals; GraphError for more than 64.
         """
         if node.op in EXITS:
             return self._before_loop(node)
@@ -616,7 +616,7 @@ class Pivots:
     def _before_branch(self, merge: Proto, depth: int) -> list[str]:
         """Return the nodes that a conditional's Switch reads, found from the Merge that ends it.
 
-        Empty if it has no Switch. `depth` counts nested conditionals.
+        Empty if it has no Switch. `depth` counts nested conditionals; GraphError for more than 64.
         """
         switch = next((s for s in data_inputs(merge) if self._op(s) in SWITCHES), None)
         if switch is None:
@@ -654,7 +654,10 @@ def new_node(
 
 
 def constant(name: str, value: np.ndarray[Any, Any], dtype: DType) -> Proto:
-    """Return a new Const of a value, with this dtype, which may be a quantised one that numpy lacks."""
+    """Return a new Const of a value, with this dtype, which may be a quantised one that numpy lacks.
+
+    ValueError if TensorFlow has no type for the value's own dtype.
+    """
     tensor = protos.TensorProto()
     fill(tensor, value)
     tensor.dtype = int(dtype)  # numpy knows no quantised types
@@ -868,9 +871,9 @@ def makes_vector(body: Body, reference: str, named: Collection[str], depth: int 
 
 
 def bodies(graph_def: Proto) -> Iterator[Body]:
-    """Yield the body of the graph, then those of its functions in their order.
+    """Yield the body of the graph, then the body of each function, in the library's order.
 
-    Changes of them change the graph.
+    A change of a body changes the graph.
     """
     yield Body(graph_def.node)
     yield from map(Body.of, graph_def.library.function)

@@ -64,11 +64,12 @@ def _is_object(result: Any) -> bool:
 
 
 def signatures_of(model: Any, label: str, name: str = "") -> dict[str, tuple[Tensors, Tensors]]:
-    """Return {signature: (inputs, outputs)} of a model or module, called on new placeholders in this graph.
+    """Return {signature: (inputs, outputs)} of a model or module, called on new placeholders.
 
-    Inputs and outputs are tensors by name. With a `name`, its only or default signature gets that name, and
-    others `<name>_<signature>`; `label` names the builder in messages. BuilderError if it has no signatures,
-    its inputs are unknown, it was built before, or the call fails.
+    They are made in the default graph, which gets the nodes of the calls. Inputs and outputs are tensors by
+    name. With a `name`, the only or default signature gets that name, and others `<name>_<signature>`;
+    `label` names the builder in messages. BuilderError if the model has no signatures, its inputs are
+    unknown, it was built before, or the call fails; an ExportError of its own code passes unchanged.
     """
     _refuse_foreign_variables(model, label)
     where = f"{label}, {name!r}" if name else label
@@ -99,9 +100,9 @@ def as_loaded(model: Any, naming: Naming) -> tuple[str, ...]:
     """Change a Keras model so that it answers as after loading a checkpoint, and return notes for the user.
 
     Layers begin each request with a reset state, since a served model keeps none. If files store values by
-    layer (`naming`), Keras merges adapters (LoRA) into kernels when it saves, and sets adapters to zero when
-    it loads; weights that it quantizes by a calibration count as calibrated. Other settings are not changed.
-    () for an object that is not a Keras model.
+    layer (`naming`), adapters (LoRA) are switched off, since Keras merges them into kernels when it saves,
+    and layers quantized by a calibration (GPTQ, AWQ) count as calibrated. Other settings are not changed. ()
+    for an object that is not a Keras model.
     """
     if (keras := keras_of(model)) is None:
         return ()
@@ -128,7 +129,7 @@ _CALIBRATED = {"gptq", "awq"}
 
 
 def guessed_inputs(model: Any) -> tuple[str, ...]:
-    """Return one note for the user if a subclassed Keras model without declared inputs is served with floats.
+    """Return one note for the user if a Keras model that declares no inputs is served with floats.
 
     () for any other model.
     """
@@ -174,8 +175,8 @@ def view_objects(
 ) -> ObjectView:
     """Return the objects below a model, as TensorFlow would save them, and the names of its variables.
 
-    A Keras model also has a list of its trainable variables as a child. A variable is what `variable_of`
-    returns for an object (None: it is not a variable), else its node in the graph.
+    A Keras model also has a list of its trainable variables as a child. `variable_of` returns the variable
+    that an object is, None for another object; by default a variable is known by its node in the graph.
     """
     import tensorflow as tf
 
@@ -462,9 +463,10 @@ def _outputs(result: Any, names: list[str]) -> Tensors:
 
 
 def _call(function: Any, where: str) -> tuple[Tensors, Tensors]:
-    """Return the inputs and outputs, by name, of a tf.function that is called on new placeholders.
+    """Call a tf.function on new placeholders, and return its inputs and outputs, tensors by name.
 
-    BuilderError if it is not a tf.function, or if the call fails; `where` names it in the message.
+    BuilderError if it is not a tf.function, or if the call fails; an ExportError of its code passes
+    unchanged. `where` names it in messages.
     """
     import tensorflow as tf
 

@@ -79,6 +79,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
             CodeRefused: the config of an archive is nested too deeply.
             UsageError: the graph's file does not exist, or the file of `--signatures` cannot be read.
             CheckpointError: a file is damaged, a pointer of Git LFS, or cannot be fetched (subclasses).
+            PublishError: what is fetched from a store cannot be written.
         """
         if isinstance(request.model, str) and ":" in request.model and not Path(request.model).exists():
             return cls(request.model.rpartition(":")[2], is_beside, (), graph_options(request))
@@ -101,7 +102,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         )
 
     def with_graph(self, graph: InferenceGraph, assets: Mapping[str, Path]) -> GraphOrigin:
-        """Return a copy with digests of the graph made from it, and of the files of its tables.
+        """Return a copy with digests of the inference graph and of the files of its tables.
 
         `assets` are these files by name. OSError if one cannot be read, CheckpointError if it is a pointer of
         Git LFS or cannot be fetched from a store.
@@ -112,11 +113,12 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return replace(self, graph=graph_digest(graph), assets=digests)
 
     def differences(self, request: GraphRequest) -> Iterator[str]:
-        """Yield phrases that tell how a later request's model and options differ from this origin.
+        """Yield a phrase for each difference between a later request's model and options and this origin.
 
         A model that the request omits does not count; options count if it has any of them. While iterated it
-        raises BuilderError if the builder does not exist, UsageError if the graph's file does not or that of
-        `--signatures` cannot be read, ManifestError if a recorded file is not below its directory.
+        raises BuilderError if the builder does not exist or cannot be parsed, UsageError if the graph's file
+        does not exist or the file of `--signatures` cannot be read, ManifestError if a recorded file is not
+        below its directory, CheckpointError if a file is a pointer of Git LFS, or cannot be fetched.
         """
         given = graph_options(request)
         if given:
@@ -139,9 +141,10 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
 
         The second list has modules that are not found, or were edited before they were recorded, and files
         that the builder read if they differ. `known` has, by name, digests of such files that made the same
-        graph; `places` are paths of the last run. Both lists are empty for a request without a model.
-        BuilderError if the builder does not exist, UsageError if the graph's file does not, ManifestError if
-        a recorded name leads out of its directory, CheckpointError if a file cannot be fetched from a store.
+        graph: they are left out. `places` are paths of the last run; `digests` caches digests of files. Both
+        lists are empty for a request without a model. BuilderError if the builder does not exist or cannot be
+        parsed, UsageError if the graph's file does not exist, ManifestError if a recorded name leads out of
+        its directory, CheckpointError if a file is a pointer of Git LFS, or cannot be fetched from a store.
         """
         if request.model is None:
             return [], []
@@ -161,12 +164,14 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
         return [f"{name} has changed" for name in changed], unknown
 
     def finished_graph(self, request: GraphRequest, digests: FileDigests) -> str | None:
-        """Return the digest of the finished graph in a request; None if it or this origin is another model.
+        """Return the digest of the finished graph, a file, that a request names.
 
-        For an archive that a release before 0.3.0 recorded it is the recorded digest if its model is the
-        same. `digests` caches digests of files. OSError if the file cannot be read, UsageError if it does not
-        exist, BuilderError if an archive has only weights or an invalid config, CheckpointError (and
-        subclasses) if an archive is damaged or a file cannot be fetched from a store.
+        None if the request or this origin has a builder, or no file of a graph. For an archive with an
+        unchanged model it is the recorded digest, which releases before 0.3.0 computed in another way.
+        `digests` caches digests of files. OSError if the file cannot be read, UsageError if it does not
+        exist, BuilderError if a builder does not exist, or an archive has only weights or an invalid config
+        (CodeRefused if that is nested too deeply), CheckpointError (and subclasses) if an archive is damaged
+        or a file cannot be fetched from a store.
         """
         _, builder, path = _named(request.model)
         if self.function or builder is not None or path is None or not self.files:
@@ -211,8 +216,8 @@ class CodePlaces(Struct, frozen=True):
     def find_opened(self, name: str, root: Path, builder: BuilderFile | None) -> Path | None:
         """Return the present path of a file that the builder read under a name; None if there is none.
 
-        Without a recorded place it is the file below `root`. ManifestError if the name is not that of a file
-        below it.
+        A file without a recorded place is looked for below `root`. ManifestError if the name leads out of
+        `root`.
         """
         beside = below(root, name, "a manifest names a file of the builder:")
         return self._kept(name, builder) or (beside if beside.is_file() else None)
@@ -231,7 +236,7 @@ def _is_in_archive(place: Path) -> bool:
 
 
 def graph_options(request: GraphRequest) -> dict[str, Any]:
-    """Return {option: value} of the options about the graph, without those that are not given or empty.
+    """Return {option: value} for the options about the graph that the request gives; empty ones are left out.
 
     `--signatures` has the JSON value of the file, `--custom-objects` {file name or module: digest of its
     code, None if there is no valid Python file}. UsageError if the file of `--signatures` cannot be read,
@@ -275,6 +280,7 @@ def check_named(model: Any) -> None:
     Raises:
         BuilderError: the builder's file, module or function does not exist, or the file cannot be parsed.
         UsageError: the file of the graph does not exist.
+        CheckpointError: the builder's file is a pointer of Git LFS, or cannot be fetched from a store.
     """
     _named(model)
 
@@ -283,7 +289,8 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
     """Return (builder's function, its file, None), or ("", None, file of the finished graph).
 
     ("", None, None) for None; the builder's file is None if it cannot be found without running code.
-    UsageError if the graph's file does not exist, BuilderError if the builder does not.
+    UsageError if the graph's file does not exist, BuilderError if the builder does not exist or cannot be
+    parsed, CheckpointError if its file is a pointer of Git LFS, or cannot be fetched from a store.
     """
     if model is None:
         return "", None, None

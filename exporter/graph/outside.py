@@ -154,8 +154,8 @@ def outside_ops(
 
     Reads of the version's own files are left out: `files` are nodes with the path of such a file. The nodes
     `own` are not judged; clients send values for the nodes `fed`. NotServable if a function calls itself or
-    nests too deeply; GraphError if the graph lacks a called function or two nodes of a function have one
-    name.
+    nests too deeply; GraphError if the graph lacks a called function, a type number is unknown, or two nodes
+    of a function have one name.
     """
     return _Judge(graph_def, OwnFiles(graph_def, files, fed)).found(own)
 
@@ -165,12 +165,12 @@ def running_outside(
 ) -> list[Outside]:
     """Return the operations that reach out, beyond reading, if this process imports a graph and runs `names`.
 
-    `names` are all nodes that would run. First come operations that certainly run. `is_stateful` tells for an
-    operation's name whether it has state for TensorFlow; others may also run while the graph is imported.
+    `names` are all nodes that would run. First come operations that certainly run. `is_stateful` returns
+    True for the name of an operation with state; TensorFlow may run others while it imports the graph.
 
     Raises:
         NotServable: a function calls itself, or functions nest too deeply.
-        GraphError: the graph lacks a called function.
+        GraphError: the graph lacks a called function, or a type number is unknown.
     """
     library = {function.signature.name: function for function in graph_def.library.function}
     called = {*callees_first((node for node in graph_def.node if node.name in names), library)}
@@ -330,7 +330,7 @@ class _Judge:
         return [*dict.fromkeys([*(each for each in found if each.function or each.node not in own), *inside])]
 
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
-        """Return what `_body` returns for the function with this name; memoised.
+        """Return the result of `_body` for the function with this name; memoised.
 
         GraphError if two of its nodes have the same name.
         """
@@ -366,18 +366,16 @@ class _Judge:
         return arguments, found
 
     def _needed(self, node: Proto, callee: str, scope: Body) -> set[int] | None:
-        """Return the scope's arguments, by position, that must be own files if a call is to read no other.
+        """Return the positions of the arguments of `scope` that a call needs to be own files.
 
-        None if it reads another file whatever they are.
+        None if the call may read another file whatever they are. GraphError if two nodes of the function have
+        the same name.
         """
         places = {place for name in self._alike(callee) for place in self._function(name)[0]}
         return self._own.needs_of_call(node, callee, places, scope) if places else set()
 
     def _alike(self, name: str) -> list[str]:
-        """Return the function `name`, and others by which TensorFlow may replace it.
-
-        These have the same `api_implements`.
-        """
+        """Return the name of a function, then of others that may replace it: of the same `api_implements`."""
         interface = attr(self._library[name], "api_implements").s
         others = self._library.items() if interface else ()
         return [name, *(n for n, f in others if attr(f, "api_implements").s == interface and n != name)]

@@ -114,6 +114,8 @@ class OverlaidReads(RowReads, frozen=True):
 def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None:
     """Let the graph read tables through their overlays, in place; `tables` are by the nodes of their handles.
 
+    After an error the graph may be changed in part.
+
     Raises:
         NotServable: a table is read otherwise than by gathers of rows, or a function returns its handle; the
             message names the node or function.
@@ -124,8 +126,8 @@ def overlay_reads(graph_def: Proto, tables: Mapping[str, OverlaidReads]) -> None
 def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> None:
     """Let gathers of tables that share an overlay, and always run together, read it together, in place.
 
-    At least eight gathers are changed at once. `overlay_reads` leaves them alone, and changes the others.
-    `tables` are by the nodes of their handles. GraphError if two nodes have the same name.
+    At least eight gathers are changed at once. They are marked, so that `overlay_reads` changes only the
+    other reads. `tables` are by the nodes of their handles. GraphError if two nodes have the same name.
     """
     # A flag, a branch and a look at the slots for each of a hundred tables cost more than the gathers.
     body = Body(meta_graph.graph_def.node)
@@ -183,9 +185,9 @@ class _Adder(Struct, frozen=True):
     device: str
 
     def add(self, what: str, op: str, *inputs: str, output: str = "output", **attrs: Any) -> str:
-        """Add a node under `<prefix>/<what>`, or a free name like it, and return its output's name.
+        """Add a node under `<prefix>/<what>`, or a free name like it, and return the name of its output.
 
-        `output` is what its OpDef calls it. `inputs` and attributes are as for `Body.add`.
+        `output` is the output's name in the OpDef. `inputs` and attributes are as for `Body.add`.
         """
         made = self.body.add(f"{self.name}/{what}", op, *inputs, device=self.device, **attrs)
         return self.body.single(made, output)
@@ -214,7 +216,7 @@ class _Adder(Struct, frozen=True):
         index_type: DType,
         known: Callable[[str, int | tuple[int, ...], DType], str],
     ) -> str:
-        """Add nodes that replace those of `rows` that have changed, and return the name of their result.
+        """Add nodes that replace the changed rows among `rows`, and return the name of their result.
 
         `ids` are the rows' numbers in the overlay, of `index_type`, which is int64 if there are pages.
         `handles` are the slots', the overlay's and, if there are some, the pages'. `known` adds a constant,

@@ -50,10 +50,10 @@ class OwnFiles:
         self._fed = {*fed}
 
     def needs(self, scope: Body, texts: Iterable[str]) -> set[int] | None:
-        """Return the positions of the scope's arguments that must be paths of own files so that `texts` are.
+        """Return the positions of the scope's arguments that must be paths of own files to make `texts` such.
 
-        `texts` are names of tensors in the body `scope`. Empty if they are such paths in any case; None if
-        one of them may be another path.
+        `texts` are names of tensors in the body `scope`. Empty if they are paths of own files in any case;
+        None if one of them may be another path.
         """
         places: set[int] = set()
         pending, seen = [*texts], set[str]()
@@ -74,11 +74,10 @@ class OwnFiles:
         return places
 
     def needs_of_call(self, node: Proto, callee: str, places: Iterable[int], scope: Body) -> set[int] | None:
-        """Return, as `needs`, the positions of the scope's arguments for some inputs of the call `node`.
+        """Return, as `needs`, positions of the scope's arguments for some inputs of the call `node`.
 
-        They are its inputs for the arguments at the positions `places` of the function `callee`. None also if
-        it is not known which inputs those are. GraphError if two nodes of a loop's body have one
-        name.
+        The inputs are those for the arguments of the function `callee` at the positions `places`. None also
+        if these inputs are not known. GraphError if two nodes of a loop's body have one name.
         """
         inputs, before = input_names(node), CALLS.get(node.op, 0)
         if node.op != callee and not (node.op in CALLS and callee in {each.name for each in called(node)}):
@@ -97,10 +96,10 @@ class OwnFiles:
         return not self._is_fed(name, scope) and const_texts(scope.by_name.get(name)) == [""]
 
     def _carried(self, node: Proto, places: set[int]) -> set[int] | None:
-        """Return the positions of a loop's arguments that must be own files so that `places` are.
+        """Return the positions of a loop's arguments that must be own files for `places` to stay own files.
 
-        That is: in every turn. `places` may be extended in place. None if no arguments ensure it. GraphError
-        if two nodes of the loop's body have one name.
+        `places` are positions of the loop's arguments, too, and may be extended in place. None if no
+        arguments ensure it in every turn. GraphError if two nodes of the loop's body have one name.
         """
         body = self._library.get(attr(node, "body").func.name)
         if body is None or _has_lists(body):

@@ -135,7 +135,7 @@ class EffectsOf:
         return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the variables and tables that results read, and those that are changed, as handles."""
+        """Return the handles of the variables and tables that results read, and of the changed ones."""
         reads, writes = set[str](), set[str]()
         for node in body.nodes.values():
             taken = body.handles_of(node)
@@ -155,7 +155,10 @@ class EffectsOf:
         return frozenset(reads), frozenset(writes)
 
     def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
-        """Return the operations with effects outside the model beyond reading, and those no result needs."""
+        """Return the operations with effects outside the model beyond reading, and a subset of them.
+
+        The second set has the operations that no result needs.
+        """
         outside, dropped = set[Outside](), set[Outside]()
         for node in body.nodes.values():
             called, effect = self._called(node).values(), effect_of(node.op)
@@ -194,11 +197,13 @@ def _hands_on(node: Proto) -> bool:
 
 
 def keep_servable(source: SourceGraph) -> SourceGraph:
-    """Return a copy of the source without signatures that cannot be served; its notes say what was changed.
+    """Return a copy of the source without the signatures that cannot be served, with notes on the changes.
 
     The source itself if nothing is to be changed, or if every signature fails to be cleaned: `clean` then
-    reports why. NotServable if none is left for other reasons; GraphError if two nodes have the same name,
-    or if the graph lacks a function that is called, or a node that an output needs.
+    reports why. Cleaning a doubtful signature may run the graph in another process, for up to minutes.
+    NotServable if none is left for other reasons; GraphError if two nodes have the same name, or if the graph
+    lacks a function that is called, or a node that an output needs; UsageError if `--feed` fixes an input of
+    a signature.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}
@@ -234,10 +239,11 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
 
 
 def _failing(source: SourceGraph, index: GraphIndex, ends: Mapping[str, SignatureEnds]) -> dict[str, str]:
-    """Return {signature: why it cannot be cleaned alone}; empty if there is only one signature.
+    """Return {signature: the reason why it cannot be cleaned alone}; empty if there is only one signature.
 
     `ends` are all signatures by name. Only those with a suspicious operation or a placeholder without a value
-    are cleaned, each in a copy of the graph. GraphError if the graph lacks a function that is called.
+    are cleaned, each in a copy of the graph, which may take minutes. GraphError if the graph lacks a function
+    that is called; UsageError if `--feed` fixes an input of a signature.
     """
     if len(ends) == 1:
         return {}

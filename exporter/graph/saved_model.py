@@ -40,7 +40,8 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
         UsageError: it does not exist, takes deltas, or has no graph or signature to serve; or an option is
             wrong.
         CorruptFile, UnsupportedFormat: it is damaged, or split into chunks.
-        CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
+        CheckpointError: its file, or the file of `--signatures`, is a pointer of Git LFS, or cannot be
+            fetched from a store (subclasses).
         PublishError: what is fetched from a store cannot be written.
         MissingAsset: a file that it names does not exist; AccessRefused if the graph may not read it.
         GraphError: the request's signatures cannot be served; the subclass says why.
@@ -73,12 +74,13 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 
     Raises:
         AccessRefused: it names a file that it may not read.
-        CorruptFile: the directory holds no readable SavedModel.
+        CorruptFile: the SavedModel is damaged, or an asset's name leads out of `assets/`.
         CheckpointError: its file is a pointer of Git LFS, or cannot be fetched from a store (subclasses).
-        UnsupportedFormat: it has another version, or the graph cannot be saved beside another.
+        PublishError: what is fetched from a store cannot be written.
+        UnsupportedFormat: it is split into chunks, or the graph is object-based: nothing can be beside it.
         UsageError: there is no SavedModel, or no graph or several have the tag.
         MissingAsset: an asset that it names does not exist.
-        GraphError: it computes the names of its tensors.
+        GraphError: it computes the names of its tensors, or two nodes have the same name.
     """
     meta_graph = choose_graph(read_saved_model(path), path, tag, "--train-tag")
     return TrainingGraph.of(str(path), tag, meta_graph, _assets(meta_graph, path, trust))
@@ -87,10 +89,11 @@ def load_training_graph(path: Path, tag: str, trust: Trust = ANY_FILES) -> Train
 def choose_graph(model: Proto, path: Path, tag: str | None, option: str = "--tag") -> Proto:
     """Return the graph (a MetaGraphDef) of a SavedModel that `tag` selects, tags separated by commas.
 
-    That is the one with exactly these tags, else the only one that has more besides them. "" means a graph
-    without tags, as in modules of TensorFlow Hub. Without `tag`: the only graph, else the one for serving
-    with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not for training.
-    UsageError unless there is exactly one; it names the `path` and the command line's `option`.
+    The graph with exactly these tags is selected, else the only graph with these and further tags. "" selects
+    a graph without tags, as in modules of TensorFlow Hub. Without `tag` (None): the only graph, else the one
+    for serving with the fewest other tags (`gpu`, `tpu`), else the one with the fewest tags that is not for
+    training. UsageError unless exactly one is selected; the message names the `path`, and the `option` of the
+    command line.
     """
     graphs = [*model.meta_graphs]
     if tag is None and len(graphs) == 1:
@@ -126,8 +129,9 @@ def _without_training(meta_graph: Proto, request: GraphRequest, path: Path) -> l
     """Remove training signatures from `meta_graph`, and return notes on them.
 
     Entries that are not signatures are always removed. If the request names tensors, no signature is removed,
-    and there are no notes. UsageError if no signature is left that can be served, or a feed does not fit;
-    UnknownTensor for the feed of an unknown tensor, GraphError if two nodes have the same name.
+    and there are no notes. UsageError if no signature is left that can be served, or an option does not fit;
+    UnknownTensor for the feed of an unknown tensor, GraphError if two nodes have the same name;
+    CheckpointError if the file of `--signatures` is a pointer of Git LFS, or cannot be fetched from a store.
     """
     drop_internal(meta_graph)
     if requested_specs(request) or not meta_graph.signature_def:
@@ -182,7 +186,8 @@ def _assets(meta_graph: Proto, path: Path, trust: Trust) -> dict[str, Path]:
 def asset_files(meta_graph: Proto) -> list[tuple[str, str]]:
     """Return (node that gets the path, file name under assets/) for each asset.
 
-    Those of the field come first, then the collection's. CorruptFile if the collection is damaged.
+    The assets of the field `asset_file_def` come first, then the collection's. CorruptFile if the collection
+    is damaged.
     """
     assets = [*meta_graph.asset_file_def]
     if "saved_model_assets" in meta_graph.collection_def:

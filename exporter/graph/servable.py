@@ -80,9 +80,9 @@ def by_library(ops: Collection[str]) -> str:
 
 
 def refusal(found: Mapping[str, str], where: str, cause: str) -> ForeignOperations:
-    """Return the error for nodes `found`, {name: foreign operation}, that `where` needs.
+    """Return the error to raise for nodes with foreign operations, `found` ({name: operation}).
 
-    Its hint says what to do. `where` begins the message, `cause` says how they are needed.
+    Its hint says what to do. `where` begins the message, and names what needs the nodes; `cause` says how.
     """
     ops = {*found.values()}
     shown = few([f"{op} {name!r}" for name, op in found.items()], _SHOWN)
@@ -225,7 +225,7 @@ _PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 
 @cache
 def _refusal(op: str) -> str:
-    """Return why a server must not run an operation, as words that follow "which"; "" if it may."""
+    """Return the reason why a server must not run an operation, as words after "which"; "" if it may."""
     if is_deeprec(op):
         return "stock TensorFlow does not have"
     return next((reason for pattern, reason in _REASONS if pattern.fullmatch(op)), "")
@@ -286,6 +286,6 @@ def check_reads(
 def called_functions(node: Proto) -> set[str]:
     """Return the name of a node's operation, and of each function in its attributes.
 
-    The operation's own name is always among them: it may be a function's, too.
+    The operation's name is always among them, because it may be a function's, too.
     """
     return {node.op, *(function.name for function in called(node))}

@@ -64,9 +64,9 @@ class GraphSession(Struct, frozen=True):
         return protos.message_class("MetaGraphDef").FromString(content)
 
     def stateful(self, ops: Iterable[str]) -> frozenset[str]:
-        """Return those of the operations (names) that have state, which TensorFlow never runs by itself.
+        """Return the operations with state among `ops` (names): TensorFlow never runs these by itself.
 
-        One that TensorFlow does not know has none. Ended if the process ends.
+        An operation that TensorFlow does not know has none. Ended if the process ends or exceeds its limits.
         """
         (content,) = self._ask({"stateful": sorted({*ops})})
         return frozenset(json.loads(content))
@@ -81,9 +81,9 @@ class GraphSession(Struct, frozen=True):
     ) -> list[Array]:
         """Run the operations `targets` and return the values of the tensors `fetches`, in their order.
 
-        `feeds` has a value for each fed tensor's name. Without `limited` it may take any time. RunFailed if
-        TensorFlow fails, Ended if the process ends or exceeds its limits; ValueError if TensorFlow has no
-        type for a fed value, or a fetched one cannot be sent by value.
+        `feeds` has a value for each fed tensor's name. Without `limited` the run may take any time; with it
+        the session's limits hold. RunFailed if TensorFlow fails, Ended if the process ends or exceeds its
+        limits; ValueError if TensorFlow has no type for a fed value, or a fetched value cannot be sent.
         """
         encoded = {name: _encoded(value) for name, value in feeds.items()}
         sizes = [[name, len(data)] for name, data in encoded.items()]
@@ -112,13 +112,13 @@ class _Here:
     def ask(self, request: Mapping[str, Any], body: bytes = b"") -> bytes:
         """Run a request, and return the first line of the answer, in JSON: sizes of its values, or an error.
 
-        `blocks` then yields the values, one at each call.
+        `blocks` then yields the values, one at each call. `body` has the values that the request feeds.
         """
         self._answer = self._graphs.answer({**request, "limited": True, "body": body}, Deadline(0, 0.0))
         return next(self._answer)
 
     def blocks(self, size: int) -> Iterator[bytes]:
-        """Yield the next value of the answer as one block; its `size` is not used."""
+        """Yield the next value of the answer as one block; `size` is not used."""
         yield next(self._answer)
 
     def end(self) -> None:
@@ -143,8 +143,9 @@ def session_here() -> Iterator[GraphSession]:
 def graph_session(*, memory_bytes: int, cpu_seconds: int, step_seconds: float) -> Iterator[GraphSession]:
     """Yield a session in a process of its own, a new one or an idle one.
 
-    After the block the process is kept, or killed if the block fails. `cpu_seconds` and `step_seconds` (of
-    wall time) limit each request, `memory_bytes` its memory. Raises NotStarted and, in the block, Ended.
+    After the block the process is kept for five seconds, or killed if the block fails. `cpu_seconds` and
+    `step_seconds` (of wall time) limit each request, `memory_bytes` the process's memory. NotStarted, on
+    entry, if no process can be started; in the block the session's methods raise Ended if it ends.
     """
     work = LimitedWork(
         program="exporter.graph.session_process",

@@ -44,9 +44,10 @@ class Graphs:
         self._session: Any = None
 
     def answer(self, request: Mapping[str, Any], deadline: Deadline) -> Iterator[bytes]:
-        """Yield one line of JSON, then, if it has no error, the values as serialised TensorProtos.
+        """Do a request, and yield one line of JSON, then the results, if it has no error.
 
-        The line has the values' sizes in bytes, or the error: a TensorFlow error, or a Python error that a
+        The results are serialised TensorProtos; of "load" a MetaGraphDef, of "stateful" a JSON list of names.
+        The line has the results' sizes in bytes, or the error: a TensorFlow error, or a Python error that a
         bad request causes (ValueError, TypeError, KeyError, RuntimeError); other errors are raised. A request
         that is not `limited` lifts the deadline.
         """
@@ -84,7 +85,10 @@ class Graphs:
                 yield tensor_util.make_tensor_proto(value).SerializeToString()
 
     def _open(self, request: Mapping[str, Any]) -> None:
-        """Import the request's graph into a new session; a "plain" one runs in one thread, not optimized."""
+        """Import the request's graph into a new session, and close the previous one.
+
+        A "plain" graph runs in one thread, and is not optimized.
+        """
         from tensorflow.core.framework import graph_pb2
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.framework import importer

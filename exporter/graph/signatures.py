@@ -56,7 +56,10 @@ def tensors_of(infos: Mapping[str, Proto]) -> list[SignatureTensor]:
 
 
 def signature_nodes(meta_graph: Proto) -> set[str]:
-    """Return the names of the nodes of all signatures' inputs and outputs, which must be plain tensors."""
+    """Return the names of the nodes of all signatures' inputs and outputs, which must be plain tensors.
+
+    GraphError for an unknown type number.
+    """
     return {
         node_of(tensor.name)
         for signature in meta_graph.signature_def.values()
@@ -87,7 +90,7 @@ class SignatureEnds(Struct, frozen=True):
 
     @property
     def nodes(self) -> set[str]:
-        """The names of the nodes of all its tensors."""
+        """The names of the nodes of all these tensors."""
         return {tensor.node for tensor in (*self.inputs, *self.outputs)}
 
     @property
@@ -130,7 +133,7 @@ def without_references(meta_graph: Proto) -> None:
 def rename_tensors(info: Proto, names: Mapping[str, str]) -> None:
     """Rename a TensorInfo's tensors, in place; `names` is {old canonical name: new name}.
 
-    Other tensors keep their names, in canonical form.
+    Other tensors keep their names. All names get the canonical form, `node:0`.
     """
     for message, field in _names(info):
         name = canonical(getattr(message, field))
@@ -313,7 +316,7 @@ def set_signatures(meta_graph: Proto, index: GraphIndex, specs: Iterable[Signatu
 
 
 def _tensor_info(index: GraphIndex, text: str, role: str) -> Proto:
-    """Return the TensorInfo of the tensor that a user named by `text`; `role` says for what, in errors.
+    """Return the TensorInfo of the tensor that a user named by `text`; `role` begins the messages of errors.
 
     UnknownTensor if the graph lacks it, UsageError if it has no values, GraphError if its type is unknown.
     """
@@ -334,7 +337,8 @@ def check_method(name: str, signature: Proto) -> None:
     """Raise UsageError for a classify or regress signature with other tensors than its method allows.
 
     TensorFlow Serving requires them (tensorflow_serving/servables/tensorflow/{classifier,regressor}.cc): one
-    input `inputs` of serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`.
+    input `inputs` of serialised tf.Examples; outputs `classes` and/or `scores`, or `outputs`. `name` is the
+    signature's. GraphError if the input has an unknown type number.
     """
     method = signature.method_name.rpartition("/")[2]
     if method not in _OUTPUTS_OF:
@@ -362,7 +366,7 @@ def drop_internal(meta_graph: Proto) -> None:
 
 
 def none_servable(label: str, reasons: Mapping[str, str], hint: str) -> NotServable:
-    """Return the error for a graph `label` whose signatures cannot be served.
+    """Return the error to raise for the graph named `label` whose signatures cannot be served.
 
     `reasons` is {signature: reason}.
     """
@@ -406,7 +410,8 @@ def keep_answering(meta_graph: Proto, label: str) -> list[str]:
 def _take_apart(infos: Any) -> str:
     """Replace each sparse or composite TensorInfo in `infos`, in place, by the TensorInfos of its components.
 
-    Returns "", or the reason why a tensor cannot be served; others may be replaced already.
+    `infos` is a signature's map of inputs or of outputs. Returns "", or the reason why a tensor cannot be
+    served; others may be replaced already. GraphError for an unknown type number.
     """
     given = sorted(infos)
     for alias in given:
@@ -425,7 +430,10 @@ def _take_apart(infos: Any) -> str:
 
 
 def _parts(info: Proto) -> Iterator[Proto]:
-    """Yield copies of the plain TensorInfos of a TensorInfo, in the order of `tf.nest.flatten`."""
+    """Yield copies of the plain TensorInfos of a TensorInfo, in the order of `tf.nest.flatten`.
+
+    GraphError if a sparse tensor has an unknown type number.
+    """
     if info.HasField("coo_sparse"):
         shape, sparse = _shape(info.tensor_shape), info.coo_sparse
         rank = None if shape is None else len(shape)
@@ -445,7 +453,10 @@ def _parts(info: Proto) -> Iterator[Proto]:
 
 
 def _kind(info: Proto) -> str:
-    """Return the kind of a tensor without values, for a message: `a resource`, or a composite's class."""
+    """Return the kind of a tensor without values, for a message: `a resource`, or a composite's class.
+
+    GraphError for an unknown type number.
+    """
     if info.HasField("composite_tensor"):
         return f"a composite tensor with a handle ({info.composite_tensor.type_spec.type_spec_class_name})"
     return f"a {base_dtype(info.dtype).label}"
@@ -454,7 +465,7 @@ def _kind(info: Proto) -> str:
 def check_signatures(meta_graph: Proto, index: GraphIndex) -> None:
     """Write every tensor's name in `signature_def` as `node:output`, in place.
 
-    UnknownTensor if the graph lacks a tensor.
+    UnknownTensor if the graph lacks a tensor, GraphError if a tensor's node has an unknown type number.
     """
     for name, signature in meta_graph.signature_def.items():
         for role, alias, info in signature_tensors(signature):

@@ -36,7 +36,8 @@ class Trust(Struct, frozen=True):
     def require_file(self, path: Path, directory: Path) -> None:
         """Raise AccessRefused for a file that a found graph in `directory` may not read.
 
-        A link counts as its target. Nothing is refused to a graph that the request names.
+        A link counts as its target. Nothing is refused to a graph that the request names. OSError or
+        ValueError for a path that the system cannot resolve, as one that is too long.
         """
         places = [directory, *self.files]
         if not self.is_found or any(path.resolve().is_relative_to(place.resolve()) for place in places):
@@ -66,10 +67,10 @@ class GraphRequest(GraphOptions, frozen=True):
     def of(
         cls, request: ExportRequest, beside: str | None = None, naming: Naming = Naming.NAMES
     ) -> GraphRequest:
-        """Return the request for the named graph, else for the graph `beside` the checkpoint.
+        """Return the request for the graph that `request` names, else for the graph beside the checkpoint.
 
-        It has the options of `request`. `beside` is that graph's path, None if there is none; `naming` is the
-        checkpoint's.
+        It has the options of `request`. `beside` is the path of the graph beside the checkpoint, None if
+        there is none; `naming` is the way in which the checkpoint names its tensors.
         """
         options = {name: getattr(request, name) for name in GraphOptions.__struct_fields__}
         is_found = request.model is None

@@ -95,7 +95,7 @@ class Code(Struct, frozen=True):
     by_name: frozenset[str] = frozenset()
 
     def without_files_of(self, directory: Path) -> Code:
-        """Return a copy without the files that the builder opened below a directory."""
+        """Return a copy without the opened files below a directory; the files of code stay."""
         top = directory.resolve()
         opened = {n: d for n, d in self.opened.items() if not self.places[n].resolve().is_relative_to(top)}
         return replace(self, opened=opened)
@@ -238,11 +238,12 @@ def no_function(where: str, name: str, functions: list[str]) -> BuilderError:
 
 
 def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
-    """Return the recorded paths of the files `known` (not empty) whose code changed or that cannot be read.
+    """Return the recorded paths of files whose code changed, or that cannot be read.
 
-    `main` is the present file of the first; the others are looked up from it. All are returned if the
-    directories above `main` have other names than in its recorded path. ManifestError if a path leads out of
-    the directory that the files share.
+    `known` are the recorded files, at least one. `main` is the present path of the first; the others are
+    looked up from it. All are returned if the directories above `main` have other names than in its recorded
+    path. ManifestError if a path leads out of the directory that the files share, CheckpointError if a file
+    is a pointer of Git LFS, or cannot be fetched from a store.
     """
     own, *others = known
     *packages, _ = own.path.split("/")
@@ -255,9 +256,10 @@ def changed_sources(known: Iterable[SourceFile], main: Path) -> list[str]:
 
 
 def code_digest(where: str) -> str | None:
-    """Return the digest of the code of `pkg.mod` or `path/file.py`; None if there is no valid Python file.
+    """Return the digest of the code of the module `pkg.mod` or the file `path/file.py`.
 
-    CheckpointError if it is a pointer of Git LFS, or cannot be fetched from a store.
+    None if there is no valid Python file. `sys.path` is changed meanwhile. CheckpointError if the file is a
+    pointer of Git LFS, or cannot be fetched from a store.
     """
     with contextlib.suppress(BuilderError):
         found = find_builder(where)
@@ -266,7 +268,10 @@ def code_digest(where: str) -> str | None:
 
 
 def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
-    """True if the file at a path has the known bytes or code; False if it cannot be read."""
+    """True if the file at a path has the known bytes or code; False if it cannot be read.
+
+    CheckpointError if it is a pointer of Git LFS, or cannot be fetched from a store.
+    """
     content = content_of(os.fspath(path))
     return content is not None and (
         digest_of(content) == known.digest or code_of(content, path) == known.code
@@ -276,8 +281,8 @@ def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
 def code_of(content: bytes, path: Path) -> str:
     """Return the digest of a Python file's code, without comments, docstrings and statements for running it.
 
-    The latter are `if __name__ == "__main__":`. The digest is that of the bytes if `path`, which is not read,
-    is not a .py file, or the code cannot be parsed.
+    Statements for running it are `if __name__ == "__main__":`. If `path`, which is not read, is not a .py
+    file, or if the code cannot be parsed, the digest is the SHA-256 of the bytes.
     """
     with contextlib.suppress(BuilderError):
         if path.suffix == ".py":
@@ -291,7 +296,10 @@ def digest_of(content: bytes) -> str:
 
 
 def digest_at(file: str) -> str:
-    """Return the SHA-256, in hex, of a module's file; "" if it cannot be read, as for `content_of`."""
+    """Return the SHA-256, in hex, of a module's file; "" if `content_of` returns None.
+
+    CheckpointError if the file is a pointer of Git LFS, or cannot be fetched from a store.
+    """
     content = content_of(file)
     return "" if content is None else digest_of(content)
 
@@ -320,7 +328,7 @@ _PARSINGS = 50
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Ignore warnings about files that `parse` reads, during the block; the filter is that of all threads."""
+    """Ignore warnings about files that `parse` reads, in all threads, during the block."""
     ours = ("ignore", None, Warning, re.compile(re.escape(_PARSED)), 0)
     warnings.filters.insert(0, ours)  # type: ignore[attr-defined]  # a list, says the documentation
     try:
@@ -445,9 +453,9 @@ def find_module(name: str, path: list[str]) -> Path | None:
 
 
 def _find_otherwise(name: str) -> ModuleSpec | None:
-    """Return the spec of a top-level module by other packages' finders, as editable installations have.
+    """Return the spec of a top-level module by finders other than Python's, as editable installations have.
 
-    Else None.
+    None if no finder has one.
     """
     for finder in sys.meta_path:
         if finder is not PathFinder and getattr(finder, "__module__", "") != "_frozen_importlib":
@@ -462,8 +470,9 @@ def changed_modules(
 ) -> tuple[list[str], list[str]]:
     """Return the names of modules whose code changed, and the names of modules that cannot be compared.
 
-    The latter have no file, cannot be read, or were recorded without a digest. `find` returns the present
-    file of a module, None if there is none.
+    A module cannot be compared if its file is not found or cannot be read, or if it was recorded without a
+    digest. `find` returns the present file of a module by name, None if there is none. CheckpointError if a
+    file is a pointer of Git LFS, or cannot be fetched from a store.
     """
     changed, unknown = [], []
     for module in known:
@@ -476,7 +485,7 @@ def changed_modules(
 
 
 def changed_libraries(known: Mapping[str, str]) -> Iterator[str]:
-    """Yield phrases that tell how versions of installed libraries differ from `known`, {name: version}.
+    """Yield a phrase for each installed library whose version differs from `known`, {name: version}.
 
     A library that is not installed is skipped. Case, and which of `-`, `_` and `.` is used, do not count.
     """

@@ -62,10 +62,11 @@ _MOST_BYTES = 1 << 10  # of a computed span: two numbers, but a damaged graph ma
 
 
 def training_mode(meta_graph: Proto) -> TrainingMode:
-    """Return batch statistics, dropout, noise and other random numbers among nodes that signatures run.
+    """Return the operations that compute as in training among the nodes that signatures run.
 
-    All fields are empty for a graph without such operations. In any other graph `idle` has the nodes of the
-    variables that no signature uses.
+    These are batch statistics, dropout, noise and other random numbers. All fields are empty for a graph
+    without such operations; in any other graph `idle` has the nodes of the variables that no signature uses.
+    GraphError for an unknown type number.
     """
     nodes = all_nodes(meta_graph.graph_def)
     if not any(n.op == "SquaredDifference" or _is_random(n.op) or is_by_batch(n) for n in nodes):

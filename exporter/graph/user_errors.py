@@ -175,7 +175,8 @@ def _place(error: BaseException) -> _Place | None:
 def _places(error: BaseException) -> list[_Place]:
     """Return the files, lines and functions of an error's traceback, outermost first.
 
-    If AutoGraph's message names lines of the user's own files instead of generated ones, they are its.
+    If AutoGraph's message names lines of the user's own files, these lines are returned instead of the
+    traceback's, which are in generated files.
     """
     own = own_error(error)
     while error is not own and error.__context__ is not None:
@@ -193,9 +194,10 @@ def _frames(error: BaseException) -> Iterator[_Place]:
 
 
 def _user_places(places: Iterable[_Place]) -> list[_Place]:
-    """Return those of `places` that are in the user's files.
+    """Return the places in the user's files, in the given order.
 
-    If all are in installed packages: those in the outermost package's files, none if it is a framework.
+    If all places are in installed packages: the ones in the first package's files, none if that package is a
+    framework, such as Keras.
     """
     others = [p for p in places if not p.file.startswith((_OURS, _STANDARD)) or _LIBRARY.search(p.file)]
     found = [p for p in others if not _LIBRARY.search(p.file)]
@@ -211,10 +213,10 @@ def _package(place: _Place) -> str:
 
 
 def _wants_keras_2(error: BaseException, text: str) -> bool:
-    """True if an error, with the message `text`, means that Keras 3 refuses what Keras 2 accepts.
+    """True if an error, with the message `text`, means that Keras 3 refuses code that Keras 2 accepts.
 
-    False if this process uses Keras 2. Where the message leaves it open, the code must use `tf.keras`. It may
-    import tf_keras.
+    False if this process uses Keras 2. If the message leaves it open, the result is True only if the user's
+    code uses `tf.keras`. The function may import tf_keras.
     """
     if _keras_2_is_chosen():
         return False

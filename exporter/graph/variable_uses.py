@@ -72,7 +72,8 @@ class Reading(Struct, frozen=True):
 def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
     """Let gathers, and reads of the shape, take the variable's handle instead of its value, in place.
 
-    Reads of whole tables that nothing reads any more are removed, except the nodes `fetched` of the graph.
+    Reads of whole tables that nothing reads any more are removed, except the nodes `fetched` (names) of the
+    graph. GraphError for an unknown type number.
     """
     # Results are the same bit for bit: a cast in between is done on the gathered rows instead of the table.
     fetched = set(fetched)
@@ -84,7 +85,7 @@ def read_rows_only(graph_def: Proto, fetched: Iterable[str]) -> None:
 
 
 def uses(graph_def: Proto) -> dict[str, Use]:
-    """Return {VarHandleOp of the graph: what the graph and its functions read by this handle}."""
+    """Return {VarHandleOp of the graph: the `Use` of its handle by the graph and its functions}."""
     tracker = _Tracker(graph_def)
     return {
         node.name: tracker.follow("", f"{node.name}:0").use
@@ -113,7 +114,7 @@ def readings(graph_def: Proto) -> dict[str, Reading]:
 def _rewrite(body: Body, node: Proto) -> set[str]:
     """Make a node read by handle, in place, if possible; return the names of nodes that it no longer reads.
 
-    Empty if the node is unchanged. Nodes may be added to the body.
+    Empty if the node is unchanged. Nodes may be added to the body. GraphError for an unknown type number.
     """
     if node.op in _SEGMENTS:
         return _sum_gathered(body, node)
@@ -134,6 +135,7 @@ def _sum_gathered(body: Body, node: Proto) -> set[str]:
     """Turn a sum of a variable's rows into a sum of gathered rows, in the same order, in place.
 
     Returns the names of the nodes that it no longer reads from; empty if the rows are not a variable's.
+    GraphError for an unknown type number.
     """
     chain = _chain_to_read(body, node.input[0])
     if not chain:
@@ -284,10 +286,10 @@ class _Tracker:
         return self._bodies[scope]
 
     def _consume(self, body: Body, scope: str, node: Proto, index: int) -> tuple[Use, list[tuple[str, str]]]:
-        """Return how `node` uses the handle at its data input `index`, and the tensors that forward it.
+        """Return the use by `node` of the handle at its data input `index`, and the tensors that forward it.
 
-        The latter are (scope, tensor), to be followed further: outputs of a node that forwards the handle,
-        and arguments of functions that it calls. `body` is the one of `scope`.
+        These are (scope, tensor), to be followed further: outputs of a node that forwards the handle, and
+        arguments of functions that the node calls. `body` is the body of `scope`.
         """
         if node.op in _ROW_READS:
             return Use.ROWS, []
@@ -313,7 +315,7 @@ class _Tracker:
 
 
 def _taker(scope: str, node: Proto) -> str:
-    """Return the end of an error message that tells how a node uses a variable.
+    """Return the end of an error message: the way in which a node uses a variable.
 
     `scope` is the function that the node is in, "" for the graph.
     """

@@ -54,11 +54,10 @@ _KERAS_2_NAME = re.compile(r"([^/]+/)?average/(?P<variable>.+)")
 
 
 def averages(trained: TrainedObjects, slot: str) -> dict[str, str]:
-    """Return the tensor of each variable's moving average, by the variable's own tensor; both are names.
+    """Return {variable's tensor: the tensor of its moving average}, both by name; empty if there are none.
 
     `slot` is a value of `--average`; "ema" finds the averages of TensorFlow, Keras and Addons (of Addons'
-    slots, `average` or else `slow`). Empty if there are none. Raises UsageError if the user's object path
-    does not exist.
+    slots, `average` or else `slow`). Raises UsageError if the object of `--object-path` does not exist.
     """
     found = {}
     suffix = TF_AVERAGE if slot == "ema" else slot
@@ -81,15 +80,13 @@ _SLOTS = ("average", "slow")
 def kinds_of_averages(trained: TrainedObjects) -> list[str]:
     """Return the values of `--average` for which an object-based checkpoint has averages, "ema" first.
 
-    Raises UsageError if the user's object path does not exist.
+    Raises UsageError if the object of `--object-path` does not exist.
     """
     return [kind for kind in ("ema", *_SLOTS) if averages(trained, kind)]
 
 
 def _of_slots(trained: TrainedObjects, wanted: str) -> Iterator[tuple[str, str]]:
-    """Yield (a variable's tensor, its slot's tensor), both by name, for the optimizers' slots called
-    `wanted`.
-    """
+    """Yield (variable's tensor, slot's tensor), both by name, for each optimizer's slot called `wanted`."""
     objects = trained.objects.objects
     for item in objects:
         for slot, (name, of) in zip(item.slots, item.slot_names, strict=True):
@@ -148,7 +145,7 @@ def find_tables(
 def _missing_table(table: GraphTable, missing: list[str], catalog: Catalog) -> MissingTensors:
     """Return the error to raise for a table without contents in a checkpoint; it names the tables that exist.
 
-    `missing` are the absent tensors.
+    `missing` are the names of the absent tensors.
     """
     there = [
         stem
@@ -310,11 +307,11 @@ def _contents(tables: Iterable[tuple[GraphTable, TensorRef, TensorRef]]) -> list
 def _beside_names(
     catalog: Catalog, used: set[str], graph: InferenceGraph, rules: MappingRules
 ) -> tuple[ServedWhole | None, Iterable[str]]:
-    """Return the tensors that `--ignore` leaves out (None if there are none), and notes on others beside
-    served ones.
+    """Return the tensors that `--ignore` leaves out, None if there are none, and notes on further tensors.
 
-    `used` are the names of the tensors that are served. Reading the notes raises ObjectMismatch if the file
-    says that a left-out variable is of a served layer.
+    `used` are the names of the served tensors. A note names tensors that are not served, but are in the scope
+    of a served one. Iterating over the notes raises ObjectMismatch if the file says that such a tensor is of
+    a served layer.
     """
     # The base already reported variables beside the served names; most deltas need not import this.
     if graph.meta_graph is None and catalog.naming is Naming.NAMES and not _has_layers(catalog):
@@ -357,9 +354,9 @@ def _source(
 def _with_tables(
     rules: MappingRules, tables: Iterable[GraphTable], found: MappingOf[str, str]
 ) -> MappingRules:
-    """Return the rules with the checkpoint's names of hash tables that were matched by their objects added.
+    """Return a copy of the rules that also names the hash tables which were matched by their objects.
 
-    `found` has the name of each table in the checkpoint, by its node.
+    `found` has the name of each table in the checkpoint, by its node. The rules themselves if there are none.
     """
     names = {
         name: f"{found[table.node]}-{half}"
@@ -512,6 +509,8 @@ def check_rules(
 ) -> None:
     """Require that each option about names in a request matched some variable, table or tensor.
 
+    `mapping` is the mapping that was made of `graph` and `catalog` with these options.
+
     Raises:
         UsageError: an option matched nothing, does not parse, or does not apply to this checkpoint.
         CheckpointError: the checkpoint's graph of objects is damaged or cannot be read.
@@ -629,8 +628,9 @@ def _notes(
 
 
 def _twin_notes(sources: Iterable[TensorSource], catalog: Catalog) -> Iterator[str]:
-    """Yield at most one note: on left-over tensors that equal served ones except for numbers in their names,
-    which makes the match of numbered names doubtful.
+    """Yield at most one note, on left-over tensors that equal served ones except for numbers in their names.
+
+    With such tensors the match of numbered names is doubtful.
     """
     used = {source.tensor.name: (source.tensor.dtype, source.tensor.shape) for source in sources}
     left = {ref.name: (ref.dtype, ref.shape) for ref in catalog.tensors.values() if ref.name not in used}

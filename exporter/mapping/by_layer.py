@@ -70,11 +70,10 @@ def conflicts(pairs: Iterable[NamedPair]) -> Iterator[str]:
 
 
 def left_over_twins(used: Mapping[str, object], left: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (left-over name, used name) for each name in `left` that has the kind of a name in `used` and
-    equals it except for numbers.
+    """Yield (left-over name, used name) for names of one kind that are equal except for their numbers.
 
-    Both mappings have, by name, the kind to compare: dtype and shape. Of several used names the last one is
-    yielded.
+    `left` and `used` have the kind of each name: dtype and shape. Each name in `left` comes at most once,
+    with the last such name in `used`.
     """
     bare = {(_unnumbered(name), kind): name for name, kind in used.items()}
     for name, kind in left.items():
@@ -94,16 +93,14 @@ def stems(name: str) -> tuple[str, ...]:
 def numbers(name: str) -> tuple[int, ...]:
     """Return the numbers that `stems` removes, one for each part of the name, 0 for a part without one.
 
-    They tell names of equal stems apart.
+    Names with equal `stems` have different numbers.
     """
     found = (_NUMBER.search(part) for part in name.split("/"))
     return tuple(int(number[1]) if number else 0 for number in found)
 
 
 def _agree(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    """True if the shorter of two names, given by their `stems`, is the longer one without some of its
-    scopes.
-    """
+    """True if the shorter of two names, given by `stems`, is the longer one without some of its scopes."""
     shorter, longer = sorted((one, other), key=len)
     rest = iter(longer)
     return shorter[-1] == longer[-1] and all(part in rest for part in shorter)
@@ -138,8 +135,8 @@ def match_unnamed(
 
     `named` are variables that rename rules cover; they are left out. With `by_order`, arrays of equal shape
     in a list are in the order of the graph's variables. A legacy Keras file is matched by its layers, else by
-    its numbered names; in other files by layers, variables whose own name a tensor has are left out. Empty if
-    nothing is matched so. Raises NoCertainMatch if a match would be a guess.
+    its numbered names. In a newer Keras file a variable whose own name a tensor has is left out. Empty if
+    there is nothing to match in these ways. Raises NoCertainMatch if a match would be a guess.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     open_ = {key: v for key, v in wanted.items() if key not in catalog.tensors and key not in {*named}}
@@ -168,11 +165,12 @@ def _by_owner(
 ) -> dict[str, str] | None:
     """Match a legacy file's tensors by the layers that own them.
 
-    Return {variable: tensor}, None if that is not certain. Keras named variables in its own ways over time:
+    Return {variable: tensor}, both by name. Keras named variables in its own ways over time:
     `conv2d_1_1/kernel` in the layer `conv2d_1`, `lstm_1/kernel` or `lstm_1/lstm_cell_4/kernel` in `lstm_1`,
-    in Keras 3.0 `kernel` alone. The owner of the variables in an inner model is that model, as `places` say.
-    None if graph and file have different layers, or if a layer has several tensors with the same last part of
-    the name and the same shape (those of a Bidirectional layer differ in their direction).
+    in Keras 3.0 `kernel` alone. `places` has, by variable, its places in a weights file; they name the inner
+    model that owns a variable. None if graph and file have different layers, or if a layer has several
+    tensors with the same last part of the name and the same shape (the two directions of a Bidirectional
+    layer count as different).
     """
     owners = {key: at[0].owner.partition("/")[0] for key, at in places.items() if at[0].owner}
     stored: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -198,7 +196,7 @@ def _by_owner(
 
 
 def _direction(name: str) -> str:
-    """Return `forward` or `backward` for variables of a Bidirectional layer's two layers; "" for others."""
+    """Return `forward` or `backward` for the name of a variable in a Bidirectional layer; "" for others."""
     found = _DIRECTION.search(name)
     return found[1] if found else ""
 
@@ -262,7 +260,7 @@ def _by_path(
 def _refuse_other_structure(stored: Mapping[str, TensorRef], expected: Mapping[str, TensorRef]) -> None:
     """Raise NoCertainMatch unless model (`expected`) and archive (`stored`) have values of the same names.
 
-    With others, the numbers of layers may stand for other layers.
+    Otherwise the numbers of layers may stand for other layers.
     """
     more, fewer = stored.keys() - expected.keys(), expected.keys() - stored.keys()
     if not more and not fewer:

@@ -106,8 +106,9 @@ _SCOPE = re.compile(r"[/.](?=[^/.]*$)")
 
 
 def names_of(ref: TensorRef) -> tuple[str, ...]:
-    """Return the names by which `--ignore` finds a tensor: its full name, its object's path, the path's last
-    part.
+    """Return the names by which `--ignore` finds a tensor.
+
+    They are its full name, the path of its object, and the last part of the path.
     """
     path = ref.name.removesuffix(SUFFIX)
     return ref.name, path, _SCOPE.split(path)[-1]
@@ -122,16 +123,15 @@ class Member(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which `--ignore` finds the variable: in its object, of its tensor, and the
-        program's.
+        """The names by which `--ignore` finds the variable.
+
+        They are its name in its object, the `names_of` its tensor, and the program's name for it.
         """
         return self.name, *names_of(self.tensor), self.trained_name
 
     @property
     def label(self) -> str:
-        """The variable's name for a person: the one that the program gave it, else its tensor's without
-        suffix.
-        """
+        """The variable's name for a person: the program's, else its tensor's without the suffix."""
         return self.trained_name or self.tensor.name.removesuffix(SUFFIX)
 
 
@@ -153,10 +153,10 @@ def whole_objects(
     """Require that a checkpoint's objects are served whole.
 
     Return the tensors that may be left out, with the paths of objects that are served without a variable of
-    their own, and a list of at most one note. `used` are the names of the tensors that are served. A note
-    names left-out variables where names decided which tensor is which, and where the object corresponds to a
-    module around models. Raises ObjectMismatch if another variable of a served object is not served, for no
-    known reason, UsageError if the user's object path does not exist.
+    their own, and a list of at most one note. `used` are the names of the tensors that are served. The note
+    names left-out variables if tensors were found by names, or if their object corresponds to a module around
+    models. Raises ObjectMismatch if a variable of a served object is not served for no known reason,
+    UsageError if the object of `--object-path` does not exist.
     """
     before, used = rules.whole, frozenset(used)
     known, stayed = _known_names(graph), frozenset(() if before is None else before.beside)
@@ -192,8 +192,9 @@ def _served_objects(
 ) -> Iterator[tuple[int, list[Member], Member | None]]:
     """Yield (number, variables, a served variable) of each object that is served.
 
-    The third is None for a container of models, as it was known `before` or is found now. While iterating,
-    raises UsageError if the user's object path does not exist.
+    The number is the object's in the checkpoint. The third is None for a container of models, as it was known
+    `before` or is found now. While iterating, raises UsageError if the object of `--object-path` does not
+    exist.
     """
     for number, members in _members(trained).items():
         served = next((member for member in members if member.tensor.name in used), None)
@@ -222,7 +223,7 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
     """Return the variables that each object holds itself or in lists, by the object's number.
 
     Optimizers and all below are left out. A variable that is an attribute of one object is not also a member
-    of the objects that list it. Raises UsageError if the user's object path does not exist.
+    of the objects that list it. Raises UsageError if the object of `--object-path` does not exist.
     """
     objects = trained.objects.objects
     slots = {slot for item in objects for slot in item.slots}
@@ -248,9 +249,9 @@ def _members(trained: TrainedObjects) -> dict[int, list[Member]]:
 
 
 def _reached(trained: TrainedObjects) -> list[int]:
-    """Return the numbers of the model's objects, ascending; optimizers and what only they reach are left out.
+    """Return the numbers of the model's objects, ascending, without optimizers and objects only in them.
 
-    Raises UsageError if the user's object path does not exist.
+    Raises UsageError if the object of `--object-path` does not exist.
     """
     objects, optimizers = trained.objects.objects, trained.objects.optimizers
     start = ROOT if trained.start is None else trained.start
@@ -331,11 +332,10 @@ def _known_names(graph: InferenceGraph) -> frozenset[tuple[str, ...]]:
 
 
 def _is_state(member: Member, beside: Iterable[Member], used: Collection[str]) -> bool:
-    """True for state of training, known by its kind: a count, a seed, a layer's state, an average of a served
-    variable.
+    """True for a variable that is state of training: a count, a seed, a layer's state, an average.
 
-    Moving statistics count as such state only beside served parameters of a normalising layer. `beside` are
-    all variables of the object, `used` the names of the served tensors.
+    An average counts only if its variable is served, a moving statistic only beside served parameters of a
+    normalising layer. `beside` are all variables of the object, `used` the names of the served tensors.
     """
     ref = member.tensor
     leaf = _SCOPE.split(member.name)[-1].strip("_")
@@ -373,9 +373,7 @@ def _kind_of(ref: TensorRef) -> str:
 
 
 def _way_out(left: list[tuple[str, str]]) -> str:
-    """Return the hint for variables of served objects, each given with its label and its name for
-    `--ignore`.
-    """
+    """Return the hint for left-out variables, each given by (label, name for `--ignore`)."""
     build = "build the model with what the trainer's has"
     if any("lora" in label for label, _ in left):
         build = "call enable_lora in the builder, with the trainer's rank"
@@ -389,8 +387,8 @@ def left_out_by_names(
 ) -> Iterator[str]:
     """Yield at most one note, on variables that are not served but are in the scope of a served one.
 
-    Only of a checkpoint by names. `used` are the names of the tensors that are served. While iterating,
-    raises ObjectMismatch if the file says that they are of one layer, as Keras 2's files do.
+    Nothing for a checkpoint without names. `used` are the names of the tensors that are served. While
+    iterating, raises ObjectMismatch if the file says that both are of one layer, as Keras 2's files do.
     """
     if catalog.naming is not Naming.NAMES:  # of layers and lists all values have to fit anyway
         return
@@ -431,8 +429,9 @@ _HALF = re.compile(r"-(keys|values)$")
 
 
 def _place(ref: TensorRef) -> tuple[str, str]:
-    """Return the owner and the scope of a tensor, "" without one: variables of one layer have both in
-    common.
+    """Return the owner and the scope of a tensor, each "" if there is none.
+
+    Variables of one layer have both in common.
     """
     scope = _SCOPE.search(ref.name)
     return ref.owner, ref.name[: scope.start()] if scope else ""

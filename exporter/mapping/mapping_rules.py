@@ -111,8 +111,9 @@ def _require_strategies(
 
 
 def mod_lengths(rows: int, parts: int) -> list[int]:
-    """Return the number of rows of each part under `mod`, in the order of the parts: part p holds rows p, p +
-    parts, ...
+    """Return the number of rows of each part under `mod`, in the order of the parts.
+
+    Part p has the rows p, p + parts, p + 2 * parts ...
     """
     return [len(range(part, rows, parts)) for part in range(parts)]
 
@@ -158,12 +159,11 @@ class RenameTable(Struct, frozen=True):
         )
 
     def check(self, graph: InferenceGraph, catalog: Catalog) -> None:
-        """Require that the graph has each variable or table, and the checkpoint each tensor, that the table
-        names.
+        """Require that the graph has every named variable or table, and the checkpoint every named tensor.
 
         A typing error would silently leave a variable to other rules. Raises UsageError, which names the
-        line. For a dynamic table, CheckpointError and subclasses if the checkpoint's embedding variables are
-        damaged.
+        line, if one is missing. If a dynamic table is named: CheckpointError and subclasses if the
+        checkpoint's embedding variables are damaged or cannot be read.
         """
         from exporter.checkpoint.embedding_variables import embedding_variables, find_variable
 
@@ -189,8 +189,9 @@ def read_renames(path: Path) -> RenameTable:
     """Read the table of names in the file `path`.
 
     Raises:
-        UsageError: it cannot be read, a line has another form, or a variable occurs twice; the message names
-            the line.
+        UsageError: it cannot be read, has more than 64 MiB, a line has another form, or a variable occurs
+            twice; the message names the line.
+        CheckpointError: it is a pointer of Git LFS, or cannot be fetched from a store.
     """
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
@@ -333,8 +334,9 @@ class MappingRules(Struct, frozen=True):
     whole: ServedWhole | None = None
 
     def ignores(self, names: Iterable[str]) -> bool:
-        """True if a variable with one of these names may be left out: it matches `--ignore`, or was left out
-        before.
+        """True if a variable with these names may be left out.
+
+        One of the names matches `--ignore`, or is the name of a tensor that was left out before.
         """
         known = self.whole.beside if self.whole is not None else ()
         return any(name in known or any(p.fullmatch(name) for p in self.ignored) for name in names)

@@ -343,10 +343,10 @@ class MappingSpec(
 
 
 def _renamed(graph: InferenceGraph, rules: MappingRules, mapping: VariableMapping) -> dict[str, str]:
-    """Return the trainer's names of variables and tables, by their own names, where a rule or the tables'
-    objects gave others.
+    """Return {name: the trainer's name} for variables and tables whose name in the checkpoint is another.
 
-    Raises AmbiguousRename if rename rules disagree on a name.
+    A rename rule, or the table's object, gave that name. Raises AmbiguousRename if rename rules disagree on a
+    name.
     """
     names = {variable.key for variable in graph.variables}
     names |= {name for table in graph.tables for name in (table.keys, table.values)}

@@ -145,11 +145,10 @@ def match_objects(
 def match_objects_partly(
     wanted: Mapping[str, GraphVariable], served: ObjectGraph, trained: TrainedObjects
 ) -> dict[str, str]:
-    """Return the tensors, by the variable's key, of the pair of objects (one of each side) from which a walk
-    finds the most of them.
+    """Return {variable's key: tensor} for as many variables in `wanted` as one walk finds.
 
-    Empty if none finds any, or if another pair finds as many, but other ones. Raises UsageError if no object
-    has the user's path.
+    A walk begins at a pair of objects, one of each side. Empty if no walk finds any, or if two walks find the
+    most, but different tensors. Raises UsageError if the object of `--object-path` does not exist.
     """
     search = _Search(wanted, served, trained, {})
     starts = [(ours, theirs) for ours in search._served_roots() for theirs in search._trained_roots()]
@@ -166,10 +165,10 @@ def _tensors_met(walk: _Walk, trained: TrainedObjects) -> frozenset[str]:
 
 
 def _tensor_named(name: str, trained: TrainedObjects) -> str | None:
-    """Return the tensor with a name that a person typed: a tensor's name, an object's path, or a unique
-    variable's name.
+    """Return the name of the tensor that a person named by `name`.
 
-    None if there is no such tensor, or several variables have the name.
+    This is a tensor's name, an object's path, or a variable's name. None if there is no such tensor, or
+    several variables have the name. Raises UsageError if the object of `--object-path` does not exist.
     """
     for tensor in (name, f"{name}{SUFFIX}"):
         if tensor in trained.tensors:
@@ -273,9 +272,10 @@ class _Search(Struct, frozen=True, dict=True):
     def best(self) -> tuple[_Walk, dict[str, str]] | None:
         """Return the only walk that fits, and its tensors by the variable's key.
 
-        None if no objects of the graphs correspond. Raises AmbiguousRename if several fit, ObjectMismatch if
-        names contradict it, MissingTensors if it is not complete, UsageError if no object has the user's
-        path. A shape or dtype that differs does not raise here.
+        None if no objects of the graphs correspond. Raises AmbiguousRename if several walks fit,
+        ObjectMismatch if names contradict the walk, MissingTensors if it does not find all wanted variables,
+        UsageError if the object of `--object-path` does not exist. If a shape or dtype differs, the walk is
+        returned all the same.
         """
         partial: list[tuple[_Walk, dict[str, str]]] = []
         for start in self._served_roots():
@@ -302,8 +302,9 @@ class _Search(Struct, frozen=True, dict=True):
         return frozenset(number for number, item in enumerate(objects) if item.table in self.tables)
 
     def _served_roots(self) -> Iterator[int]:
-        """Yield the served objects near the root, itself first, from which all wanted variables and tables
-        can be reached.
+        """Yield the numbers of the served objects from which all wanted variables and tables can be reached.
+
+        Only objects near the root, at most two edges away, are tried; the root comes first.
         """
         for number, path in self.served.paths.items():
             if path.count("/") + bool(path) > _WRAPPER_DEPTH:
@@ -356,11 +357,10 @@ class _Search(Struct, frozen=True, dict=True):
         return self._with_optimizer_list(served, walk)
 
     def _with_optimizer_list(self, served: int, walk: _Walk) -> _Walk:
-        """Return the walk with the variables added that can be reached only through an optimizer's list of
-        variables.
+        """Return the walk with further variables, from the list that an optimizer keeps of its variables.
 
-        It is unchanged if it met no variable or all wanted ones, or if no optimizer's list has the model's
-        length and agrees with the variables that were met.
+        The walk itself if it met no variable or all wanted ones, or if no optimizer's list has the length of
+        the model's list and agrees with the variables that were met.
         """
         # A subclassed model of Keras 3 does not track layers in lists and dicts for TensorFlow; its optimizer
         # keeps all trainable variables in the model's own order. That order is used if both lists have the
@@ -444,10 +444,10 @@ class _Search(Struct, frozen=True, dict=True):
 
 
 def _edges_to_follow(served: TrackedObject, trained: TrackedObject) -> Iterator[tuple[str, int]]:
-    """Return name and target of the trained object's edges that a walk follows.
+    """Return (name, number of the object at its end) for each edge of the trained object that a walk follows.
 
-    Left out are `layer_with_weights-<n>` edges if both objects have the same `layer-<n>` edges but other
-    `layer_with_weights-<n>` ones: their numbers then count other layers.
+    Edges `layer_with_weights-<n>` are left out if both objects have the same edges `layer-<n>`, but different
+    edges `layer_with_weights-<n>`: these numbers then count other layers.
     """
     # Keras counts all layers of a functional model, and besides those that have weights. A table of TFRA has
     # weights and the `dynamic_embedding` in its place has none, which moves the second count alone.

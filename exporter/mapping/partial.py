@@ -37,9 +37,7 @@ class Fit(Struct, frozen=True):
 
 
 class PartialMapping(Struct, frozen=True):
-    """The fits by the variables' keys, the reasons why other variables do not fit, by key, and the left-over
-    tensors.
-    """
+    """The fits by the variables' keys, the reasons why others do not fit, by key, and the unused tensors."""
 
     fits: Mapping[str, Fit]
     misfits: Mapping[str, str]
@@ -52,7 +50,7 @@ def fit_partly(
     """Match the variables that the checkpoint certainly has.
 
     Return the fits, the reasons why other variables do not fit, and the left-over tensors. `counted` are
-    names, without numbers, that a framework numbers.
+    names to which a framework appends numbers, without these: `dense` for `dense_1`.
 
     Raises:
         AmbiguousRename: two rename rules disagree on a variable.
@@ -182,7 +180,8 @@ class _Partial(Struct, frozen=True):
         """Match variables whose names identify nothing, by the edges to them on both sides.
 
         Return, by the variable's key, the tensor and "object", without keys in `found` or with a misfit;
-        empty without objects on both sides. Raises UsageError if no object has the user's path.
+        empty without objects on both sides. Raises UsageError if the object of `--object-path` does not
+        exist.
         """
         if self.objects is None or self.graph.objects is None:
             return {}

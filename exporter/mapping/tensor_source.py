@@ -56,9 +56,7 @@ class TensorSource(Struct, frozen=True):
         return self.cast is DType.INT8
 
     def stored(self, box: SliceSpec) -> SliceSpec:
-        """Return a box of whole rows with the width that its rows have when stored: wider in 8 bits, else the
-        same box.
-        """
+        """Return a box of whole rows as it is when stored: with wider rows in 8 bits, else the same box."""
         if not self.is_in_8_bits:
             return box
         from exporter.wire.int8_codes import SCALE_BYTES
@@ -67,11 +65,10 @@ class TensorSource(Struct, frozen=True):
         return SliceSpec(full, box.starts, lengths)
 
     def as_stored(self, variable: GraphVariable) -> GraphVariable:
-        """Return one of the source's variables with the shape in which it is stored: wider rows in 8 bits,
-        else unchanged.
+        """Return one of the source's variables with the shape in which it is stored.
 
-        A variable of type int8 has that shape already; only its part still has the width of the trained
-        table.
+        In 8 bits its rows are wider; else it is returned unchanged. A variable of type int8 has that shape
+        already; only its part still has the width of the trained table.
         """
         if not self.is_in_8_bits:
             return variable

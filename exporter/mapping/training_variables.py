@@ -62,8 +62,7 @@ def check_batch_statistics(
 def unserved_statistics(
     graph: InferenceGraph, catalog: Catalog, sources: Iterable[TensorSource]
 ) -> Iterator[Unserved]:
-    """Yield the moving statistics of served layers that are not served, each with a served variable beside
-    it.
+    """Yield each moving statistic of a served layer that is not served, with a served variable beside it.
 
     While iterating, raises CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it
     cannot be read.
@@ -91,7 +90,7 @@ def _served_names(
 ) -> set[str]:
     """Return all names of the served variables; variables that only a switched-off branch reads are left out.
 
-    `names` has the names of each tensor.
+    `names` has the names of each tensor, by its name. The names of averaged variables are included.
     """
     served = set[str]()
     for source in sources:
@@ -104,10 +103,11 @@ def _served_names(
 
 
 def _names(catalog: Catalog) -> dict[str, tuple[str, ...]]:
-    """Return the names of each tensor, by its name: its own without suffix, and the one that the program gave
-    its variable.
+    """Return {tensor: its names}: its own without the suffix, then the program's name for the variable.
 
-    Raises CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it cannot be read.
+    The program's names are read only if the checkpoint has moving statistics or an optimizer's list of
+    variables. Raises CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it
+    cannot be read.
     """
     names: dict[str, tuple[str, ...]]
     names = {name: (name.removesuffix(SUFFIX),) for name in catalog.tensors}

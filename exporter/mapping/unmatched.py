@@ -36,10 +36,10 @@ class Unmatched(Struct, frozen=True):
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Lines for a rename file, one for each left-over variable: with its tensor if only one fits, else a
-        comment.
+        """Lines for a rename file, one for each left-over variable.
 
-        The comment lists all candidates.
+        The line maps the variable to its candidate if there is only one; else it is a comment with all
+        candidates.
         """
         lines = []
         for left in self.variables:
@@ -52,10 +52,11 @@ class Unmatched(Struct, frozen=True):
 
 
 def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules) -> Unmatched:
-    """Return the left-overs of a graph and a checkpoint, by rules and names.
+    """Return the variables of a graph and the tensors of a checkpoint that the rules and names do not match.
 
-    A MappingError becomes their `reason`. Raises UsageError if the rules name an object that does not exist,
-    CorruptFile if the checkpoint's graph of objects is damaged, CheckpointError if it cannot be read.
+    A MappingError does not pass: its message becomes the result's `reason`. Raises UsageError if the rules
+    name an object that does not exist, CorruptFile if the checkpoint's graph of objects is damaged,
+    CheckpointError if it cannot be read.
     """
     try:
         mapping = build_mapping(graph, catalog, rules)
@@ -66,9 +67,9 @@ def find_unmatched(graph: InferenceGraph, catalog: Catalog, rules: MappingRules)
 
 
 def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reason: str) -> Unmatched:
-    """Return the left-overs by names of variables and of layers, with shapes and dtypes.
+    """Return the left-overs if variables are matched by their names or layers, and by shapes and dtypes.
 
-    `reason` is passed on.
+    `reason` is the reason in the result.
     """
     wanted = {variable.key: variable for variable in graph.variables}
     names = {key: key for key in wanted} | _by_layer(graph, catalog)
@@ -88,7 +89,10 @@ def _by_name(graph: InferenceGraph, catalog: Catalog, rules: MappingRules, reaso
 
 
 def _by_layer(graph: InferenceGraph, catalog: Catalog) -> dict[str, str]:
-    """Return the matches by layers' names alone, {variable: tensor}; empty if these contradict each other."""
+    """Return {variable: tensor}, both by name, as layers' names alone match them.
+
+    Empty if a match would be a guess.
+    """
     try:
         return match_unnamed(replace(graph, layers={}), catalog)
     except MappingError:
