@@ -118,7 +118,8 @@ def lay_hot_rows(
 
     Return the bundle's new catalog, and the tables that got hot rows, by served name. Tables without hot rows
     are left as they are; if none has any, nothing changes. All shards are renamed, as their total number is
-    part of their names, and the index is written anew.
+    part of their names, and the index is written anew. After an error the bundle may be incomplete. Errors of
+    a table's `hot` pass.
 
     Raises:
         NotServable: a variable of the model has the name that hot rows would have.

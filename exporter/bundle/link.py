@@ -48,7 +48,7 @@ def copy_ranges(
     """Copy `ranges` of the shard `source` into the new file `target`.
 
     Wait for all copies. `progress` advances by bytes. `size` is the source's size in bytes by its catalog. An
-    object in a store is fetched instead.
+    object in a store is fetched instead. After an error, part of the target may be written.
 
     Raises:
         CheckpointChanged: the shard vanished, has another size, or is written to meanwhile.

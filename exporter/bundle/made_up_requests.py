@@ -215,7 +215,7 @@ def _in_order(nodes: Mapping[str, Proto], fetches: Iterable[str], fed: set[str])
 
 
 class _Needs(Struct):
-    """What a trial has to check: `rows` are below their limits, `single` have at most one element."""
+    """The checks left for a trial: `rows` are below their limits, `single` have at most one element."""
 
     rows: dict[str, int] = {}
     single: set[str] = set()

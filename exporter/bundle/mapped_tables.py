@@ -191,10 +191,11 @@ class MappedTables(Struct, frozen=True):
         counter: str = "",
         hot: Mapping[str, HotTable] = NO_HOT_ROWS,
     ) -> MappedTables:
-        """Return the mapped tables of a new version, with a random id; `directory` is the version's as
-        servers see it, the other arguments are the class's fields.
+        """Return the mapped tables of a new version, with a random id, which `write_id` writes beside them.
 
-        `write_id` writes the id beside them.
+        `directory` is the version's as servers see it, `files` has the file name of each variable, by its
+        node. `counter` is the node of the variable that gets the number of mapped tables; "" if there is
+        none. `hot` has the tables with hot rows, by their nodes.
         """
         return cls(directory, secrets.token_hex(16), files, counter, hot)
 

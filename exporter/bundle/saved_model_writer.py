@@ -441,8 +441,8 @@ def write_saved_model(
     Raises:
         MappingError: a variable that is to be cast is used in a way that forbids it.
         LfsPointer: an asset is a pointer of Git LFS.
-        NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, or
-            `server` lacks something that the graph needs.
+        NotServable: an asset cannot be read, the graph's constants exceed protobuf's limit of 2 GiB, `server`
+            lacks something that the graph needs, or a table with hot rows is read other than by rows.
         DiskFull, PublishError: the directory cannot be written.
     """
     saved_model = message_class("SavedModel")(saved_model_schema_version=_SCHEMA_VERSION)

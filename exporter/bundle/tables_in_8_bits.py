@@ -28,11 +28,11 @@ class ChosenFor8Bits(Struct, frozen=True):
 
 
 def choose_for_8_bits(graph: InferenceGraph, mapping: VariableMapping) -> ChosenFor8Bits:
-    """Return graph and mapping without the casts to int8 of variables that are not tables or are not only
-    read by rows.
+    """Return graph and mapping without the casts to int8 that are impossible.
 
-    A note in the mapping names these variables. The graph is a copy, rewritten to read tables by rows;
-    without such casts both are returned unchanged.
+    A variable can be cast if it is a table whose rows would shrink, and if the graph reads it only by rows. A
+    note in the mapping names the others. The graph is a copy, rewritten to read tables by rows; without casts
+    to int8 both are returned unchanged.
     """
     if not any(source.is_in_8_bits for source in mapping.sources):
         return ChosenFor8Bits(graph, mapping)

@@ -164,11 +164,13 @@ def write_variables(
         CheckpointError: a shard cannot be read.
         CorruptFile: a checksum of a tensor that is rewritten is wrong.
         LinkRefused: `data` is LINK and a shard cannot be linked, or the server could not read it.
-        MappingError, NotFinite: a value does not fit the dtype it is cast to.
+        MappingError, NotFinite: a value does not fit the dtype it is cast to; MappingError also if values
+            would have to move out of, or into, parts that are not ranges of whole rows.
         EngineFailed: the engine of `runner` failed.
         PublishError and subclasses: the target exists or cannot be written (DiskFull: no space), or a kept
             job cannot be used.
-        UsageError: tasks are so small that there would be more shards than a bundle may have.
+        UsageError: tasks are so small that there would be more shards than a bundle may have, or the store in
+            which `runner` keeps jobs cannot be opened.
     """
     prefix = directory / VARIABLES_DIRECTORY / VARIABLES_NAME
     if not mapping.sources:
@@ -213,10 +215,9 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Divide the sources: first those whose shards are linked or copied, then those that tasks write.
+    """Divide the sources into those with shards to link or copy, and those that tasks write; return both.
 
-    For a target in a store, tasks write all. Raises MappingError if values would have to move out of, or
-    into, parts that are not ranges of whole rows.
+    For a target in a store, tasks write all.
     """
     is_in_store = mirror.is_remote(target)
     verbatim: list[TensorSource] = []
@@ -346,8 +347,7 @@ def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[
     the bundle's shards; empty for a target in a store.
 
     Nothing is written. When written, a planned link that the file system does not allow becomes a compacted
-    copy, or LinkRefused if `data` is LINK. Raises MappingError if values would have to move out of, or into,
-    parts that are not ranges of whole rows.
+    copy, or LinkRefused if `data` is LINK.
     """
     verbatim, _ = _divided(mapping, target)
     return list(_plans(mapping, _extents_by_origin(verbatim), data))
@@ -682,7 +682,7 @@ def own_file(run: ServedRun, written: Catalog) -> tuple[str, int]:
 def mapped_files(mapping: VariableMapping, written: Catalog) -> dict[str, str]:
     """Return the file name in `variables/` of each mapped variable, by node.
 
-    Raises KeyError if the bundle lacks one of their tensors.
+    Each must have a file of its own. Raises KeyError if the bundle lacks one of their tensors.
     """
     mapped = (source for source in mapping.sources if source.is_mapped)
     runs = (run for source in mapped for run in served_runs(source, written))

@@ -47,6 +47,7 @@ def read_requests(path: Path, meta_graph: Proto) -> tuple[WarmupRequest, ...]:
     Return them in the file's order. Blank lines are skipped.
 
     Raises:
+        LfsPointer: the file is a pointer of Git LFS.
         UsageError: the file cannot be read, holds no requests or too many; or a line is not a request that
             its signature takes (the message has line number, input and what was expected).
     """

@@ -214,8 +214,9 @@ class _Retry(Struct, frozen=True, dict=True):
 
     @cached_property
     def handles(self) -> list[str]:
-        """Return the names of the captured handles of what updates write, sorted; the function takes them as
-        vectors.
+        """Return the names of the captured handles of variables and tables that updates write, sorted.
+
+        The function takes these handles as vectors.
         """
         # Not those of mapped tables: a vector would hide their uses, which are changed later for hot rows.
         written = {canonical(node) for node in self.isolation.handles.values()}

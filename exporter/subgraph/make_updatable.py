@@ -174,7 +174,7 @@ def schema_of(graph: InferenceGraph) -> Schema:
 def _lookups(graph: InferenceGraph) -> Served:
     """Return the keys and the values of each lookup table as two served variables, in this order.
 
-    The keys have the names of the nodes that make the table, the values none.
+    The variable of the keys is mapped to the nodes that make the table, that of the values to none.
     """
     served: dict[ServedVariable, tuple[str, ...]] = {}
     for table in graph.tables:

@@ -226,8 +226,8 @@ class Overlay(Struct, frozen=True):
     def place(self, ids: Tensor) -> Places:
         """Add nodes that choose places in `rows` for changed rows, and return them; no variable is written.
 
-        `ids`, int64 [n], are numbers of rows in this overlay and must increase. `Places.used`
-        may exceed the capacity: the caller has to check.
+        `ids`, int64 [n], are numbers of rows in this overlay and must increase. `Places.used` may exceed the
+        capacity: the caller has to check.
         """
         found = self._slots(ids)
         pages, held, slots = found.pages, found.held, tf.cast(found.slots, tf.int64)
@@ -268,7 +268,7 @@ class Overlay(Struct, frozen=True):
         return tf.raw_ops.ResourceScatterUpdate(resource=self.slots, indices=every, updates=tf.constant(0))
 
     def _slots(self, ids: Tensor) -> _Slots:
-        """Add gathers of the slots of the rows `ids`, int64 [n], and of their pages."""
+        """Add gathers of the slots of the rows `ids`, int64 [n], and of their pages; return both."""
         if self.pages is None:
             pages = begins = tf.zeros_like(ids)
             # Either: an update may have died between the two assignments, and slots were written before both.
@@ -324,11 +324,11 @@ class Places(Struct, frozen=True):
 def add_overlays(
     editor: GraphEditor, variables: Iterable[GraphVariable], capacities: Mapping[str, int]
 ) -> dict[str, OverlaidTable]:
-    """Add overlays for those of `variables` that are in `capacities`, and return the overlay of each.
+    """Add an overlay for each of `variables` that is in `capacities`; return the overlays by node.
 
-    Both mappings have the node of the handle as key; `capacities` has the number of changed rows that fit; a
-    key that is not of `variables` is ignored. `MANY` tables and more with rows of one shape and dtype share
-    an overlay, except tables that are restored from one tensor.
+    The nodes are those of the handles. `capacities` has, by node, the number of changed rows that fit; a key
+    that is not of `variables` is ignored. `MANY` tables and more with rows of one shape and dtype share an
+    overlay, except tables that are restored from one tensor.
     """
     overlaid = [variable for variable in variables if variable.node in capacities]
     names = Counter(variable.served_name for variable in overlaid)

@@ -84,9 +84,8 @@ class DeltaForm(Struct, frozen=True):
         groups.
 
         An own table has ids, int64, and rows; another own variable has its value, of which the first
-        dimension is 0 (not in the delta) or 1. A group, in the order of
-        `groups`, has ids, to which each table's number is added, rows, and the number of rows of each table,
-        int64.
+        dimension is 0 (not in the delta) or 1. A group, in the order of `groups`, has ids, to which each
+        table's number is added, rows, and the number of rows of each table, int64.
         """
         kinds = [kind for variable in self.own for kind in _kinds(variable)]
         for parts in self.groups:
@@ -119,8 +118,9 @@ class RestoredRows(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, form: DeltaForm, gathered: Tensor) -> RestoredRows:
-        """Add nodes that unpack `gathered`, made by `form.gather`; they fail when run if a shape does not
-        fit.
+        """Add nodes that unpack `gathered`, made by `form.gather`, and return its tensors.
+
+        The nodes fail when run if a shape does not fit.
         """
         tables, own = form.tables, form.own
         kinds: list[tuple[DType, list[int | None]]] = []

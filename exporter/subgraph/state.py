@@ -108,7 +108,7 @@ def assign(handle: Tensor, value: Tensor) -> Tensor:
 
 
 def sleep(microseconds: int = _POLL_MICROSECONDS) -> Tensor:
-    """Add a sleep of so many microseconds and return its tensor, int32 [], a zero for others to depend on.
+    """Add a sleep of `microseconds`, and return its tensor: an int32 [] zero, for other nodes to depend on.
 
     The sleep does not block a thread of the server's compute pool.
     """

@@ -341,7 +341,7 @@ def _and_then(operation: Tensor, value: Tensor) -> Tensor:
 
 
 def _status(end: UpdateProgress, outlook: Outlook) -> Tensor:
-    """Return why the update that began with `outlook` stopped at `end`, as a status, string [].
+    """Return the reason why the update that began with `outlook` stopped at `end`: a status, string [].
 
     Its first word is an `UpdateStatus`.
     """
@@ -535,22 +535,21 @@ def one_at_a_time(
 
     No call waits, since each waiting call would block a thread of the server: a call either gets the turn or
     returns `occupied` at once. While nothing is updated, a turn costs nothing.
-
-    A turn is the life of an anonymous iterator, which nobody iterates: `holder` has its name, and a call that
-    finds an iterator of that name knows that another call has the turn. The iterator's deleter is a tensor of
-    the call's. When that tensor is freed, the iterator no longer exists
-    (tensorflow/core/framework/resource_mgr.h, `ResourceDeleter`). TensorFlow frees it when the last operation
-    that the call started has ended, also if the call failed or was cancelled. Names are not used twice, so an
-    iterator that was deleted stays deleted.
-
-    Four alternatives fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
-    (mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call
-    that waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler it
-    starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use a
-    scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`). The
-    constructor of a `GeneratorDataset`, whose last function could release the turn, makes the C library map
-    each tensor of 128 KiB and more anew, for all models of the process (generator_dataset_op.cc, 2.21 on).
     """
+    # A turn is the life of an anonymous iterator, which nobody iterates: `holder` has its name, and a call
+    # that finds an iterator of that name knows that another call has the turn. The iterator's deleter is a
+    # tensor of the call's. When that tensor is freed, the iterator no longer exists
+    # (tensorflow/core/framework/resource_mgr.h, `ResourceDeleter`). TensorFlow frees it when the last
+    # operation that the call started has ended, also if the call failed or was cancelled. Names are not used
+    # twice, so an iterator that was deleted stays deleted.
+    #
+    # Four alternatives fall short. A cancelled waiter of a `MutexLock` unlocks it, whichever call holds it
+    # (mutex_ops.cc, `AcquireAsync`). A `BatchFunction` looks into its queue each millisecond, and each call
+    # that waits in it holds a thread (shared_batch_scheduler.h, `ThreadLogic`). With its adaptive scheduler
+    # it starts 128 threads, runs two batches at once if the clock is set back while one is added, and may use
+    # a scheduler that was deleted with its model (adaptive_shared_batch_scheduler.h, `CallbackWrapper`). The
+    # constructor of a `GeneratorDataset`, whose last function could release the turn, makes the C library map
+    # each tensor of 128 KiB and more anew, for all models of the process (generator_dataset_op.cc, 2.21 on).
     function = tf.compat.v1.wrap_function(part, [])
     dtypes = [output.dtype for output in function.outputs]
 

@@ -277,14 +277,15 @@ def add_init(
 ) -> str:
     """Add an operation that initializes the state and overlays, after the node `before`; return its name.
 
-    It also sets all variables named `.../warm` to false. `asset` is the node with the path of
-    the asset, `<base>/<version>/assets/<file>`; `before` is the model's own initializer, None without one;
-    `start` is position and step.
+    It also sets all variables named `.../warm` to false. `asset` is the node with the path of the asset,
+    `<base>/<version>/assets/<file>`; `before` is the model's own initializer, None without one; `start` is
+    position and step.
     """
 
     def model_base(path: Tensor) -> Tensor:
-        """Return the `<base>` in the asset's path: `.` if the path begins with the version, `..` if that is
-        `.`.
+        """Return `<base>` of the asset's path; `.` if the path begins with `<version>`.
+
+        If `<version>` is `.` or `..`, return the version's path with `/..` behind it.
         """
         version = tf.strings.regex_replace(path, "/+[^/]+/+[^/]+$", "")
         base = tf.strings.regex_replace(version, "/*[^/]+/*$", "")
@@ -320,14 +321,12 @@ def add_init(
 
 
 def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[Tensor, ...]:
-    """Add the nodes of digests; return checksums string [n], positions before and after int64 [n], a refusal.
+    """Add the nodes of digests; return digests string [n], positions before and after int64 [n], a refusal.
 
-    `numbers`, int64 [n], are numbers of chunks, counted over all digested variables. A position is -1 while
-    an update is unfinished. The refusal, string [], is empty, or the message with which the caller has to let
-    the call fail: a chunk does not exist.
+    `numbers`, int64 [n], are numbers of chunks, counted over all digested variables. A digest is a decimal
+    text. A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message
+    with which the caller has to let the call fail: a chunk does not exist.
     """
-    # A position is -1 while an update is unfinished. The refusal, string [], is empty, or the message with
-    # which the call fails: there is no chunk of that number.
     variables = digested(target.schema)
     counts = [-(-row_count(variable) // CHUNK_ROWS) for variable in variables]
     first = np.cumsum([0, *counts], dtype=np.int64)

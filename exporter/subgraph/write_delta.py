@@ -333,8 +333,7 @@ class Writes(Struct, frozen=True):
     `cleared` (overlay, pages, contents); then the `slots` that point to rows (handle, at, places) and the
     `pages` that point to slots (handle, pages, contents). Last, the amounts in `used` are assigned, and
     whether any is (handle, value). So a pointer always points to valid content; and an update that dies loses
-    no place for good:
-    `Overlay.place` of the repairing update reads slots and pages, too.
+    no place for good: `Overlay.place` of the repairing update reads slots and pages, too.
     """
 
     tensors: Sequence[Tensor]
@@ -364,7 +363,6 @@ def write_snapshot(
     `position` during the writes and after them. Before the sequence becomes odd, it waits for the quiet that
     readers ask for, at most 30 seconds.
     """
-    # `start` and `end` are the values of `position` during the writes and after them, int64 [3].
     writes = target.writes(delta, places)
     # Readers wait while the sequence is odd. So everything else is done before it becomes odd: the delta was
     # read and checked, values are chosen and cut here, and quiet is granted. Only writes are left.

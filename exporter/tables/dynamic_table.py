@@ -32,12 +32,12 @@ from exporter.wire.dtypes import Array, DType
 def dynamic_embedding(
     name: str, dim: int, dtype: str = "float32", default: Any = 0.0, combiner: str | None = None
 ) -> Any:
-    """Return a Keras layer that looks up ids in the table `name`.
+    """Return a Keras layer that looks up ids in the table `name`, whose rows are `dim` numbers of `dtype`.
 
-    See `DynamicTable` for the first four arguments. With a `combiner` ("sum", "mean" or "sqrtn") the rows
-    along the last dimension of the ids are combined, as in `tf.nn.embedding_lookup_sparse`; in a dense tensor
-    every id counts. Raises UsageError if `default` does not have the shape of a number, a row or several
-    rows.
+    An absent id reads `default`: a number, a row, or an array [d, dim], of which id k reads row `k mod d`.
+    With a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension of the ids are combined, as
+    in `tf.nn.embedding_lookup_sparse`; in a dense tensor every id counts. Raises UsageError if `default` has
+    another shape, KeyError for an unknown `dtype`.
     """
     return _layer(DynamicTable(name, dim, dtype, default), combiner, name.replace("/", "_"))
 
@@ -115,8 +115,8 @@ class DynamicTable(TableLookups):
         """The variable of the rows, [capacity, dim], made in the graph that is being built if it is not there
         yet.
 
-        A checkpoint determines its first dimension later. Raises UsageError outside of a graph, or if a
-        variable of its name exists.
+        A checkpoint determines its first dimension later. Raises UsageError outside of a graph, or if
+        something else has the name of one of the table's variables.
         """
         return self._variables()[-1]
 
@@ -145,7 +145,7 @@ class DynamicTable(TableLookups):
     def _variables(self) -> list[Any]:
         """Return the table's four variables, in the order of `PARTS`; they are made once in each graph.
 
-        Raises UsageError outside of a graph, or if a variable of that name exists in it.
+        Raises UsageError outside of a graph, or if something else in it has the name of one of them.
         """
         with tf.init_scope():
             if tf.executing_eagerly():

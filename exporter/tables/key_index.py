@@ -104,8 +104,9 @@ class KeyIndex:
     def find_or_add(self, keys: Tensor) -> Tensor:
         """Return the row of each key (int64 [n], no key twice); a key without a row gets one, under the lock.
 
-        New rows are recorded as changed; a reused row is set to initial values first. Raises
-        InvalidArgumentError of TensorFlow, when it runs, if the table is full.
+        New rows are recorded as changed; a reused row is set to initial values first. Waits while another
+        caller holds the lock. Fails with InvalidArgumentError of TensorFlow, when it runs, if the table is
+        full.
         """
         found = self.find(keys)
         with self._at_home():
@@ -148,9 +149,7 @@ class KeyIndex:
             return tf.where(is_used)[:, 0], tf.boolean_mask(keys, is_used)
 
     def is_in_use(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a mask, bool [n], of those `rows` (int64 [n]) that are in use, and the key that each row
-        names.
-        """
+        """Return whether each of `rows` is in use, bool [n], and the key that it names, int64 [n]."""
         with self._at_home():
             keys = tf.gather(self.row_keys, rows)
             return tf.equal(self._lookup(keys), rows), keys
@@ -160,8 +159,8 @@ class KeyIndex:
         keys; return it.
 
         It runs under the lock. `also` adds operations that run before the index has the new rows. The record
-        of removed keys is cleared. InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the
-        capacity.
+        of removed keys is cleared. Fails with InvalidArgumentError of TensorFlow, when it runs, if a row is
+        beyond the capacity.
         """
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
@@ -243,11 +242,11 @@ class KeyIndex:
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
-        """Assign rows to those of the `keys` that still have none, and return the rows of all keys, in their
+        """Assign a row to each of `keys` that still has none, and return the rows of all keys, in their
         order.
 
-        Only for callers that hold the lock. Free rows are determined anew if too few seem to be left;
-        InvalidArgumentError of TensorFlow if there are too few.
+        Only for callers that hold the lock. Free rows are determined anew if too few seem to be left. Fails
+        with InvalidArgumentError of TensorFlow, when it runs, if there are too few.
         """
         # A row is complete before the index has it, and is marked as changed afterwards.
         found = self.find(keys)
@@ -293,8 +292,9 @@ class KeyIndex:
             return [removed, self._note_removed(keys)]
 
     def _find_lost_rows(self, count: Tensor) -> Any:
-        """Add the operation that recomputes which rows are free if fewer than `count` (int64 scalar) seem to
-        be; return it.
+        """Add the operation that finds free rows anew if fewer than `count` seem to be left; return it.
+
+        `count` is an int64 scalar.
         """
         given, first, last = tf.unstack(self.cursors.read_value())
 
@@ -311,10 +311,9 @@ class KeyIndex:
         return self.removed.insert(noted, tf.zeros_like(noted))
 
     def _restore_free(self, rows: Tensor) -> list[Any]:
-        """Add and return the assignments after which, up to the last of these rows, all rows except these are
-        free.
+        """Add and return the assignments that free all rows up to the last of `rows`, except `rows`.
 
-        Rows after the last one of `rows` count as never assigned.
+        `rows` are int64 [n]. Rows after the last one count as never assigned.
         """
         given = tf.reduce_max(tf.concat([[tf.constant(-1, tf.int64)], rows], 0)) + 1
         is_used = tf.scatter_nd(rows[:, tf.newaxis], tf.ones_like(rows), given[tf.newaxis])

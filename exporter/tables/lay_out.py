@@ -106,11 +106,12 @@ class IndexJob:
         return len(self.partitions) + len(self._placed), size
 
     def run(self, job: Job, progress: Progress | None = None) -> list[WrittenPart]:
-        """Run the tasks in a job of this `plan`, wait for all, and return the parts of variables that they
-        wrote, in any order.
+        """Run the tasks of `plan` in `job`, wait for all, and return the parts of variables that they wrote.
+
+        `job` is a job of this `plan`. The parts are in any order.
 
         Raises:
-            CorruptFile: a tensor that they read has another checksum, or a key occurs twice.
+            CorruptFile: a tensor that tasks read has another checksum, or a key occurs twice.
             CheckpointChanged: a file changed or vanished after it was planned.
             TableFull: keys find no place in an index.
             CheckpointError: a file cannot be read.
@@ -525,6 +526,7 @@ class TableLayout(Struct, frozen=True, eq=False):
             CheckpointError and subclasses: the checkpoint changed, is damaged, or cannot be read.
             TableFull: keys find no place in an index.
             EngineFailed: the engine that runs the tasks failed.
+            UsageError: the store in which `runner` keeps jobs cannot be opened.
             DiskFull, PublishError: a file cannot be written.
         """
         index = self.index_job(admission, runner.task_bytes)

@@ -40,7 +40,9 @@ class TableLookups(ABC):
         """Return the row number of each id, in the form of `ids`: a tensor of any shape, a SparseTensor or a
         RaggedTensor.
 
-        Ids are cast to int64.
+        Ids are cast to int64. A `TrainableTable` gives new ids rows, and fails with InvalidArgumentError of
+        TensorFlow, when it runs, if it is full. A `DynamicTable` raises UsageError outside of a graph, or if
+        something else has the name of one of its variables.
         """
         if isinstance(ids, tf.SparseTensor):
             return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
@@ -51,7 +53,7 @@ class TableLookups(ABC):
     def lookup(self, ids: Any) -> Any:
         """Return the row of each id: a tensor of shape `ids.shape + [dim]`, or a RaggedTensor for ragged ids.
 
-        SparseTensors need `lookup_sparse`.
+        SparseTensors need `lookup_sparse`. New ids, and errors, are as in `rows`.
         """
         if isinstance(ids, tf.RaggedTensor):
             return ids.with_flat_values(self.lookup(ids.flat_values))
@@ -62,7 +64,7 @@ class TableLookups(ABC):
         rows.
 
         `combiner` is "sum", "mean" or "sqrtn"; `weights` is a SparseTensor of the same indices, or None for 1
-        each.
+        each. New ids, and errors, are as in `rows`.
         """
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
@@ -284,41 +286,42 @@ class _Nodes(Struct, frozen=True):
     table: str
 
     def add(self, name: str, op: str, *inputs: str, of: DType = DType.INT64) -> str:
-        """Add a node whose attribute `T` is the type `of`; `inputs` are names of tensors."""
+        """Add a node with inputs of these names and the attribute `T` = `of`; return the node's name."""
         node = self._node(name, op, *inputs)
         node.attr["T"].type = int(of)
         return str(node.name)
 
     def cast(self, name: str, value: str, source: DType, target: DType) -> str:
-        """Add a Cast of the tensor `value` from the type `source` to `target`."""
+        """Add a Cast of the tensor `value` from the type `source` to `target`, and return its name."""
         node = self._node(name, "Cast", value)
         node.attr["SrcT"].type, node.attr["DstT"].type = int(source), int(target)
         return str(node.name)
 
     def gather(self, name: str, handle: str, indices: str, *, of: DType, by: DType = DType.INT64) -> str:
-        """Add a gather of the elements `indices`, of type `by`, of the variable with this handle and element
-        type `of`.
+        """Add a gather of elements of a variable, and return its name.
+
+        `handle` and `indices`, of type `by`, are names of tensors; `of` is the type of the elements.
         """
         node = self._node(name, "ResourceGather", handle, indices)
         node.attr["dtype"].type, node.attr["Tindices"].type = int(of), int(by)
         return str(node.name)
 
     def constant(self, name: str, value: int, dtype: DType = DType.INT64) -> str:
-        """Add a scalar constant of this value and dtype."""
+        """Add a scalar constant of this value and dtype, and return its name."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array(value, dtype.numpy))
         return str(node.name)
 
     def vector(self, name: str, values: Iterable[int], dtype: DType) -> str:
-        """Add a constant vector of these values, in their order."""
+        """Add a constant vector of these values, in their order, and return its name."""
         node = self._node(name, "Const")
         node.attr["dtype"].type = int(dtype)
         _set_value(node, np.array([*values], dtype.numpy))
         return str(node.name)
 
     def typed(self, name: str, op: str, *inputs: str, **attrs: DType | int) -> str:
-        """Add a node with these attributes, types or integers, by their names."""
+        """Add a node with these attributes, types or integers, by their names; return the node's name."""
         node = self._node(name, op, *inputs)
         for key, value in attrs.items():
             if isinstance(value, DType):
@@ -330,13 +333,13 @@ class _Nodes(Struct, frozen=True):
     def bitcast(
         self, name: str, value: str, source: DType = DType.INT64, target: DType = DType.UINT64
     ) -> str:
-        """Add a Bitcast, which reinterprets the bits of a tensor of type `source` as `target`."""
+        """Add a Bitcast, which reads the bits of a tensor of type `source` as `target`; return its name."""
         return self.typed(name, "Bitcast", value, T=source, type=target)
 
     def place(self, key: str, seed: str) -> str:
-        """Add nodes that compute each key's place in its group's window.
+        """Add nodes that compute each key's place in its group's window; return the name of the last.
 
-        `key` (offset added) and `seed` are int64 tensors.
+        `key` (offset added) and `seed` are names of int64 tensors.
         """
         spread = self.add("spread", "Mul", key, seed)
         shift = self.constant("place_shift", 64 - WINDOW_BITS)
@@ -344,7 +347,7 @@ class _Nodes(Struct, frozen=True):
         return self.add("place", "BitwiseAnd", shifted, self.constant("place_mask", WINDOW - 1))
 
     def size(self, which: str, dtype: DType = DType.INT64) -> str:
-        """Add a scalar constant for one of the table's sizes, a key of `_sizes`.
+        """Add a scalar constant for one of the table's sizes, a key of `_sizes`, and return its name.
 
         `set_sizes` fills in the value later.
         """

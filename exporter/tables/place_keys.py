@@ -130,9 +130,7 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """All tensors that the run reads, whole or in part: those of `counted`, then bucket offsets if there
-        are any.
-        """
+        """All tensors that the run reads, whole or in part: `counted`, then bucket offsets if any."""
         return self.counted if self.offsets is None else (*self.counted, self.offsets)
 
     def renumbered(self, shards: Sequence[int]) -> KeyRun:
@@ -288,7 +286,8 @@ class _Sorting:
     def _left_out(self) -> Array | None:
         """Return a mask of the run's keys that are not admitted; None if all are.
 
-        Adds the checksums read to `read`. Raises the errors of `_blocks`.
+        Adds the checksums read to `read`. Raises CheckpointChanged if a file is gone or became shorter,
+        CheckpointError if it cannot be opened, OSError if reading fails.
         """
         run, task = self.run, self._task
         found = np.zeros(run.stop - run.start, bool)

@@ -89,12 +89,12 @@ class TrainableTable(TableLookups):
         v1.add_to_collection(COLLECTION, name)
 
     def remove(self, keys: Any, slots: Iterable[Variable] | None = None) -> Any:
-        """Remove keys (any integer tensor) and return the number of them that existed, an int64 scalar.
+        """Add nodes that remove keys (any integer tensor); return the number that existed, int64 [].
 
-        A removed key reads like one that was never seen; when it is met again it starts over. The rows of
-        optimizers' `slots` start over as well, with the values that the slot's first row had initially: by
-        default the slots that `tf.compat.v1.train` has made for the table so far, so call this after
-        `minimize`.
+        Keys are removed when the result, a tensor, runs. A removed key reads like one that was never seen;
+        when it is met again it starts over. The rows of optimizers' `slots` start over as well, with the
+        values that the slot's first row had initially. With None these are the slots that
+        `tf.compat.v1.train` has made for the table before this call, so call it after `minimize`.
         """
         chosen = list(self._slots() if slots is None else slots)
         with self._at_home():  # before anything is removed: the worker may die
@@ -111,11 +111,11 @@ class TrainableTable(TableLookups):
             return self.index.remove(distinct, begin_anew)
 
     def remove_unseen(self, max_age_steps: int, slots: Iterable[Variable] | None = None) -> Any:
-        """Remove the keys that were not looked up in the last `max_age_steps` global steps.
+        """Add nodes that remove the keys not looked up in the last `max_age_steps` global steps.
 
-        Return their number, an int64 scalar. Like `remove`, but it looks at all rows: run it now and then.
-        Ages are not saved: after a restore they count from the first run of this operation. Raises UsageError
-        unless the table records steps.
+        Return their number, an int64 scalar tensor. `slots` and effects are those of `remove`, but all rows
+        are looked at: run it now and then. Ages are not saved: after a restore they count from the first run
+        of this operation. Raises UsageError unless the table records steps.
         """
         if self._seen is None:
             raise UsageError(
@@ -216,7 +216,7 @@ class TrainableTable(TableLookups):
         )
 
     def _make(self) -> Tensor:
-        """Add the operation that initialises those of the table's variables that were not restored.
+        """Add the operation that initialises the table's variables, except restored ones.
 
         Return its result.
         """
@@ -301,8 +301,9 @@ def trainable_embedding(
     The table has rows of `dim` numbers for up to `capacity` keys; new rows get values of `initializer`, and
     absent ids read `default` outside of training. In the exported model `dynamic_embedding` of the same name
     replaces the layer; with a `combiner` ("sum", "mean" or "sqrtn") the rows along the last dimension are
-    combined, as there. `layer.remove(keys, optimizer)` removes keys. The layer raises UsageError when it is
-    built under a strategy of several replicas or of parameter servers.
+    combined, as in `tf.nn.embedding_lookup_sparse`. `layer.remove(keys, optimizer)` removes keys. The layer
+    raises UsageError when it is built under a strategy of several replicas or of parameter servers, or with a
+    `capacity` below 1.
     """
     return trainable_embedding_class()(
         table=name,
@@ -318,9 +319,10 @@ def trainable_embedding(
 
 @cache
 def trainable_embedding_class() -> Any:
-    """Return the class of the layer, for `custom_objects` of `keras.saving.load_model`; it is made once.
+    """Return the class of the layer that `trainable_embedding` makes.
 
-    Its key there is "TrainableEmbedding".
+    It is made once, and then registered with Keras. For `custom_objects` of `keras.saving.load_model` its key
+    is "TrainableEmbedding".
     """
     import keras
 
