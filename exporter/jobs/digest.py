@@ -10,14 +10,15 @@ from exporter.storage.output_directory import Directory
 
 
 class Digest(Task, frozen=True, kw_only=True):
-    """A task that reads a file. The tag of its receipt is the file's SHA-256; there is no output."""
+    """A task that reads a file; it has no output. The tag of its receipt is the file's SHA-256."""
 
     operation: ClassVar[str] = "digest"
 
     def run(self, directory: Directory) -> Receipt:
         """Read the file; return a receipt whose tag is its SHA-256 (lower-case hex).
 
-        CheckpointChanged if the file is not as planned, CheckpointError if it cannot be read.
+        CheckpointChanged if the file is not as planned, CheckpointError or OSError if it cannot be read,
+        PublishError or DiskFull if an object cannot be copied into `directory.scratch`.
         """
         (source,) = self.inputs
         with source.file((Range(0, 0, source.size),), directory.scratch) as path:

@@ -66,7 +66,7 @@ class Outcome(Struct, frozen=True):
     def settle(self) -> Receipt:
         """Return the receipt; without one, raise the failure as its own class of ExportError.
 
-        Its message names the machine if that is another one.
+        The message names the task's machine if it is not this one.
         """
         if self.receipt is not None:
             return self.receipt
@@ -79,7 +79,7 @@ class Outcome(Struct, frozen=True):
 def encode(task: Task, directory: str, *, keep: bool) -> bytes:
     """Return a task, encoded for `execute`, with the directory of its output.
 
-    `directory` is a path or URL, "" if it has no output. With `keep`, its receipt is kept there.
+    `directory` is a path or URL, "" if the task has no output. With `keep`, its receipt is kept there, too.
     """
     return msgspec.json.encode(Work(task.operation, msgspec.Raw(msgspec.json.encode(task)), directory, keep))
 
@@ -121,8 +121,8 @@ def decode(outcome: bytes) -> Outcome:
 def kept_receipt(directory: Directory, name: str) -> Receipt | None:
     """Return the kept receipt of the task `name`.
 
-    None if it is missing or damaged, or the output differs from it. CheckpointError or PublishError, or a
-    subclass, if the directory cannot be read.
+    None if the receipt is missing or damaged, or the task's output has another size or tag. CheckpointError
+    or PublishError, or a subclass, if the directory cannot be read.
     """
     content = directory.read(f"{RECEIPTS_DIRECTORY}/{name}.json")
     if content is None:
@@ -149,10 +149,10 @@ def _require_seen(place: str) -> None:
 
 
 def _do(task: Task, directory: Directory, keep: bool) -> Receipt:
-    """Run a task and return its receipt.
+    """Run a task and return its receipt; with `keep`, write the receipt into `directory`.
 
-    With `keep`, a kept receipt is returned instead, or the new one is kept. Raises the task's own errors, and
-    those of `directory`.
+    If `keep` and the directory has a valid receipt, return that and run nothing. The task's own errors pass;
+    CheckpointError or PublishError, or a subclass, if the directory cannot be read or written.
     """
     if keep and (done := kept_receipt(directory, task.name)) is not None:
         return done

@@ -122,9 +122,10 @@ def choose_engine(
 
 
 class Runner(Struct, frozen=True):
-    """How jobs are run: the engine, the approximate bytes of a task, and where jobs are kept ("": nowhere).
+    """Runs jobs on an engine, and keeps them below the path or URL `kept` ("": they are not kept).
 
-    With `resumes`, a kept job is continued. Its receipts are not signed, and others may write them.
+    `task_bytes` is the approximate size of a task. With `resumes`, a kept job is continued: its receipts are
+    used, which are not signed, and which others may have written.
     """
 
     engine: Engine = field(default_factory=LocalEngine)
@@ -134,10 +135,11 @@ class Runner(Struct, frozen=True):
 
     @classmethod
     def of(cls, jobs: Jobs, model: Path | None = None, *, resumes: bool = True) -> Runner:
-        """Return the runner that a user asked for; UsageError as `choose_engine`.
+        """Return the runner that a user asked for; UsageError for a wrong engine, as `choose_engine`.
 
-        Jobs that write a model are kept below `model` if an engine is named or the model is in a store,
-        others only in the directory that the user named.
+        Jobs are kept in the directory that the user named. Without one, jobs that write a model are kept
+        below `model` if an engine is named or the model is in a store; other jobs are not kept. `model` is
+        None for a job that writes no model.
         """
         name = jobs.engine or EngineName.LOCAL
         engine = choose_engine(name, jobs.workers, jobs.address, jobs.settings)
@@ -156,8 +158,8 @@ class Runner(Struct, frozen=True):
         """Return a new `Job` for the tasks, or the kept one to resume.
 
         If the runner keeps no jobs, outputs go to `scratch`. `scratch` is a directory, which is made; "" if
-        the tasks have no outputs. PublishError and subclasses if a directory cannot be made, CheckpointError
-        or UsageError if a store cannot be opened.
+        the tasks have no outputs. Waits while another command removes the kept job. PublishError and
+        subclasses if a directory cannot be made, CheckpointError or UsageError if a store cannot be opened.
         """
         return Job(self, tasks, scratch)
 
@@ -165,9 +167,9 @@ class Runner(Struct, frozen=True):
 class Job:
     """The tasks of a plan on an engine, and the directory of their outputs; a context manager.
 
-    Left with an error, a job that is kept stays for the same command, run again. Otherwise it is removed,
-    unless another command uses it: also if there turned out to be nothing to do, and if checksums were wrong,
-    as then no output can be trusted.
+    If the block raises, a job that is kept stays for the same command, run again. Otherwise it is removed,
+    unless another command uses it or its outputs are still to be copied; so it is after NothingChanged, and
+    after CorruptFile or VerificationError, when no output can be trusted. Running tasks are cancelled.
     """
 
     def __init__(self, runner: Runner, tasks: Sequence[Task], scratch: str) -> None:
@@ -197,9 +199,9 @@ class Job:
     ) -> Generator[Receipt, None, None]:
         """Return an iterator that runs tasks, by default all, and yields their receipts in the tasks' order.
 
-        Closing it cancels the others. `progress` advances by each task's bytes. Raised during the iteration:
-        EngineFailed if the engine ends early; a task's own failure as its own class of ExportError;
-        CheckpointError, PublishError or a subclass if kept receipts cannot be read.
+        Closing the iterator cancels the tasks that are left. `progress` advances by each task's bytes. Raised
+        during the iteration: EngineFailed if the engine ends early; a task's failure as its own class of
+        ExportError; CheckpointError, PublishError or a subclass if kept receipts cannot be read.
         """
         # A plan in which tasks read others' outputs is run in several calls.
         self._receipts = self._run(self.tasks if tasks is None else tasks, progress or NoProgress())
@@ -230,10 +232,10 @@ class Job:
             used.leave()
 
     def _run(self, tasks: Sequence[Task], progress: Progress) -> Generator[Receipt, None, None]:
-        """Yield, in the order of `tasks`, the receipts that are kept, and others when the engine has them.
+        """Yield the receipts of `tasks`, in their order: kept ones at once, others when the engine has them.
 
-        EngineFailed if the engine ends early; a task's own failure is raised; CheckpointError, PublishError
-        or a subclass if kept receipts cannot be read.
+        EngineFailed if the engine ends early; a task's failure as its own class of ExportError;
+        CheckpointError, PublishError or a subclass if kept receipts cannot be read.
         """
         keep, place = self.is_kept and self._runner.resumes, self._place and self.directory.place
         found = _known(tasks, self.directory) if keep else {}
@@ -262,7 +264,7 @@ LOCAL = Runner()
 def plan_digest(tasks: Sequence[Task]) -> str:
     """Return the SHA-256, in hex, of a plan.
 
-    Any other input, option, order, division or version changes it.
+    It changes with the inputs, options, order and division of the tasks, and with this program's version.
     """
     # Another version of this program may write other bytes for the same task.
     digest = hashlib.sha256(f"{__version__}\n".encode())
@@ -293,14 +295,14 @@ class UsedJob(Protocol):
         """End the use, and its lock; the directory stays for a command that resumes the job."""
 
     def remove(self) -> None:
-        """End the use, and remove the directory unless another command uses it, which will remove it then.
+        """End the use, and remove the directory unless another command uses it; that command will remove it.
 
         Errors of the removal are ignored.
         """
 
 
 def use(place: str) -> UsedJob:
-    """Begin to use the job's directory at a path or URL, created if need be, and return it.
+    """Begin to use the job's directory at a path or URL, created if need be; return the use, to be ended.
 
     A local directory is locked (shared), after waiting while another command removes it; in a store an object
     with this command's name is written. PublishError or a subclass if it cannot be made; CheckpointError or
@@ -397,7 +399,7 @@ def abandoned_jobs(kept: Path) -> Iterator[Path]:
 
 
 def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
-    """Remove `abandoned_jobs`, ignoring errors, and `kept` if it is a model's own and empty.
+    """Remove `abandoned_jobs`, ignoring errors, and `kept` if it is a model's `.jobs` and empty then.
 
     `now` is in seconds since 1970; None: the present.
     """
@@ -413,7 +415,8 @@ def remove_abandoned_jobs(kept: Path, now: float | None = None) -> None:
 def remove_abandoned(kept: str, now: float | None = None) -> None:
     """Remove abandoned jobs below a path or a URL, ignoring errors.
 
-    In a store the first error ends the removal. `now` is in seconds since 1970; None: the present.
+    In a store the first error ends the removal. `now` is in seconds since 1970; None: the present. UsageError
+    if the URL is malformed.
     """
     if (url := Url.parse(kept)) is None:
         remove_abandoned_jobs(Path(kept), now)
@@ -427,7 +430,7 @@ def remove_abandoned(kept: str, now: float | None = None) -> None:
 
 
 def _abandoned(store: ObjectWriter, path: str, since: float) -> list[str]:
-    """Return the keys of all objects of the job at `path` if none was changed since `since`; else none.
+    """Return the keys of all objects of the job at `path`; empty if one was changed at `since` or later.
 
     `since` is in seconds since 1970. Raises CheckpointError and subclasses if the store cannot be read.
     """
@@ -457,7 +460,7 @@ def _is_abandoned(path: Path, now: float | None) -> bool:
 
 
 def _is_free(path: Path, *, remove: bool) -> bool:
-    """Return True if no command uses a job's directory; with `remove`, remove it then.
+    """Return True if no command uses a job's directory; with `remove`, remove the directory in this case.
 
     True also if it has no lock file. OSError if the lock file cannot be opened.
     """

@@ -108,18 +108,19 @@ class Sources:
         return self._inputs[number]
 
     def note(self, part: Range, crc: int) -> None:
-        """Record the plain crc32c of a range; after the last range of a run its checksum is compared.
+        """Record the plain crc32c of a range; if a stored run ends there, compare the run's checksum.
 
-        CorruptFile if it differs from the index's.
+        CorruptFile if it differs from the index's. A run with ranges that are not recorded waits for `check`.
         """
         self._checksums.add(part.input, part.offset, part.size, crc)
         for run in self._ending[part.input, part.offset + part.size]:
             self._compare(run)
 
     def check(self) -> None:
-        """Compare the runs that are left: their ranges came in another order, or tasks did not read all.
+        """Compare the checksums of the runs that `note` left out, as ranges came late or were not read.
 
-        Reads those runs. CorruptFile if a checksum differs, CheckpointChanged if a file vanished or shrank.
+        Runs with ranges that no task read, and runs of strings, are read here. CorruptFile if a checksum
+        differs, CheckpointChanged if a file vanished or shrank, CheckpointError if it cannot be read.
         """
         for run in list(self._runs):
             if not self._compare(run):
@@ -147,9 +148,10 @@ class Sources:
 
 
 class Place(Struct, Generic[T], frozen=True):
-    """A section to write, and `what` it is to the planner; `copied` is the stored run that it copies.
+    """A section to write, with the planner's own record of it (`what`) and the stored run that it copies.
 
-    With `alone` it gets a shard of its own, of any size: its bytes begin at offset 0.
+    `copied` is None if it copies none. With `alone` it gets a shard of its own, of any size: its bytes begin
+    at offset 0.
     """
 
     section: Section
@@ -211,7 +213,7 @@ class ShardJob(Generic[T]):
         return iter(self._batches)
 
     def append(self, place: Place[T]) -> None:
-        """Add a section to the last task, after its other sections; IndexError if there is no task."""
+        """Add a section at the end of the last task; IndexError if there is no task."""
         self._batches[-1].append(place)
 
     def run(
@@ -229,12 +231,14 @@ class ShardJob(Generic[T]):
 
         Waits for all tasks; the shards are then beside `prefix`. The job is left (see `Job`) when `stack`
         closes, which must not be before its shards are published. `before` and `behind` are the numbers of
-        shards that the caller writes. Files below `made` were made by the command itself, for this run.
+        shards that the caller writes. Files below `made` were made by the command itself, for this run; None
+        if there are none. `progress` advances by each task's bytes.
 
         Raises:
             CorruptFile: a checksum differs.
             CheckpointError: an input cannot be read; CheckpointChanged if it changed.
             PublishError: it, or a subclass: a directory or a shard cannot be made.
+            UsageError: a store for the job cannot be opened.
             EngineFailed: the engine ends early.
             ExportError: a task's own failure, as its own class.
         """
@@ -275,9 +279,9 @@ def _begun(
 ) -> Job:
     """Enter the job of these tasks as a context of `stack`, which leaves it on closing; return it.
 
-    If the runner keeps jobs, files below `made` are named by content in its plan, and copied for workers
-    elsewhere. `scratch` is as in `Runner.job`. PublishError and subclasses if a file cannot be read or
-    copied.
+    If the runner keeps jobs, files below `made` are named by content in the job's plan, and copied for
+    workers elsewhere. `scratch` is as in `Runner.job`. PublishError and subclasses if a file cannot be read
+    or copied, CheckpointError or UsageError if a store cannot be opened or read.
     """
     if made is None or not runner.kept:
         return stack.enter_context(runner.job(tasks, scratch))
@@ -290,10 +294,10 @@ def _begun(
 
 
 def _placed(shard: int, batch: Sequence[Place[T]], receipt: Receipt) -> Iterator[Placed[T]]:
-    """Yield each section of a shard with the extents of its runs and its counts, by the receipt of its task.
+    """Yield each section of a shard with the extents of its runs and its counts, from the task's receipt.
 
-    `shard` is the shard's number. `batch` has its sections in order, and the runs are one after the other
-    from offset 0. Checksums are in the index's form; a copied run keeps its own.
+    `shard` is the shard's number; `batch` has the sections in order. The runs follow each other from offset
+    0. Checksums are masked, as in an index; a copied run keeps the checksum of its source.
     """
     crcs, numbers, offset = iter(receipt.wrote), iter(receipt.counts), 0
     for place in batch:
@@ -329,9 +333,9 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def named_by_content(tasks: Iterable[AnyTask], made: Path) -> tuple[list[AnyTask], dict[Input, Input]]:
-    """Return the tasks with inputs below `made` named by digest, and the file for each such name.
+    """Return the tasks with inputs below `made` named by digest, and the files by these names.
 
-    The files are read; PublishError and subclasses if that fails.
+    The files are read; PublishError and subclasses if one cannot be read.
     """
     tasks = list(tasks)
     below = f"{made.absolute()}{os.sep}"
@@ -361,7 +365,7 @@ def _named(file: Input) -> Input:
 def _copied(name: Input, file: Input, directory: Directory) -> Input:
     """Return the copy of a named file in the job's directory, made unless one of its size exists.
 
-    PublishError or a subclass if it cannot be made.
+    PublishError or a subclass if it cannot be made, CheckpointError if a store cannot be read.
     """
     found = directory.look(name.place)
     if found is None or found[0] != name.size:

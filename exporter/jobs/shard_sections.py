@@ -41,10 +41,11 @@ COPY_BYTES = 512 << 10
 
 
 class ReadRun:
-    """Reads a range of a file once, with a checksum; CheckpointChanged if the file became shorter.
+    """Reads a range of a file once, with a checksum.
 
     `wanted` is the range, in one of `files`, and `place` the file's name in errors. `crc` is the plain crc32c
-    of the bytes read so far, `left` the number of bytes still to read.
+    of the bytes that were read, `left` the number of bytes still to read. Its methods raise CheckpointChanged
+    if the file vanished or became shorter, CheckpointError or OSError if it cannot be read.
     """
 
     def __init__(self, files: FewFiles, wanted: Range, place: str) -> None:
@@ -59,19 +60,20 @@ class ReadRun:
         return self.size - self.left
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Read the next values into a new array of this shape and dtype, and add them to the checksum.
+        """Read the next values into a new array of this shape and dtype; add their bytes to the checksum.
 
-        The run must have that many bytes left. CheckpointChanged if the file became shorter.
+        The run must have that many bytes left. CheckpointChanged if the file became shorter; else the errors
+        of the class.
         """
         values = np.empty(shape, dtype)
         self.fill(values.reshape(-1).view(np.uint8))
         return values
 
     def fill(self, flat: Array) -> Array:
-        """Fill an array of bytes with the run's next ones.
+        """Fill the array `flat` (uint8) with the run's next bytes; return the part of it that is not filled.
 
-        Return the part of it that is not filled, as the run ended. The bytes are added to the checksum.
-        CheckpointChanged if the file became shorter.
+        That part is empty unless the run ended. The bytes are added to the checksum. CheckpointChanged if the
+        file became shorter; else the errors of the class.
         """
         count = min(len(flat), self.left)
         for start in range(0, count, crc32c.CHUNK):  # small enough to be still in a core's cache
@@ -82,7 +84,8 @@ class ReadRun:
     def read(self, buffer: Array) -> Array:
         """Fill a buffer with the next bytes and return it; the caller must add them to the checksum.
 
-        The run must have that many bytes left. CheckpointChanged if the file became shorter.
+        The run must have that many bytes left. CheckpointChanged if the file became shorter; else the errors
+        of the class.
         """
         # A read, not a map: a file that shrinks under a map kills the process.
         if read_at(self._files[self._input], self._offset + self.done, buffer.data) != len(buffer):
@@ -94,7 +97,7 @@ class ReadRun:
 class WrittenRun:
     """Writes a part of an open file, which begins at `offset`, from its first byte to its last.
 
-    `crc` and `done` are the plain crc32c and the number of the bytes written so far.
+    `crc` and `done` are the plain crc32c and the number of the bytes that were written or skipped.
     """
 
     def __init__(self, descriptor: int, offset: int) -> None:
@@ -110,7 +113,7 @@ class WrittenRun:
     def skip(self, size: int) -> None:
         """Leave a hole of `size` bytes, which is read as zeros and takes no space on disk.
 
-        It counts in the checksum.
+        The zeros are added to the checksum.
         """
         if size:
             self.crc = crc32c.combine(self.crc, crc32c.zeros_crc(size), size)
@@ -135,7 +138,7 @@ class NewShard:
 
     @property
     def crcs(self) -> tuple[int, ...]:
-        """The plain crc32c of each run, in order, as far as it is written."""
+        """The plain crc32c of each run, in order; of an unfinished run, of the bytes that it has."""
         return tuple(run.crc for run in self._runs)
 
     def reserve(self, size: int) -> WrittenRun:
@@ -182,14 +185,15 @@ class Section(Struct, frozen=True, array_like=True):
         raise NotImplementedError
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """Return the bytes of each run, in order, given the counts that `write` returned."""
+        """Return the size in bytes of each run, in order, given the counts that `write` returned."""
         raise NotImplementedError
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
         """Write the section's runs from its ranges; return its `counted` counts for the receipt.
 
-        `sources` are its ranges, in order, not read yet. CheckpointChanged if a file became shorter, OSError
-        if the disk refuses, and the section's own errors.
+        `sources` are its ranges, in order, not read yet. CheckpointChanged if a file vanished or became
+        shorter, CheckpointError if it cannot be read, OSError if the disk refuses, and the section's own
+        errors.
         """
         raise NotImplementedError
 
@@ -278,7 +282,7 @@ class MovedRows(Section, frozen=True, array_like=True, tag="rows"):
         return replace(self, sources=renumbered(self.sources, numbers))
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """Return the bytes of each run, in order; there are no counts."""
+        """Return the size in bytes of each run, in order; arguments are ignored."""
         return tuple(count * self.row_bytes for count in self.counts)
 
     def write(self, sources: Sequence[ReadRun], shard: NewShard) -> tuple[int, ...]:
@@ -423,7 +427,7 @@ class RowErrors:
 
     @classmethod
     def of(cls, bits: Sequence[int]) -> RowErrors:
-        """Return the errors whose `bits` a receipt has."""
+        """Return the errors that a receipt describes by `bits`."""
         found = cls()
         *floats, found.values = bits
         found.largest, found.sum = np.array(floats, np.int64).view(np.float64).tolist()
@@ -436,7 +440,7 @@ class RowErrors:
 
 
 def _followed(crc: int, by: int, done: int, size: int) -> int:
-    """Return the plain crc32c of `done` bytes; the last `size` of them have `by`, those before have `crc`."""
+    """Return the plain crc32c of `done` bytes, of which the last `size` have `by`, those before them `crc`."""
     return by if done == size else crc32c.combine(crc, by, size)
 
 

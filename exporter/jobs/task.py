@@ -81,6 +81,7 @@ class Input(Struct, frozen=True, array_like=True):
             CheckpointChanged: the input is not as planned; for a file, also if it changed during the block.
             CheckpointError: it cannot be read.
             PublishError, DiskFull: `scratch` cannot be written.
+            UsageError: the library that reads stores is not installed on this machine.
         """
         url = Url.parse(self.place)
         if url is not None or self.place == ZEROS:
@@ -100,8 +101,9 @@ class Input(Struct, frozen=True, array_like=True):
     def fetch(self, wanted: Range, descriptor: int, offset: int, path: Path) -> bool:
         """Fetch a range of an object to an offset of the open file at `path`, and return True.
 
-        If the input is a local file or zeros, do nothing: False. CheckpointChanged if the object is not as
-        planned, CheckpointError if it cannot be read, DiskFull or PublishError if the file cannot be written.
+        If the input is a local file or zeros, do nothing and return False. CheckpointChanged if the object is
+        not as planned, CheckpointError if it cannot be read, DiskFull or PublishError if the file cannot be
+        written, UsageError if the library that reads stores is not installed on this machine.
         """
         url = Url.parse(self.place)
         if url is not None:
@@ -112,9 +114,9 @@ class Input(Struct, frozen=True, array_like=True):
     def checksums(self, ranges: Sequence[Range], scratch: Path) -> list[int]:
         """Return the plain crc32c of each range, in their order; a range is cut at the end of a file.
 
-        Objects are read without a copy; `scratch` is as in `Input.file`. CheckpointChanged if the input is
-        not as planned, CheckpointError if it cannot be read, PublishError or DiskFull if a file of zeros
-        cannot be written.
+        Objects are read without a copy; `scratch` is a directory for a file of zeros. CheckpointChanged if
+        the input is not as planned, CheckpointError or OSError if it cannot be read, PublishError or DiskFull
+        if a file of zeros cannot be written, UsageError as in `Input.file`.
         """
         url = Url.parse(self.place)
         if url is None:
@@ -167,9 +169,11 @@ class Task(Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def files(self, ranges: Sequence[Range], scratch: Path) -> Iterator[list[Path]]:
-        """Yield the path of a file for each input, in order, that has its ranges.
+        """Yield a path for each input, in order: of a file that has at least the input's `ranges`.
 
-        Errors are those of `Input.file`; files in `scratch` are removed at the end.
+        Files in the directory `scratch` are removed at the end. CheckpointChanged if an input is not as
+        planned, CheckpointError if it cannot be read, PublishError or DiskFull if `scratch` cannot be
+        written.
         """
         wanted: list[list[Range]] = [[] for _ in self.inputs]
         for each in ranges:
@@ -262,9 +266,10 @@ class FewFiles:
         return self._open[number][0]
 
     def _opened(self, path: Path) -> tuple[int, ExitStack]:
-        """Open a file for reading: its descriptor, and the stack that closes it.
+        """Open a file for reading; return its descriptor, and the stack that closes it.
 
-        If the process may not open more, own descriptors are closed for it. Errors are those of `open_shard`.
+        If the process may not open more files, the oldest of these are closed first. CheckpointChanged if the
+        file no longer exists, CheckpointError if it cannot be opened.
         """
         while True:
             stack = ExitStack()
@@ -282,9 +287,9 @@ class FewFiles:
 
 
 def most_open() -> int:
-    """Return how many files each task may have open, at least 1 and at most 256.
+    """Return the number of files that each task may have open, at least 1 and at most 256.
 
-    All tasks of the process together may have a quarter of its limit.
+    All tasks of the process together may have a quarter of the process's limit.
     """
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = allowed // (4 * max(1, len(_IN_USE)))
@@ -301,27 +306,27 @@ class RangeChecksums(Generic[File]):
         self._ranges: dict[File, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def add(self, file: File, start: int, size: int, crc: int) -> None:
-        """Record the plain crc32c of `size` bytes at `start` of a file.
+        """Record the plain crc32c of the range of `size` bytes at `start` of a file.
 
-        Among several with the same start the longest counts.
+        Of several ranges with the same start the longest counts.
         """
         ranges = self._ranges[file]
         if size > ranges.get(start, (0, 0))[0]:
             ranges[start] = size, crc
 
     def joined(self, file: File, part: Range, crc: int, whole: Extent) -> int | None:
-        """Add the range `part` of the stored run `whole`, whose plain crc32c is `crc`.
+        """Record `crc`, the plain crc32c of the range `part` of the stored run `whole`.
 
-        After the last range in order, return the run's plain crc32c, as `of`; None before.
+        If the range ends where the run ends, return the run's plain crc32c, None as `of`; None for others.
         """
         self.add(file, part.offset, part.size, crc)
         is_last = part.offset + part.size == whole.offset + whole.size
         return self.of(file, whole.offset, whole.size) if is_last else None
 
     def of(self, file: File, start: int, size: int) -> int | None:
-        """Return the plain crc32c of `size` bytes at `start` of a file, joined from its ranges.
+        """Return the plain crc32c of `size` bytes at `start` of a file, joined from the recorded ranges.
 
-        None if some of it was not read, or its ranges do not join.
+        None if a range is not recorded, or the ranges do not follow each other without overlap.
         """
         ranges, at, crc = self._ranges[file], start, 0
         while at < start + size:

@@ -15,6 +15,6 @@ class Engine(Protocol):
         """Run the works and yield their outcomes, encoded, in any order, at least one for each.
 
         `works` is read only as far as needed. The engine replaces a worker that is lost. Closing the iterator
-        cancels works that have not started, and leaves no process behind. EngineFailed, or UsageError for a
-        wrong request, if the engine cannot run them.
+        cancels works that have not started, and leaves no process behind. If the engine cannot run the works:
+        EngineFailed, or for a wrong request UsageError, as an outcome or raised during the iteration.
         """

@@ -37,9 +37,10 @@ _TELL_S = 1.0  # workers collect outcomes for this time: an object in a store fo
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works on Beam and yield their outcomes, in any order.
 
-    UsageError if workers elsewhere have no place for results, or an option is malformed; EngineFailed if the
-    pipeline fails, or has no outcome for `stall` seconds (900); CheckpointError, PublishError or a subclass
-    if the directory of results cannot be read or written.
+    Raised during the iteration: UsageError if workers elsewhere have no place for results, an option is
+    malformed, or the library that reads stores is not installed; EngineFailed if the pipeline fails, or has
+    no outcome for `stall` seconds (900); CheckpointError, PublishError or a subclass if the directory of
+    results cannot be read or written.
     """
     options = dict(asked.options)
     stall_s = seconds("stall", options.pop("stall", "900"))
@@ -74,7 +75,10 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
 
 class Pipeline:
-    """Runs a pipeline in a thread: on the runner of the options, that of an address, or on this machine."""
+    """Runs a pipeline in a thread: on the runner in the options, at an address, or on this machine.
+
+    `place` is the path or URL of the directory with the works; `error` is the pipeline's exception, or None.
+    """
 
     error: BaseException | None = None
 
@@ -163,10 +167,10 @@ def outcomes_of(directory: Directory, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, work) for each work in the file `name` of the directory `place`, on a worker.
+    """Return an iterator over (number, work) for the works in file `name` of the directory `place`.
 
-    EngineFailed if this machine does not see the file; CheckpointError, PublishError or a subclass if it
-    cannot be read.
+    Workers call it. EngineFailed if this machine does not see the file; CheckpointError, PublishError or a
+    subclass if it cannot be read; UsageError if the library that reads stores is not installed here.
     """
     content = open_directory(place).read(name)
     if content is None:
@@ -175,9 +179,10 @@ def numbered_works(place: str, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def do(place: str, works: list[tuple[int, bytes]]) -> None:
-    """Run numbered works, on a worker, and write one file of their outcomes into the directory `place`.
+    """Run numbered works and write one file of their outcomes into the directory `place`.
 
-    The command waits for each file. PublishError or a subclass if it cannot be written.
+    Workers call it; the command sees outcomes in such files only. PublishError or a subclass if the file
+    cannot be written; CheckpointError or UsageError if a store cannot be opened.
     """
     outcomes = (b"%d %s" % (number, execute(work)) for number, work in works)
     open_directory(place).put(f"{OUTCOMES}/{urandom(8).hex()}", b"\n".join(outcomes))

@@ -28,8 +28,8 @@ _AHEAD = 16  # calls submitted to Dask for each thread of a worker: enough to ke
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works on Dask and yield their outcomes, in any order.
 
-    Without an address, worker processes are started here, and ended at the end. UsageError for unknown
-    options; errors of Dask pass.
+    Without an address, worker processes are started here, and ended at the end. During the iteration:
+    UsageError for unknown options, or more workers than fit into memory; errors of Dask pass.
     """
     options = {"retries": 3, **asked.values()}
     require_known("Dask", options, _OPTIONS)
@@ -66,7 +66,7 @@ def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
 
 
 class Bundles:
-    """Combines works to calls of about `_CALL_SECONDS`, by the duration of the last ones done.
+    """Combines works into calls of about 0.05 s, given the durations of the calls done last.
 
     Dask takes longer to hand over a work than most works take.
     """
@@ -98,7 +98,10 @@ def execute_all(works: list[bytes]) -> tuple[list[bytes], float]:
 
 
 def by_value() -> Callable[[list[bytes]], tuple[list[bytes], float]]:
-    """Return `execute_all` as a function that is sent as code, so that failing imports fail in the call."""
+    """Return a function that does what `execute_all` does, and that Dask sends as code, not by its name.
+
+    So a worker that cannot import this program fails in the call.
+    """
 
     def call(works: list[bytes]) -> tuple[list[bytes], float]:
         from exporter.jobs.engines.dask import execute_all  # late: a global is imported on unpickling

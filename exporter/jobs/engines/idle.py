@@ -22,8 +22,8 @@ LIBRARY = "exporter"
 def run(works: Iterator[bytes], asked: Asked) -> Generator[bytes, None, None]:
     """Run works by threads at idle priority and yield their outcomes, in any order.
 
-    Lowers the priority of this process for good. A SIGTERM then removes `asked.files` and kills the process
-    and its group at once.
+    At the call, the priority of this process is lowered for good; from then on a SIGTERM removes
+    `asked.files` and kills the process and its group at once.
     """
     signal.signal(signal.SIGTERM, lambda *_: _end(asked))  # the command is gone, or wants no more of it
     _give_way()

@@ -39,9 +39,9 @@ _GENERATIONS = 10  # killing one orphans the next, which this process adopts
 class Asked(Struct, frozen=True):
     """A request to an engine: workers, address of a cluster ("": this machine), and the engine's own options.
 
-    0 `workers` means as many as there are processors, fewer if memory is short; of a cluster, all. `files` is
-    a directory for the engine's files, which is removed at the end. Within `silent_s` seconds the engine must
-    have started, or reached its cluster.
+    0 `workers` means as many as there are processors, fewer if memory is short; for a cluster, all its
+    workers. `files` is a directory for the engine's files, which is removed at the end. Within `silent_s`
+    seconds the engine must have started, or reached its cluster.
     """
 
     engine: str
@@ -85,8 +85,9 @@ class ProcessEngine:
     def run(self, works: Iterable[bytes]) -> Generator[bytes, None, None]:
         """Run the works in the engine's process and yield their outcomes, in any order.
 
-        EngineFailed if the process ends before all is done; OSError if it, or its temporary directory, cannot
-        be made. The process, its group and its files are removed at the end, after up to 60 s.
+        Errors of the engine are outcomes, too. During the iteration: EngineFailed if the process ends before
+        all works are done, OSError if it, or its temporary directory, cannot be made. At the end the process,
+        its group and its files are removed, after waiting up to 60 s.
         """
         with TemporaryDirectory(prefix=f"{self.name}-") as files:
             talk = Path(files) / "talk"
@@ -131,7 +132,7 @@ def _started(asked: Asked, talk: Path, works: Iterable[bytes]) -> Iterator[subpr
 
 
 def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
-    """Write works into the pipe, line by line, as long as the process reads them; then an empty line.
+    """Write works into the pipe, line by line, then an empty line; return early if the process stops reading.
 
     If `works` raises, the pipe is closed, which cancels the job, and the error passes.
     """
@@ -148,10 +149,10 @@ def _feed(pipe: IO[bytes], works: Iterable[bytes]) -> None:
 
 
 def main() -> None:
-    """Run the engine of the arguments, with works from stdin and outcomes to stdout.
+    """Run an engine, with works from stdin and outcomes to stdout; then kill the process group.
 
-    Then kill the process group. The first argument is an `Asked` in JSON. Errors of the engine are outcomes.
-    It never returns.
+    The first argument of the program is an `Asked` in JSON. Errors of the engine are outcomes. This function
+    never returns.
     """
     asked = msgspec.json.decode(sys.argv[1], type=Asked)
     _adopt_orphans()
@@ -179,9 +180,9 @@ def main() -> None:
 
 
 def _end_silent(asked: Asked, outcomes: IO[bytes]) -> None:
-    """Write an EngineFailed as outcome, that the engine did not start, and kill this process.
+    """Write an EngineFailed as outcome, as the engine did not start in time, and kill this process.
 
-    The main thread is stuck in the engine's library.
+    A timer's thread calls it: the main thread is stuck in the engine's library.
     """
     where = f"at {asked.address}" if asked.address else "here"
     error = EngineFailed(
