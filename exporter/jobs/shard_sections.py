@@ -440,7 +440,7 @@ class RowErrors:
 
 
 def _followed(crc: int, by: int, done: int, size: int) -> int:
-    """Return the plain crc32c of `done` bytes, of which the last `size` have `by`, those before them `crc`."""
+    """Return the plain crc32c of `done` bytes, the last `size` of which have `by`, the others `crc`."""
     return by if done == size else crc32c.combine(crc, by, size)
 
 
