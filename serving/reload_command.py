@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from msgspec import Struct
 
 from exporter.errors import NotUpdatable, UsageError
-from exporter.storage.files import sync, write_durably
+from exporter.storage.files import replace_file, writing
 from exporter.storage.local_paths import path_parser
 from exporter.terminal.edge import AS_TEXT, OutputFlags, command
 from exporter.terminal.output import escape
@@ -236,13 +235,8 @@ def reload(
 def _save(config: Any, file: Path) -> None:
     from google.protobuf import text_format
 
-    staged = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write_durably(staged, text_format.MessageToString(config).encode())
-        staged.replace(file)
-        sync(file.parent)
-    finally:
-        staged.unlink(missing_ok=True)
+    with writing(file):
+        replace_file(file, text_format.MessageToString(config).encode(), durably=True)
 
 
 def _words(noun: str, numbers: Any) -> str:

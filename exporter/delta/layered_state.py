@@ -29,7 +29,7 @@ from exporter.delta.format import Change, Rows
 from exporter.delta.row_reader import RowReader, StoredRun, check_stored
 from exporter.errors import CheckpointError
 from exporter.storage import mirror
-from exporter.storage.files import beside, kept_identity, read_regular
+from exporter.storage.files import kept_identity, read_regular, replace_file
 from exporter.tables.integer_sets import among, distinct
 from exporter.wire.dtypes import Array
 
@@ -76,12 +76,10 @@ class CheckedFiles(Struct, frozen=True):
         out. The directory is made if its parent exists. Errors of the file system are ignored.
         """
         runs = [_key(run) for run in checked if run.path.name in self.identities]
-        content = json.dumps({"files": self.identities, "runs": sorted(runs)})
-        temporary = beside(self.path)
+        content = json.dumps({"files": self.identities, "runs": sorted(runs)}).encode()
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
-            temporary.write_text(content)
-            temporary.replace(self.path)
+            replace_file(self.path, content)
 
 
 def _identity(path: Path) -> _Identity:

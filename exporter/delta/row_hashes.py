@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from exporter.storage.files import beside, read_regular
+from exporter.storage.files import read_regular, replace_file
 from exporter.tables.integer_sets import distinct
 from exporter.wire.crc32c import masked_crc
 from exporter.wire.dtypes import Array
@@ -118,9 +118,7 @@ def write_index(path: Path, index: HashIndex) -> None:
     np.savez(buffer, meta=meta, names=np.frombuffer(text.encode(), np.uint8), **arrays)
     content = buffer.getvalue()
     path.parent.mkdir(exist_ok=True)
-    temporary = beside(path)
-    temporary.write_bytes(_MAGIC + masked_crc(content).to_bytes(8, "little") + content)
-    temporary.replace(path)
+    replace_file(path, _MAGIC + masked_crc(content).to_bytes(8, "little") + content)
 
 
 def most_bytes(tables: Mapping[str, int]) -> int:

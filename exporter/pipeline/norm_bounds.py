@@ -19,7 +19,7 @@ from exporter.delta.row_reader import RowReader
 from exporter.delta.tolerance import row_norms
 from exporter.options import NormRule
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import beside, read_regular
+from exporter.storage.files import read_regular, replace_file
 from exporter.storage.layout import NORMS_FILE
 from exporter.wire.int8_codes import values_of
 
@@ -72,11 +72,9 @@ def _learned(log: DeltaLog, tables: Collection[ServedVariable], coded: Collectio
         stored = log.base.stored()
         for each in missing:
             known[each.name] = _bound(stored[each.name], each, is_coded=each.name in coded)
-        temporary = beside(path)
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({key: known}))
-            temporary.replace(path)  # a rename, so that no reader meets half a file
+            replace_file(path, json.dumps({key: known}).encode())
     return {variable.name: known[variable.name] for variable in tables}
 
 

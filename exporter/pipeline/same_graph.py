@@ -25,7 +25,7 @@ from exporter.graph.source_graph import GraphRequest
 from exporter.graph.sources import changed_libraries
 from exporter.options import ExportRequest, Verify
 from exporter.publish.delta_log import DeltaLog
-from exporter.storage.files import FileDigests, beside, make_directories, read_regular
+from exporter.storage.files import FileDigests, make_directories, read_regular, replace_file
 from exporter.storage.layout import ASSETS_DIRECTORY, CACHES_DIRECTORY, SOURCES_FILE
 from exporter.storage.local_paths import quoted
 from exporter.wire.protos import Proto
@@ -80,11 +80,9 @@ class SourceFiles(Struct):
                 "by_name": sorted(self.code.by_name),
                 "same": dict(self.same),
             }
-        temporary = beside(log / SOURCES_FILE)
         with suppress(OSError, PublishError):
             make_directories(log / CACHES_DIRECTORY)
-            temporary.write_text(json.dumps(document))
-            temporary.replace(log / SOURCES_FILE)
+            replace_file(log / SOURCES_FILE, json.dumps(document).encode())
 
 
 class SameGraph(Struct, frozen=True):

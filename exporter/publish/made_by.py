@@ -22,7 +22,7 @@ from exporter.options import ExportRequest, Updates, arguments, declared
 from exporter.options.old_names import renew_arguments
 from exporter.publish.manifest import BaseEntry
 from exporter.publish.versions import newest_version, read_manifest
-from exporter.storage.files import read_regular
+from exporter.storage.files import read_regular, replace_file
 from exporter.storage.layout import MADE_BY_FILE
 from exporter.storage.local_paths import quoted
 from exporter.storage.mirror import shown
@@ -83,11 +83,8 @@ def keep_command(request: ExportRequest) -> None:
             return
         if place.parent != request.out:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        new = place.with_name(f"{MADE_BY_FILE}.{os.getpid()}")
         # for its owner alone: an argument of a builder may be nobody else's business
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-        new.replace(place)
+        replace_file(place, content, mode=0o600)
 
 
 def _arguments(request: ExportRequest) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from exporter.errors import ManifestError
-from exporter.storage.files import read_regular, writing
+from exporter.storage.files import read_regular, replace_file, writing
 from exporter.storage.layout import FETCHED_FILE
 from exporter.terminal.progress import count, human_bytes
 from exporter.wire.json_documents import DocumentError, decode, encode
@@ -63,9 +63,7 @@ def note(model: Path, spared: Spared) -> None:
         if not spared.why_fetched:
             path.unlink(missing_ok=True)
             return
-        new = path.with_name(f"{FETCHED_FILE}.new")  # one pull at a time: it holds the copy's lock
-        new.write_bytes(encode(spared))
-        new.replace(path)
+        replace_file(path, encode(spared))
 
 
 def noted(model: Path) -> Spared | None:

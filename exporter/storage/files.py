@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -102,9 +102,51 @@ _LFS, _LFS_BYTES = b"version https://git-lfs.github.com/spec/v1\n", 1024
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
-def beside(path: Path) -> Path:
-    """Return a path for a file's replacement, in its directory, that only this thread uses."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666, durably: bool = False) -> None:
+    """Write a file by a rename: readers find the old content or all of the new.
+
+    What processes left that were killed while they replaced it is removed. `mode` is that of the new file,
+    less the umask. With `durably` this waits until bytes and name are on disk.
+
+    Raises:
+        OSError: the directory cannot be written or listed, or its file system has no locks.
+        PublishError and subclasses: with `durably`, also as `sync`.
+    """
+    hidden = f".{path.name.removeprefix('.')}."
+    _remove_unlocked(path.parent, re.compile(re.escape(hidden) + r"[0-9]+(-[0-9a-f]+)?"))
+    is_written = False
+    while not is_written:
+        new = path.with_name(f"{hidden}{os.getpid()}-{os.urandom(4).hex()}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(new, flags, mode), "wb") as file:
+            try:
+                # until it is locked, another process may remove it as a left-over
+                if is_written := try_lock(file.fileno()) and still_at(file.fileno(), new):
+                    file.write(content)
+                    file.flush()
+                    if durably:
+                        os.fsync(file.fileno())
+                    new.replace(path)
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+    if durably:
+        sync(path.parent)
+
+
+def _remove_unlocked(directory: Path, name: re.Pattern[str]) -> None:
+    """Remove a directory's files with such names that nobody has locked; what cannot be opened stays.
+
+    OSError if the directory cannot be listed.
+    """
+    for path in [each for each in directory.iterdir() if name.fullmatch(each.name)]:
+        with suppress(OSError):
+            lock = open_lock(path, flags=0)
+            try:
+                if try_lock(lock):
+                    path.unlink()
+            finally:
+                close_quietly(lock)
 
 
 def sync(path: Path) -> bool:

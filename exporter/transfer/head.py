@@ -27,7 +27,6 @@ readers read is the same.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +40,7 @@ from exporter.errors import ManifestError
 from exporter.publish.hold import LONGEST_DOCUMENT, LONGEST_HOLD
 from exporter.publish.manifest import Manifest
 from exporter.publish.tags import LONGEST_TAGS
-from exporter.storage.files import read_regular, writing
+from exporter.storage.files import read_regular, replace_file, writing
 from exporter.storage.layout import (
     DELTAS_DIRECTORY,
     HEAD_FILE,
@@ -238,10 +237,8 @@ def remember(model: Path, url: Url, head: Head, own: Mapping[str, int] | None = 
     )
     heads = _heads(model) | {str(url): known}
     path = model / PUSHED_FILE
-    new = path.with_name(f"{PUSHED_FILE}.{os.getpid()}")
     with writing(path):
-        new.write_bytes(msgspec.json.encode(heads))
-        new.replace(path)
+        replace_file(path, msgspec.json.encode(heads))
 
 
 def recall(model: Path, url: Url) -> Known | None:
