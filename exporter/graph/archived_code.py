@@ -63,8 +63,9 @@ def refuse_code(path: Path, config: Any, known: Mapping[str, Any], keras: Any) -
 
     Harmless are the names in `harmless_names.txt`, in `known` (the objects that the user named, by name), and
     those registered with Keras. A layer that carries code, or calls something that is not in that file, is
-    refused unless it is known; so is a config that is nested more than 200 deep. `path` is the archive, for
-    messages; `config` is its config, parsed from JSON; `keras` is the Keras module that will read it.
+    refused unless it is known. A config that is nested more than 200 deep is refused, too. `path` is the
+    archive, for messages; `config` is its config, parsed from JSON; `keras` is the Keras module that will
+    read it.
     """
     for place, entry in entries(config):
         if not is_known(entry, known, keras):
@@ -189,8 +190,8 @@ def _function(config: Entry) -> str | None:
 def _name_of_today(name: str) -> str | None:
     """Return the canonical name, in the installed TensorFlow or Keras, of the function with this name.
 
-    Neither name begins with `tf.`; that of a function which only TensorFlow 1 has begins with `compat.v1.`.
-    None if there is no such function.
+    Neither name begins with `tf.`; a function that only TensorFlow 1 has gets a name that begins with
+    `compat.v1.`. None if there is no such function.
     """
     from tensorflow.python.util import tf_export
 

@@ -49,9 +49,9 @@ _CHOOSE_KERAS = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
 def archived_graph(path: Path, request: GraphRequest) -> Built:
     """Return the graph of the model that an archive describes, made by Keras in a process with limits.
 
-    It waits for at most 10 minutes, and the process is kept for further archives. An archive that is trusted
-    (`--allow code`), or that names objects registered with Keras in this program, is read in this process,
-    without limits.
+    Waits for Keras, for about 10 minutes at most; the process is then kept for further archives. An archive
+    that is trusted (`--allow code`), or that names objects registered with Keras in this program, is read in
+    this process, without limits.
 
     Raises:
         UnsafeArchive: Keras exceeded its time or memory, or the process ended otherwise.

@@ -55,9 +55,8 @@ def keras_places(model: Any, node_of: Callable[[Any], str] | None = None) -> dic
 
     A file has several tensors of a variable that several layers hold: the one that is loaded last counts.
     `node_of` returns a variable's node for a model that was built outside of a graph; None: the node of the
-    variable's handle.
-    Variables without a fully known shape are left out. Empty if `model` is not a Keras model, or if a layer's
-    own save method fails.
+    variable's handle. Variables without a fully known shape are left out. Empty if `model` is not a Keras
+    model, or if a layer's own save method fails.
     """
     import tensorflow as tf
 

@@ -97,7 +97,7 @@ known_contents = WhileNeeded(_known)
 
 
 def _read(table: Any, method: Callable[[Any], Any]) -> Any:
-    """Fill a static table in a session of its own and return the values of `method`, its `size` or `export`.
+    """Fill a static table in a session of its own and return the value of `method`, `size` or `export`.
 
     None if the table is not in a builder's graph, or if TensorFlow cannot run it. Adds the method's nodes to
     that graph.
@@ -218,11 +218,11 @@ def source_of(built: Built, request: GraphRequest) -> SourceGraph:
 
 
 def _main(model: str | Builder | None) -> BuilderFile | None:
-    """Return the Python file of a builder; None if there is none, or it is not a user's.
+    """Return the Python file of a builder; None if there is none, or the file of a function is not a user's.
 
-    Given as text, the builder is `pkg.mod:fn` or `path/file.py:fn`, and BuilderError is raised if the file or
-    the top-level module does not exist. A function's file is the file that defines it, an object's that of
-    its class.
+    Given as text, `pkg.mod:fn` or `path/file.py:fn`, the builder is not imported, and BuilderError is raised
+    if the file or the top-level module does not exist. Else it is the file that defines the function, or an
+    object's class.
     """
     if isinstance(model, str):
         return find_builder(model.rpartition(":")[0])
@@ -304,8 +304,8 @@ def _parameters(builder: Builder) -> Mapping[str, inspect.Parameter]:
 def _converted(name: str, text: str, parameter: inspect.Parameter | None) -> Any:
     """Convert the text of `--model-arg NAME=TEXT` to the parameter's bool, int or float.
 
-    The type is the annotation's, else the default's. It stays text for other types, and if `parameter` is
-    None. A bool is `true`, `false`, `1` or `0`, in any case. UsageError if the text cannot be converted.
+    The type is the annotation's, else the default's. For other types, and if `parameter` is None, the text is
+    returned. A bool is `true`, `false`, `1` or `0`, in any case. UsageError if the text cannot be converted.
     """
     wanted = parameter.annotation if parameter is not None else str
     if wanted not in (bool, int, float, str):
@@ -464,8 +464,8 @@ def _components(alias: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 def _tensor_info(tensor: Any, graph: Any, where: str) -> Proto:
     """Return the TensorInfo of a dense tensor, or of a variable's value, in the builder's graph.
 
-    `where` names it in messages. A variable's read is added to the graph. BuilderError for a value that is
-    neither, or is in another graph.
+    `where` names the tensor in messages. A variable's read is added to the graph. BuilderError for a value
+    that is neither, or is in another graph.
     """
     import tensorflow as tf
 

@@ -247,7 +247,7 @@ class CalledBody:
 
     @cached_property
     def _switches(self) -> dict[str, list[str]]:
-        """Return {the tensor that decides: the names of its Switch nodes}."""
+        """Return {predicate's tensor: the names of the Switch nodes that it decides}; memoised."""
         found: dict[str, list[str]] = {}
         for node in self.nodes.values():
             if node.op in SWITCHES and len(inputs := input_names(node)) == 2:
@@ -409,7 +409,7 @@ class CalledBody:
 
 
 def is_by_batch(node: Proto) -> bool:
-    """True for a FusedBatchNorm that normalises by the batch, the default without `is_training`."""
+    """True for a FusedBatchNorm that normalises by the batch: its `is_training` is true or absent."""
     if _FUSED.fullmatch(node.op) is None:
         return False
     return "is_training" not in node.attr or bool(node.attr["is_training"].b)

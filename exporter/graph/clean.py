@@ -487,7 +487,7 @@ class StateMakers(Struct, frozen=True):
 
     @classmethod
     def among(cls, index: GraphIndex, needed: Iterable[str]) -> StateMakers:
-        """Return the makers of other libraries' state among the nodes named `needed`."""
+        """Return the nodes among those named `needed` that make the state of other libraries."""
         ops = foreign_ops(protos.all_nodes(index.graph_def), index.functions)
         own = [name for name, f in index.functions.items() if any(node.op in ops for node in f.node_def)]
         foreign = ops | callers(index.functions, own)

@@ -168,9 +168,9 @@ class Recorder:
     def code(self, model: object, main: BuilderFile | None, *, is_loaded: bool) -> Code:
         """Return the code behind a graph that `model` (a function, a model or a text) made.
 
-        `main` is the builder's own file, None if it has none. With `is_loaded` this process imported it for
-        this purpose: then BuilderError if a file was edited meanwhile. Otherwise modules that differ from
-        their files have no digest. Opened files that cannot be read are left out.
+        `main` is the builder's own file, None if it has none. With `is_loaded` this process imported the
+        builder to make the graph: then BuilderError if a file was edited meanwhile. Modules that otherwise
+        differ from their files have no digest. Opened files that cannot be read are left out.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])

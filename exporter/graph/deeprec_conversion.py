@@ -449,7 +449,8 @@ def _default_rows(
     """Return the rows [d, dim] that absent keys read in a table of these parts, and a note for the user.
 
     The note is "" unless the graph's own default rows cannot be computed. With `given` there is one row of
-    this number. NotServable if the graph does not have default rows, or if the parts have different ones.
+    this number. NotServable if the graph does not have default rows, or not of `dim` numbers, or different
+    ones for the parts; GraphError for an unknown type number.
     """
     if given is not None:
         return _constant(given, dtype, dim), ""

@@ -106,9 +106,9 @@ class GraphEditor(Struct):
     ) -> dict[tuple[int, ...], str]:
         """Add, for each device that some of the handles are on, a vector of those handles, in order.
 
-        Returns {numbers of a vector's handles, by their positions in `handles`: the vector's name}. Those
-        numbered in `apart` are in none. The vectors wait for the nodes `after`. KeyError for a handle that
-        the graph lacks.
+        Returns {numbers of a vector's handles, by their positions in `handles`: the vector's name}. Handles
+        whose numbers are in `apart` are left out. The vectors wait for the nodes `after`. KeyError for a
+        handle that the graph lacks.
         """
         nodes = {node.name: node for node in self.graph_def.node}
         by_device: dict[str, list[int]] = {}
@@ -181,9 +181,9 @@ class GraphEditor(Struct):
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
     def place(self, name: str, traced: TracedFunction, *, inline: bool = True) -> PlacedFunction:
-        """Add a traced function, and the functions that it calls, under names of this editor, and return it.
+        """Add a traced function and its callees under names of this editor; return it as it was placed.
 
-        TensorFlow does not put its body in the place of its calls unless `inline` is True.
+        TensorFlow does not put the function's body in the place of its calls unless `inline` is True.
         """
         full = f"{self.scope}_{self._spell(name)}"
         own = traced.definitions

@@ -283,7 +283,7 @@ class _Nodes:
     ) -> Endpoint:
         """Add an Identity, or a Cast from `stored` to `wanted`, of the parsed tensor; return its output.
 
-        It is named after the feature, and `shape` is recorded as its attribute.
+        The node is named after the feature, and `shape` is recorded as its attribute.
         """
         leaf = re.sub(r"[^A-Za-z0-9_./-]", "_", item.feature.name)
         name = free_name(self._names, f"{self._scope}/{leaf}")

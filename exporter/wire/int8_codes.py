@@ -29,9 +29,9 @@ _SPARE_BITS = 7  # of a float32's 24: the bits that a code of seven bits adds to
 def to_codes(rows: Array) -> tuple[Array, Array, Array]:
     """Return the nearest codes int8 [n, ...], scales float32 [n], and a mask [n] of the rows that fit.
 
-    `rows` are [n, ...]. A row fits if it is finite and its largest value is at most 127 * `LARGEST_SCALE`;
-    any other has codes and a scale of 0, and so has one whose scale would be less than `SMALLEST_SCALE`: it
-    fits.
+    `rows` are [n, ...]. A row fits if it is finite and its greatest magnitude is at most 127 *
+    `LARGEST_SCALE`; all other rows get codes and a scale of 0. A row whose scale would be less than
+    `SMALLEST_SCALE` gets zeros, too, but fits.
     """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
     largest = np.abs(flat).max(axis=1, initial=0)

@@ -52,7 +52,8 @@ def doc(text: str) -> Meta:
 def decode(text: str | bytes, type_: Any, where: str, *, written: Callable[[Any], bytes]) -> Any:
     """Return the one JSON object in `text` as a value of `type_`; errors call it `where`.
 
-    `written` encodes a value as we write it: a text that differs from it is searched for doubled keys.
+    `written` encodes a value as we write it: a text that differs from this encoding is searched for doubled
+    keys.
 
     Raises:
         DocumentError: it is not strict JSON (RFC 8259, no NaN), nests too deep, names a key twice, or a field
@@ -87,7 +88,7 @@ def decode_head(text: str | bytes, type_: Any, where: str, *, end: str) -> Any:
 
 
 def in_utc(moment: datetime) -> datetime:
-    """Return a document's time in UTC; the first or last that Python has, if it is beyond them in UTC."""
+    """Return a document's time in UTC; if Python has no such time, the first or last that it has."""
     try:
         return moment.astimezone(timezone.utc)
     except OverflowError:

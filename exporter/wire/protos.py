@@ -84,7 +84,7 @@ _HELD: dict[str, Any] = {}  # classes of messages by their full names; see `_hel
 def _held(descriptor: Any) -> Any:
     """Return the class of a message, given its descriptor.
 
-    It and the classes of all messages inside it live as long as the process.
+    The class, and the classes of all messages in its fields, are kept as long as the process lives.
     """
     # protobuf returns the class of a field's message from a table that Python's collector does not know:
     # while no such message exists, the class is garbage. A collection may let another thread run before it

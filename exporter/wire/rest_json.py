@@ -66,7 +66,8 @@ class LongList(Struct, frozen=True):
         """Yield the list's items in blocks; for an empty list one empty block.
 
         The generator returns the offset after the list. While iterated it raises ValueError, or its subclass
-        JSONDecodeError, if the list is nested too deeply, is not JSON, or has an item of too many parts.
+        JSONDecodeError, if the list is nested too deeply, is not JSON, or has an item of too many parts or a
+        number that is too large.
         """
         text, at = self.text, _space(self.text, self.begin + 1)
         if text.startswith("]", at):
@@ -102,7 +103,8 @@ class LongList(Struct, frozen=True):
     def _one_by_one(self, at: int) -> tuple[list[Json], int]:
         """Return some items from offset `at`, at least one, and the offset of the comma or bracket after.
 
-        ValueError, or its subclass JSONDecodeError, if an item has too many parts, or is not JSON.
+        ValueError, or its subclass JSONDecodeError, if an item has too many parts, a number is too large, or
+        the text is not JSON; RecursionError if an item nests too deeply.
         """
         items, end = [], at + _BLOCK_BYTES
         while True:
@@ -232,7 +234,8 @@ def _long_object(
 
     These are the lists under the keys `lists`; an empty `lists` means all. If `lists` is not empty, all lists
     of an object under the key `inputs` are such, too. ValueError, or its subclass JSONDecodeError, if the
-    text is not JSON, nests too deeply, or has a value of too many parts.
+    text is not JSON, a list nests too deeply, a value has too many parts, or a number is too large;
+    RecursionError if another value nests too deeply.
     """
     found: dict[str, Json] = {}
     at = _space(text, at + 1)

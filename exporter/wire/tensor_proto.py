@@ -65,8 +65,8 @@ def to_arrays(
 ) -> dict[str, NDArray[Any]]:
     """Return the tensors of a message as arrays, by name, converted as by `to_array`.
 
-    `most_filled_bytes` limits what is filled in for all together, in the order of their names. ValueError and
-    TypeError as `to_array`.
+    `most_filled_bytes` limits the bytes that are filled in for all tensors together, counted in the order of
+    their names. ValueError and TypeError as `to_array`.
     """
     found = {}
     for name, proto in sorted(protos.items()):

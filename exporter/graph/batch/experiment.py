@@ -400,7 +400,8 @@ class Experiment:
     def _moves(self, failure: Failed, chosen: frozenset[Slot]) -> Iterator[frozenset[Slot]]:
         """Yield the sets of slots to try next: for each slot near a failure its whole kind, then that slot.
 
-        The last sets are the nearest 2, 3 and up to 24 slots. Slots in `chosen` are left out.
+        The kind is that of `_kind`. The last sets are the nearest 2, 3 and up to 24 slots. Slots in `chosen`
+        are left out.
         """
         before = closure([*self._places(failure.node)], self._sources)
         near = [slot for place in before for slot in self._slots.get(place, ()) if slot not in chosen]
@@ -431,8 +432,8 @@ class Experiment:
     def _sources(self, place: tuple[str, str]) -> Iterator[tuple[str, str]]:
         """Yield (function, node) of the nodes that a node reads, then all nodes of functions that it calls.
 
-        `place` is such a pair, too; the function is "" for the graph. An argument of a function is read from
-        the calls of it.
+        `place` is such a pair, too; the function is "" for the graph. For an argument of a function the nodes
+        that call this function are yielded.
         """
         scope, name = place
         node = self._bodies[scope][name]

@@ -234,7 +234,10 @@ class Population(Struct, frozen=True):
     loose: Mapping[str, Sequence[Array]]
 
     def feeds(self, rows: Array) -> dict[str, Array]:
-        """Return {tensor: value} for a request of the rows with these numbers, in this order."""
+        """Return {tensor: value} for a request of the rows with these numbers, in this order.
+
+        An input that is not by rows has the same value in every request.
+        """
         found = {name: values[rows] for name, values in self.dense.items()}
         for (indices, values, shape), (lists, rank) in self.ragged.items():
             chosen = [lists[row] for row in rows]

@@ -61,11 +61,11 @@ def settle_batch(
 
     `nodes` is changed in place, and changed functions are in the result's `library`. The experiment runs the
     graph in a process of its own, for up to minutes. `ends` are the tensors of the signatures, `library` the
-    graph's functions by name. `batch` is the batch size of the graph's input pipeline; None: requests may be
-    of any size already and nothing is run, unless a Reshape of the only input by rows leaves no length open,
-    or a constant may say how many rows there are. If the experiment is impossible or fails, a known size
-    stays, and a note says why. GraphError if the graph calls a function that it lacks, or has an unknown type
-    number.
+    graph's functions by name; `filling` says how lookup tables are filled. `batch` is the batch size of the
+    graph's input pipeline; None: requests may be of any size already and nothing is run, unless a Reshape of
+    the only input by rows leaves no length open, or a constant may say how many rows there are. If the
+    experiment is impossible or fails, a known size stays, and a note says why. GraphError if the graph calls
+    a function that it lacks, or has an unknown type number.
     """
     reshapes, sizes = list[str](), list[int]()
     if batch is None:
