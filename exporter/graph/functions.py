@@ -150,7 +150,7 @@ def pruned_body(function: Proto, changing: set[str], stock: Collection[str] | No
     Raises:
         ForeignOperations: a needed operation is not known.
         NotServable: a server must not run a needed node, or it reads a variable after a change of it.
-        GraphError: a needed node reads an input that does not exist.
+        GraphError: a needed node reads an input that does not exist, or has an unknown type number.
     """
     nodes = {node.name: node for node in function.node_def}
     if has_control_flow(nodes):
@@ -214,10 +214,10 @@ def reachable(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> set[str]:
 
 
 def callees_first(nodes: Iterable[Proto], library: Mapping[str, Proto]) -> list[str]:
-    """Return the functions that `nodes` call, directly or through others, each after its callees.
+    """Return the names of the functions that `nodes` call, directly or through others, callees first.
 
-    GraphError for a call of a function that the library lacks; its subclass NotServable for recursion, and
-    for functions that nest too deeply or expand to too many nodes.
+    GraphError for a call of a function that the library lacks; its subclass NotServable for recursion, for
+    calls nested more than 128 deep, and for a function that expands to more than 4,194,304 nodes.
     """
     nodes = [*nodes]
     calls = {name: [*_callees(library[name].node_def, library)] for name in sorted(reachable(nodes, library))}
@@ -350,10 +350,10 @@ def fill_before_use(nodes: Mapping[str, Proto], fills: Mapping[str, str]) -> Non
 def drop_refills(meta_graph: Proto, init_op: str | None) -> None:
     """Remove from functions, in place, the fills of static tables that the init op has filled before.
 
-    `init_op` is the name of its node; without one (None) nothing is removed, nor from functions that the init
-    op calls. Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables
-    in each call of a signature. A static table is filled once; a second fill is ignored if its contents are
-    equal, and an error if they differ (`InitializableLookupTable::Initialize` in
+    `init_op` is the name of the init op's node; without one (None) nothing is removed. Functions that the
+    init op calls keep their fills. Keras' feature columns of TensorFlow 2.0 to 2.2 fill their tables in each
+    call of a signature. A static table is filled once; a second fill is ignored if its contents are equal,
+    and an error if they differ (`InitializableLookupTable::Initialize` in
     tensorflow/core/framework/lookup_interface). A server runs the init op before any signature. GraphError if
     a function is called that the graph lacks.
     """
@@ -415,9 +415,10 @@ def _arguments_that_are(
 def use_resource_variables(nodes: dict[str, Proto]) -> dict[Endpoint, Endpoint]:
     """Make every variable a VarHandleOp with explicit reads, in place.
 
-    Operations on references become plain ones, and nodes that read variables are added. Returns {reference
-    variable's tensor: the tensor with its value}. Nodes with equal container and shared name get the name of
-    the first as shared name. GraphError if a variable has an unknown type number.
+    `nodes` are a graph's, by name. Operations on references become plain ones, and nodes that read variables
+    are added. Returns {reference variable's tensor: the tensor with its value}. Nodes with equal container
+    and shared name get the name of the first as shared name. GraphError if a variable has an unknown type
+    number.
     """
     references = {name for name, node in nodes.items() if node.op in ("Variable", "VariableV2")}
     reads: dict[Endpoint, Endpoint] = {}
@@ -530,9 +531,9 @@ def _is_row_lookup(nodes: Mapping[str, Proto], node: Proto) -> bool:
 
 
 def _handle_of(nodes: dict[str, Proto], twins: dict[str, str], text: str, steps_left: int) -> str | None:
-    """Return the handle, a tensor's name, of the variable that the tensor `text` is read from as a whole.
+    """Return the handle of a variable, if the tensor `text` is that variable's whole value, else None.
 
-    None if `text` is another value. Between both may be Identity, Switch and Enter, at most `steps_left` of
+    Both are names of tensors. The value may pass through Identity, Switch and Enter, at most `steps_left` of
     them. A Switch or Enter gets a copy that forwards the handle: it is added to `nodes`, and to `twins` as
     {node of the value: node of the handle}.
     """

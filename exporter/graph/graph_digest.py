@@ -22,7 +22,8 @@ _MEANINGLESS = ("shared_name", "container", "config_proto", "executor_type")
 def graph_digest(graph: InferenceGraph) -> str:
     """Return the SHA-256, in hexadecimal, of a graph's computation.
 
-    The default rows of dynamic tables count; the contents of files that the graph reads do not.
+    Names of nodes, signatures, and the default rows of dynamic tables count. The order of nodes, the names of
+    functions, shared names, and the contents of files that the graph reads do not.
     """
     graph_def = graph.meta_graph.graph_def
     functions = {function.signature.name: function for function in graph_def.library.function}

@@ -276,7 +276,8 @@ def _placed(
 ) -> JoinedLookup:
     """Return a lookup with the sizes of its table, and the table's first elements in the joined variables.
 
-    `is_vector` says that its ids are always a vector; `shapes` has each variable's shape by node.
+    `is_vector` says that its ids are always a vector; `shapes` has each variable's shape by node. ValueError
+    if the shapes of the table's variables contradict each other.
     """
     seeds, rows, keys, _ = lookup.table.nodes
     (groups,), (slots,), (capacity,) = shapes[seeds], shapes[rows], shapes[keys]

@@ -119,7 +119,10 @@ def _gathered_ids(index: GraphIndex, variable: str) -> list[Endpoint]:
 
 
 def _is_passed_on(index: GraphIndex, variable: str) -> bool:
-    """True if a function takes the variable as an argument; its uses there are not followed."""
+    """True if a node that names a function in an attribute, as a call does, takes the variable.
+
+    Uses in functions are not followed.
+    """
     readers = {reader for reader, _ in index.consumers.get(variable, ())}
     return any(len(called_functions(index.nodes[reader])) > 1 for reader in readers)
 

@@ -250,9 +250,9 @@ def path_constant(name: str, file_name: str) -> Proto:
 def find_assets(source: SourceGraph, nodes: Mapping[str, Proto], filling: Iterable[str]) -> tuple[Asset, ...]:
     """Return the existing files that nodes of a cleaned graph read, each with the Const that has its path.
 
-    First come a SavedModel's own assets, then files of the text initialisers in `filling`, then the asset
-    collection's. Two files of one name get different names in the version. A node that `nodes` lacks, or that
-    is not a Const, is skipped unless an initialiser reads its path.
+    First come a SavedModel's own assets, then files of the text initialisers among the nodes named in
+    `filling`, then the asset collection's. Two files of one name get different names in the version. A node
+    that `nodes` lacks, or that is not a Const, is skipped unless an initialiser reads its path.
 
     Raises:
         MissingAsset: a file does not exist, or cannot be looked up.

@@ -461,9 +461,10 @@ def reach(
 def all_before(
     nodes: Mapping[str, Proto], tensors: Iterable[Endpoint], given: Collection[Endpoint] = ()
 ) -> dict[str, None]:
-    """Return the names of all nodes that run for some tensors, as keys, nearest first, also by control edges.
+    """Return the names of all nodes that run to compute some tensors, as keys, nearest first.
 
-    The search stops at the tensors `given`; nodes that the graph lacks are left out.
+    Control edges are followed like data. The search stops at the tensors `given`; nodes that the graph lacks
+    are left out.
     """
     found: dict[str, None] = {}
     pending = deque(tensors)
@@ -506,7 +507,7 @@ def forward_sources(nodes: Mapping[str, Proto], name: str, inputs: Iterable[str]
 
 
 def waited_for(nodes: Mapping[str, Proto], names: Iterable[str]) -> list[str]:
-    """Return the nodes `names`, with each NoOp (a group) replaced by the nodes that it waits for.
+    """Return the names of nodes, with each NoOp (a group) replaced by the nodes that it waits for.
 
     Each is returned once, in any order. Names that the graph lacks are left out.
     """
@@ -553,9 +554,10 @@ class Pivots:
         self._is_plain = not has_control_flow(nodes)
 
     def needed_inputs(self, node: Proto) -> list[str]:
-        """Return a node's data inputs as written; without any, the control edge from its pivot, `^node`.
+        """Return the texts of a node's data inputs; without any, the control edge from its pivot, `^node`.
 
-        Empty if it has neither. GraphError if conditionals are nested more than 64 deep.
+        The pivot is a node in the same branch or iteration. Empty if there is neither. GraphError if
+        conditionals are nested more than 64 deep.
         """
         data = input_names(node)
         if data or self._is_plain:
@@ -840,9 +842,9 @@ _BY_ELEMENT = frozenset(
 def makes_vector(body: Body, reference: str, named: Collection[str], depth: int = 12) -> bool:
     """True if a tensor is one-dimensional whatever the inputs of the graph are, as a result of `Unique` is.
 
-    Shapes that the graph only declares do not count: nothing checks them for values that a client sends. It
-    may send any node of those that signatures have `named`, also one that another signature computes. Looks
-    at most `depth` operations back.
+    False also if this is not known. Shapes that the graph only declares do not count: nothing checks them for
+    values that a client sends. A client may send the value of any node that signatures name (`named`), also
+    of one that another signature computes. At most `depth` operations are followed back.
     """
 
     def unless_sent(text: str) -> Proto | None:

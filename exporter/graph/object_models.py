@@ -46,7 +46,7 @@ def objects_among(result: Any) -> dict[str, Any]:
 
 
 def holding(models: Mapping[str, Any]) -> Any:
-    """Return the model named "", or a new `tf.Module` with these models as attributes of their names."""
+    """Return the model named "", else a new `tf.Module` that has these models as attributes, by name."""
     import tensorflow as tf
 
     if "" in models:
@@ -145,7 +145,7 @@ def guessed_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _refuse_foreign_variables(model: Any, label: str) -> None:
-    """Raise BuilderError for a model with variables outside of this graph: it was built before.
+    """Raise BuilderError for a model with variables outside of the default graph: it was built before.
 
     `label` names the builder in the message.
     """

@@ -38,7 +38,7 @@ def make_for(graph_def: Proto, server: Version) -> None:
     """Remove attributes without effect that servers of a TensorFlow version lack, in place.
 
     Raises:
-        NotServable: they lack something else that the graph needs.
+        NotServable: they lack something else that the graph needs; then nothing is removed.
     """
     require_had(graph_def, server)
     for part in _late_parts(all_nodes(graph_def)):

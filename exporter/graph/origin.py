@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def _written(default: Any) -> Any:
-    """Return a field whose default is a copy of this one, and is written into documents, too.
+    """Return a field with a copy of `default` as its default, which is written into documents, too.
 
     Earlier releases wrote it; `omit_defaults` leaves out plain defaults, but not those of factories.
     """
@@ -69,7 +69,7 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
 
     @classmethod
     def of(cls, request: GraphRequest, *, is_beside: bool = False) -> GraphOrigin:
-        """Return the sources that a request names, before it is loaded; a builder's code is not known yet.
+        """Return the sources that a request names, before its graph is loaded, so without a builder's code.
 
         `is_beside` says that the graph is the one beside the checkpoint. A file for which the system raises
         an OSError is left out. A builder's name by file or module is not looked up.
@@ -115,10 +115,11 @@ class GraphOrigin(Struct, frozen=True, omit_defaults=True, rename={"is_beside": 
     def differences(self, request: GraphRequest) -> Iterator[str]:
         """Yield a phrase for each difference between a later request's model and options and this origin.
 
-        A model that the request omits does not count; options count if it has any of them. While iterated it
-        raises BuilderError if the builder does not exist or cannot be parsed, UsageError if the graph's file
-        does not exist or the file of `--signatures` cannot be read, ManifestError if a recorded file is not
-        below its directory, CheckpointError if a file is a pointer of Git LFS, or cannot be fetched.
+        If the request names no model, models are not compared; if it gives no option, options are not. While
+        iterated it raises BuilderError if the builder does not exist or cannot be parsed, UsageError if the
+        graph's file does not exist or the file of `--signatures` cannot be read, ManifestError if a recorded
+        file is not below its directory, CheckpointError if a file is a pointer of Git LFS, or cannot be
+        fetched.
         """
         given = graph_options(request)
         if given:
@@ -316,7 +317,8 @@ def _named(model: Any) -> tuple[str, BuilderFile | None, Path | None]:
 def _is_as_written(path: Path, known: str) -> bool:
     """True if `path` is an archive whose model has the digest `known` as releases before 0.3.0 made it.
 
-    Errors are those of `model_digest`.
+    BuilderError if an archive has only weights or an invalid config (CodeRefused if that is nested too
+    deeply), CheckpointError (and subclasses) if it cannot be read.
     """
     from exporter.checkpoint.families import is_archive
 

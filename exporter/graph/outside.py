@@ -189,7 +189,8 @@ def running_outside(
 def keep_before(graph_def: Proto, names: Collection[str]) -> None:
     """Reduce a graph, in place, to the nodes `names`, all nodes that run before, and functions they call.
 
-    NotServable if such a function calls itself or nests too deeply, GraphError if the graph lacks it.
+    Colocation is removed from the nodes. NotServable if such a function calls itself or nests too deeply,
+    GraphError if the graph lacks it.
     """
     nodes = {node.name: node for node in graph_def.node}
     kept = all_before(nodes, [endpoint(name) for name in names])
@@ -240,7 +241,7 @@ def require_harmless(found: Iterable[Outside], what: str, *, is_allowed: bool) -
 def _judged(nodes: Iterable[Proto], function: str, library: Collection[str]) -> Iterator[Outside]:
     """Yield the operations with an effect among the nodes of a function ("": the graph), in their order.
 
-    `library` has the names of the graph's functions.
+    `library` has the names of the graph's functions. GraphError for an unknown type number.
     """
     for node in nodes:
         effect = effect_in(node, library)
@@ -321,7 +322,7 @@ class _Judge:
         """Return the operations that reach out, each once; nodes `own` of the graph are left out.
 
         NotServable if a function calls itself or nests too deeply, GraphError if the graph lacks a called
-        function or two nodes of a function have one name.
+        function, a type number is unknown, or two nodes of a function have one name.
         """
         inside: list[Outside] = []
         for name in callees_first(self._nodes, self._library):  # deep calls without deep recursion
@@ -332,7 +333,7 @@ class _Judge:
     def _function(self, name: str) -> tuple[set[int], list[Outside]]:
         """Return the result of `_body` for the function with this name; memoised.
 
-        GraphError if two of its nodes have the same name.
+        GraphError if two of its nodes have the same name, or one has an unknown type number.
         """
         if name not in self._judged:
             # Functions of one `api_implements` may call each other: until this one is judged, it is empty.
@@ -345,7 +346,7 @@ class _Judge:
 
         The operations reach out whatever the arguments are: the body's, and those of functions for whose
         files it passes other names. The graph itself has no arguments. GraphError if two nodes of a called
-        function have the same name.
+        function have the same name, or for an unknown type number.
         """
         found: list[Outside] = []
         arguments: set[int] = set()

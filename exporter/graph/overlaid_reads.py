@@ -95,14 +95,15 @@ class OverlaidReads(RowReads, frozen=True):
 
     @property
     def extra_handles(self) -> tuple[str, ...]:
-        """Return the nodes of the handles of changed, slots, overlay and, if it has one, pages."""
+        """Return the names of the handles' nodes, in order: changed, slots, overlay and, if any, pages."""
         return self.changed, self.slots, self.overlay, *([self.pages] if self.pages else [])
 
     def apply(self, body: Body, node: Proto, extra_handles: Sequence[str]) -> None:
         """Change a node that takes the table's handle so that it reads changed rows from the overlay.
 
         Nodes are added to the body; `extra_handles` are the handles beside the table, by their names there.
-        Gathers that `overlay_joined_reads` changed stay as they are. NotServable for other uses.
+        Gathers that `overlay_joined_reads` changed are left alone. NotServable for any other use, GraphError
+        for an unknown type number.
         """
         if node.op in INDIFFERENT or attr(node, _JOINED).b:
             return
@@ -136,7 +137,10 @@ def overlay_joined_reads(meta_graph: Proto, tables: Mapping[str, OverlaidReads])
 
 
 def _read_together(meta_graph: Proto, tables: Mapping[str, OverlaidReads]) -> list[list[Proto]]:
-    """Return groups of at least eight gathers that always run together, from tables that share an overlay."""
+    """Return groups of at least eight gathers that always run together, from tables that share an overlay.
+
+    GraphError if two nodes have the same name.
+    """
     index = GraphIndex.of(meta_graph)
     ends = {name: SignatureEnds.of(each) for name, each in meta_graph.signature_def.items()}
     needed = {name: all_before(index.nodes, each.outputs, each.inputs) for name, each in ends.items()}

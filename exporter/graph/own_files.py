@@ -118,7 +118,7 @@ class OwnFiles:
         return places
 
     def _sources(self, text: str, scope: Body) -> list[str] | None:
-        """Return the tensors that a path comes from, none for an own file; None if it may be another path."""
+        """Return the tensors that a path comes from: [] for an own file, None if it may be another path."""
         name = node_of(text)
         node = scope.by_name.get(name)
         if node is None or self._is_fed(name, scope):

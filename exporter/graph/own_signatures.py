@@ -73,14 +73,17 @@ class _Body(Struct, frozen=True):
     handles: Collection[str]
 
     def handles_of(self, node: Proto) -> dict[int, str]:
-        """Return {position among a node's data inputs: the handle, one of `handles`, that it takes there}."""
+        """Return {position among a node's data inputs: the handle, one of `handles`, that it takes there}.
+
+        GraphError for an unknown type number.
+        """
         taken = {at: self._origin(text) for at, text in enumerate(input_names(node))}
         return {at: handle for at, handle in taken.items() if handle in self.handles}
 
     def _origin(self, text: str) -> str:
         """Return the name of the node or argument that a tensor is from, behind Identity nodes on a handle.
 
-        At most 32 of them are followed.
+        At most 32 of them are followed. GraphError for an unknown type number.
         """
         name = node_of(text)
         for _ in range(_MAX_IDENTITIES):
@@ -102,7 +105,8 @@ class EffectsOf:
     def signature(self, ends: SignatureEnds) -> Effects:
         """Return the effects of all nodes that a session runs for a signature, also by control edges.
 
-        GraphError if the graph lacks a node or a function that the outputs need.
+        GraphError if the graph lacks a node or a function that the outputs need, or for an unknown type
+        number.
         """
         nodes = self._index.nodes
         runs = all_before(nodes, ends.outputs, ends.inputs)
@@ -125,7 +129,10 @@ class EffectsOf:
         return self._known[name]
 
     def _called(self, node: Proto) -> dict[str, Effects]:
-        """Return {function: its effects} for the graph's functions that a node calls."""
+        """Return {function: its effects} for the graph's functions that a node calls; memoised.
+
+        GraphError for an unknown type number.
+        """
         callees = sorted(called_functions(node) & self._index.functions.keys())
         return {callee: self._function(callee) for callee in callees}
 
@@ -135,7 +142,10 @@ class EffectsOf:
         return Effects(reads, writes, outside, dropped, bool(reads) or self._computes(body))
 
     def _touched(self, body: _Body) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the handles of the variables and tables that results read, and of the changed ones."""
+        """Return the handles of the variables and tables that results read, and of the changed ones.
+
+        GraphError for an unknown type number.
+        """
         reads, writes = set[str](), set[str]()
         for node in body.nodes.values():
             taken = body.handles_of(node)
@@ -157,7 +167,7 @@ class EffectsOf:
     def _reaching_out(self, body: _Body) -> tuple[frozenset[Outside], frozenset[Outside]]:
         """Return the operations with effects outside the model beyond reading, and a subset of them.
 
-        The second set has the operations that no result needs.
+        The second set has the operations that no result needs. GraphError for an unknown type number.
         """
         outside, dropped = set[Outside](), set[Outside]()
         for node in body.nodes.values():
@@ -171,7 +181,10 @@ class EffectsOf:
         return frozenset(outside), frozenset(dropped)
 
     def _computes(self, body: _Body) -> bool:
-        """True if a result is more than an input, a constant or a handle."""
+        """True if a result is more than an input, a constant or a handle.
+
+        GraphError for an unknown type number.
+        """
         return any(
             any(inner.computes for inner in called)
             if (called := self._called(node).values())
@@ -192,7 +205,10 @@ class EffectsOf:
 
 
 def _hands_on(node: Proto) -> bool:
-    """True for an Identity on a handle; one on a reference variable reads its value."""
+    """True for an Identity that forwards a handle; on a reference variable an Identity reads the value.
+
+    GraphError for an unknown type number.
+    """
     return node.op == "Identity" and attr_dtype(node, "T") is DType.RESOURCE
 
 
@@ -202,8 +218,8 @@ def keep_servable(source: SourceGraph) -> SourceGraph:
     The source itself if nothing is to be changed, or if every signature fails to be cleaned: `clean` then
     reports why. Cleaning a doubtful signature may run the graph in another process, for up to minutes.
     NotServable if none is left for other reasons; GraphError if two nodes have the same name, or if the graph
-    lacks a function that is called, or a node that an output needs; UsageError if `--feed` fixes an input of
-    a signature.
+    lacks a function that is called, or a node that an output needs, or for an unknown type number; UsageError
+    if `--feed` fixes an input of a signature.
     """
     index = GraphIndex.of(source.meta_graph)
     ends = {name: SignatureEnds.of(s) for name, s in sorted(source.meta_graph.signature_def.items())}

@@ -38,8 +38,8 @@ class PlacedReads(RowReads, frozen=True):
         """Change a node that takes the table's handle, in place, so that it reads rows at their places.
 
         A gather gets its row numbers from a new gather of the places, whose handle in this body is in
-        `extra_handles`; a VariableShape becomes the shape without copies. Operations in `INDIFFERENT` stay as
-        they are. NotServable for any other use.
+        `extra_handles`; a VariableShape becomes the shape without copies. Operations in `INDIFFERENT` are not
+        changed. NotServable for any other use, GraphError for an unknown type number.
         """
         if node.op == "VariableShape":
             become_shape(body, node, self.shape)

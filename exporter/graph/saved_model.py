@@ -33,8 +33,8 @@ _UPDATE = "incremental_update"  # the signature that applies deltas, added with 
 def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
     """Load a SavedModel's graph for serving, or the one with the request's tag, with its assets and objects.
 
-    Unless it has the tag `serve`, or the request names tensors, signatures that train are left out, with
-    notes.
+    Unless the graph has the tag `serve`, or the request names tensors, signatures that train are left out,
+    with notes.
 
     Raises:
         UsageError: it does not exist, takes deltas, or has no graph or signature to serve; or an option is
@@ -44,7 +44,7 @@ def load_saved_model(path: Path, request: GraphRequest) -> SourceGraph:
             fetched from a store (subclasses).
         PublishError: what is fetched from a store cannot be written.
         MissingAsset: a file that it names does not exist; AccessRefused if the graph may not read it.
-        GraphError: the request's signatures cannot be served; the subclass says why.
+        GraphError: the signatures cannot be served; the subclass says why.
     """
     meta_graph = choose_graph(read_saved_model(path), path, request.tag)
     if _UPDATE in meta_graph.signature_def:

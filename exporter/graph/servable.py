@@ -245,7 +245,8 @@ def check_known(nodes: Iterable[Proto], function: str, library: Collection[str])
 def check_body(nodes: Iterable[Proto], function: str) -> None:
     """Raise NotServable for a function with an operation that a server must not run.
 
-    Operations that feed training are allowed: they are its own datasets.
+    `nodes` are the function's. Operations that feed training are allowed: in a function they are its own
+    datasets.
     """
     for node in nodes:
         reason = _refusal(node.op)
@@ -260,7 +261,7 @@ def check_reads(
     where: str,
     allowed: Collection[str] = (),
 ) -> None:
-    """Raise NotServable for a read that must see a change of the same call, as of `v.assign_add(1)`.
+    """Raise NotServable for a read that must see a change of the same call, such as `v.assign_add(1)`.
 
     The nodes `names` are checked. The nodes `allowed` may change what is read, because they are served, too.
     `mutating_functions` are the functions that change state. `where` follows the error's first clause, such

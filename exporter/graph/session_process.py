@@ -105,7 +105,8 @@ class Graphs:
     def _load(self, path: str) -> bytes:
         """Load a SavedModel's graph tagged `serve` into a new session, with its variables.
 
-        Returns its MetaGraphDef, serialised, without the graph. A TensorFlow error if it cannot be loaded.
+        The previous session is closed. Returns its MetaGraphDef, serialised, without the graph. A TensorFlow
+        error if it cannot be loaded.
         """
         from tensorflow.core.protobuf import config_pb2
         from tensorflow.python.saved_model import loader_impl

@@ -215,7 +215,8 @@ def require_function(found: BuilderFile, where: str, name: str) -> None:
     """Raise BuilderError if a builder's module certainly lacks the function `name`, or cannot be parsed.
 
     `where` is the module as the user named it. Nothing is raised if its code does not show all names: only
-    importing it can decide then. CheckpointError if the file cannot be fetched from a store.
+    importing it can decide then. CheckpointError if the file is a pointer of Git LFS, or cannot be fetched
+    from a store.
     """
     bound, functions = _bound.of(found.path, lambda path: _bound_names(parse(path)))
     if bound is not None and name.split(".")[0] not in bound:
@@ -279,10 +280,10 @@ def _is_same(known: SourceFile | ModuleFile, path: Path) -> bool:
 
 
 def code_of(content: bytes, path: Path) -> str:
-    """Return the digest of a Python file's code, without comments, docstrings and statements for running it.
+    """Return a digest, in hex, of the code in a Python file's `content`.
 
-    Statements for running it are `if __name__ == "__main__":`. If `path`, which is not read, is not a .py
-    file, or if the code cannot be parsed, the digest is the SHA-256 of the bytes.
+    Comments, docstrings and statements `if __name__ == "__main__":` do not count. If `path`, which is not
+    read, is not a .py file, or if the code cannot be parsed, the digest is the SHA-256 of the bytes.
     """
     with contextlib.suppress(BuilderError):
         if path.suffix == ".py":
@@ -374,9 +375,10 @@ def _parsed(source: bytes, name: str) -> ast.Module:
 
 
 def _code(tree: ast.Module) -> str:
-    """Return the digest of the code that runs when a module is imported; `tree` loses its docstrings.
+    """Return the SHA-256, in hex, of the code that runs when a module is imported.
 
-    The digest depends on the minor version of Python.
+    `tree` is changed: it loses its docstrings, and statements `if __name__ == "__main__":`. The digest
+    depends on the minor version of Python.
     """
     tree.body = [node for node in tree.body if not _runs_as_program_alone(node)]
     for node in ast.walk(tree):

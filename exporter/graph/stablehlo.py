@@ -184,10 +184,10 @@ def _dialects(reader: _Reader, strings: list[str], version: int) -> tuple[list[s
 def _texts(
     sections: Mapping[int, memoryview], strings: list[str], dialects: list[str]
 ) -> frozenset[str] | None:
-    """Return the texts in sets of eight or more properties, as custom calls have; None if one is not encoded.
+    """Return the texts in sets of eight or more properties, as custom calls have them.
 
-    `sections` must have offsets, attributes and properties. IndexError if one is cut off, or if a number is
-    beyond `strings` or `dialects`.
+    None if some attribute is not encoded, but plain text for MLIR's parser. `sections` must have offsets,
+    attributes and properties. IndexError if one is cut off, or if a number is beyond `strings` or `dialects`.
     """
     attributes = _attributes(_Reader(sections[_OFFSETS]), _Reader(sections[_ATTRIBUTES]), dialects)
     if attributes is None:

@@ -104,7 +104,7 @@ def check_dropout(graph: InferenceGraph, feeds: Mapping[str, Array]) -> None:
     """Raise TrainingModeServed for a graph with dropout or noise that is on.
 
     `feeds` are the placeholders that were fixed, with their values. The error names the first operation, and
-    the placeholders that turn all of them off, if any do.
+    the placeholders that turn all of them off, if any do: to find these, the graph is searched again.
     """
     found = [*graph.training.dropping()]
     if not found:
@@ -223,7 +223,7 @@ class _Drawn(Struct, frozen=True):
 def _drawn(body: CalledBody) -> Iterator[_Drawn]:
     """Yield the uses of each random operation that runs, at least one for each, sorted by node.
 
-    A use that the request itself chooses counts as OTHER.
+    A use that the request itself chooses counts as OTHER. GraphError for an unknown type number.
     """
     drawing = [name for name in sorted(body.live & body.nodes.keys()) if _is_random(body.nodes[name].op)]
     uses = _Uses(body, drawing) if drawing else None

@@ -133,8 +133,8 @@ def way_out(error: BaseException) -> str:
 def keras_choice(keras_2: bool, files: Iterable[str]) -> str:
     """Return a hint to run code with Keras 2 (with `keras_2`) or with Keras 3.
 
-    "" if this process uses that one already, or unless one of `files` (paths of source files) uses
-    `tf.keras` and none imports `keras` itself.
+    "" if this process uses that one already, if no file in `files` (paths of source files) uses `tf.keras`,
+    or if one imports `keras` itself.
     """
     if keras_2 == _keras_2_is_chosen() or not _means_tf_keras(files):
         return ""

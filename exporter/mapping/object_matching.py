@@ -46,7 +46,7 @@ class TrainedObjects(Struct, frozen=True, dict=True):
 
     @cached_property
     def start(self) -> int | None:
-        """The number of the object at the user's path; None without a path.
+        """The number of the object at `object_path`; None without a path.
 
         Raises UsageError if no object has this path.
         """
@@ -72,7 +72,7 @@ class TrainedObjects(Struct, frozen=True, dict=True):
     def by_name(self) -> Mapping[str, tuple[TrackedVariable, ...]]:
         """The checkpoint's variables by name, each tensor once and without optimizers' slots.
 
-        With a user's path, only variables below it. Raises UsageError if no object has this path.
+        With `object_path`, only variables below that object. Raises UsageError if no object has this path.
         """
         slots = {slot for item in self.objects.objects for slot in item.slots}
         within = None if self.start is None else self.objects.paths_from(self.start)
@@ -122,7 +122,7 @@ def match_objects(
         MissingTensors: a variable has no tensor.
         AmbiguousRename: several objects, or several variables of a name, fit.
         ObjectMismatch: names contradict the match, or a layer more shifts numbered names.
-        UsageError: no object has the user's path.
+        UsageError: the object of `--object-path` does not exist.
     """
     found = {}
     for key, name in renamed.items():

@@ -56,7 +56,7 @@ class TensorSource(Struct, frozen=True):
         return self.cast is DType.INT8
 
     def stored(self, box: SliceSpec) -> SliceSpec:
-        """Return a box of whole rows as it is when stored: with wider rows in 8 bits, else the same box."""
+        """Return the box in which whole rows are stored: a wider one in 8 bits, else `box` itself."""
         if not self.is_in_8_bits:
             return box
         from exporter.wire.int8_codes import SCALE_BYTES
@@ -102,7 +102,7 @@ def cast_for(key: str, tensor: TensorRef, rules: MappingRules) -> DType | None:
 def group_parts(variables: Iterable[GraphVariable]) -> dict[str, tuple[GraphVariable, ...]]:
     """Group variables by key, in the order of first occurrence.
 
-    The parts of a partitioned one are in the order of their begin.
+    The parts of a partitioned variable are in the order of their starts in the whole.
     """
     groups: dict[str, list[GraphVariable]] = {}
     for variable in variables:
