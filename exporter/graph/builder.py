@@ -162,9 +162,9 @@ def require_no_tensors(request: GraphRequest) -> None:
 
 
 class Built(Struct, frozen=True):
-    """What a builder made: a MetaGraphDef (in the private pool) with signatures, and the builder's code.
+    """A builder's result: a MetaGraphDef (in the private pool) with signatures, and the builder's code.
 
-    If it returned an object, `view` is its object graph and `layers` the places of its variables.
+    If the builder returned an object, `view` is its object graph and `layers` the places of its variables.
     """
 
     label: str
@@ -177,7 +177,7 @@ class Built(Struct, frozen=True):
 
 
 def run_builder(request: GraphRequest, label: str = "") -> Built:
-    """Run a request's builder in a fresh graph and return what it made; a builder given as text is imported.
+    """Run a request's builder in a fresh graph and return its result; a builder given as text is imported.
 
     `label` names the builder in messages; without it `pkg.mod:fn` does. An ExportError of the builder's own
     code passes unchanged.
@@ -202,8 +202,9 @@ def run_builder(request: GraphRequest, label: str = "") -> Built:
 def source_of(built: Built, request: GraphRequest) -> SourceGraph:
     """Return a source graph of a builder's result, with its signatures, objects, tables and code.
 
-    Changes the MetaGraphDef in `built`. UsageError if there are no signatures, or an option of the request
-    does not fit the graph; GraphError and subclasses if the signatures cannot be served.
+    Changes the MetaGraphDef in `built`. The request must name no tensors (`require_no_tensors`). UsageError
+    if there are no signatures, or an option of the request does not fit the graph; GraphError and subclasses
+    if the signatures cannot be served.
     """
     source = with_signatures(built.meta_graph, request, label=built.label, directory=Path.cwd())
     source = replace(source, code=built.code)

@@ -234,7 +234,7 @@ class CalledBody:
         return None if body is None else body.value(function.ret.get(results[_position(tensor)], ""))
 
     def _returns(self, tensor: str, merge: str) -> bool:
-        """True if `tensor` is what the Merge node `merge` gives, passed on unchanged by at most 7 nodes.
+        """True if `tensor` is the output of the Merge node `merge`, passed on unchanged by at most 7 nodes.
 
         These are Switch, NextIteration and Identity nodes.
         """
@@ -298,7 +298,7 @@ class CalledBody:
         return bool(dead) and (node_of(tensor) in dead or _output(self.nodes, tensor) in dead)
 
     def _needed(self, node: Proto) -> list[str]:
-        """Return the inputs that a running node needs, of a call those that the called function uses.
+        """Return the inputs that a running node needs; of a call, the inputs that its function uses.
 
         Control inputs, without `^`, are among them unless the node is a call, a Merge or a batch
         normalisation. Of a call that may run one of several functions all inputs count. Calls are recorded,

@@ -330,7 +330,7 @@ def _ends(index: GraphIndex, ends: SignatureEnds, moved: Mapping[Endpoint, Endpo
 
 
 def _roots(signatures: Iterable[SignatureEnds], moved: Mapping[Endpoint, Endpoint]) -> list[str]:
-    """Return the nodes of the signatures' tensors, each once, first those of outputs.
+    """Return the nodes of the signatures' tensors, each once, first the nodes of outputs.
 
     `moved` is {tensor: the tensor to count in its place}.
     """
@@ -403,9 +403,9 @@ def _beyond_rest(signatures: Mapping[str, Proto]) -> Iterator[str]:
 
 
 def _needs(foreign: Collection[str], outside: Iterable[Outside]) -> Iterator[str]:
-    """Yield notes on what the graph requires of a server beyond stock TensorFlow and the version's own files.
+    """Yield a graph's requirements of a server, beyond stock TensorFlow and the version's files, as notes.
 
-    `foreign` are operations that stock TensorFlow lacks, `outside` those that reach out of the version.
+    `foreign` are operations that stock TensorFlow lacks, `outside` operations that reach out of the version.
     """
     for each in outside:
         yield f"when served, {each}"
@@ -578,10 +578,10 @@ def _identity(node: Proto) -> str:
 def _written_out(
     index: GraphIndex, nodes: dict[str, Proto], call: Proto, function: str, makers: StateMakers
 ) -> list[str]:
-    """Copy the nodes of a called function that take makers' handles, and what they read, into `nodes`.
+    """Copy the nodes of a called function that take makers' handles, and their sources, into `nodes`.
 
-    Returns the names of the copies that take handles. NotServable if a copied node reads from an operation
-    with several outputs.
+    `call` is the node that calls the function. Returns the names of the copies that take handles. NotServable
+    if a copied node reads from an operation with several outputs.
     """
     body = {node.name: node for node in index.functions[function].node_def}
     arguments = [argument.name for argument in index.functions[function].signature.input_arg]

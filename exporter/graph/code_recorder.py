@@ -68,7 +68,8 @@ def import_code(where: str) -> Any:
     `sys.modules` first, and so imported anew. Modules of other builders are removed, too, if the directory of
     this one has modules of their names. The directory of a file is put first on `sys.path`, until the
     `importable` block around the call ends, if any. Waits while another thread imports a builder. Raises
-    whatever the import raises: ImportError, FileNotFoundError, or an error of the module's own code.
+    whatever the import raises: ImportError, FileNotFoundError, or an error of the module's own code;
+    CheckpointError if a builder's file is now a pointer of Git LFS.
     """
     with _IMPORTING:
         with contextlib.suppress(BuilderError):  # the import will report the error
@@ -82,7 +83,10 @@ def import_code(where: str) -> Any:
 
 
 def _forget_edited() -> None:
-    """Remove all modules of builders from `sys.modules` if the file of one was edited since its import."""
+    """Remove all modules of builders from `sys.modules` if the file of one was edited since its import.
+
+    CheckpointError if a file is now a pointer of Git LFS.
+    """
     # Modules that were imported before this process loaded a builder belong to the program, and stay.
     if all(digest_at(file) == digest for file, digest in _imported.items()):
         return
@@ -157,9 +161,9 @@ class Recorder:
         self._path = [*sys.path]
 
     def note(self, module: ModuleType) -> None:
-        """Record a user's module, with the digest of its file, right before it is executed.
+        """Record a user's module, with the digest of its file, right before the module is executed.
 
-        Does nothing for other modules.
+        Does nothing for other modules. CheckpointError if the file is a pointer of Git LFS.
         """
         if (file := file_of(module)) and is_users(file):
             _imported[file] = digest_at(file)
@@ -170,7 +174,8 @@ class Recorder:
 
         `main` is the builder's own file, None if it has none. With `is_loaded` this process imported the
         builder to make the graph: then BuilderError if a file was edited meanwhile. Modules that otherwise
-        differ from their files have no digest. Opened files that cannot be read are left out.
+        differ from their files have no digest. Opened files that cannot be read are left out. CheckpointError
+        if a module's file is a pointer of Git LFS.
         """
         found = _Reached(main)
         found.follow([*self.modules, *_modules_of_builder(model)])
@@ -396,9 +401,10 @@ class _Reached:
         self._main = main
 
     def follow(self, modules: Iterable[ModuleType]) -> None:
-        """Add the users' modules and libraries among `modules`, and all that users' modules lead to.
+        """Add the users' modules and libraries among `modules`, and all modules behind users' modules.
 
-        A user's module leads to the modules that it imports or holds values of.
+        Behind a user's module are the modules that it imports or holds values of. CheckpointError if one's
+        file is a pointer of Git LFS.
         """
         pending = [*modules]
         while pending:
@@ -427,7 +433,8 @@ def _led_to(module: ModuleType, file: str) -> Iterator[ModuleType]:
     """Yield the loaded modules behind a module: its imports, its packages, and the modules of its values.
 
     `file` is the module's file, whose import statements are read unless it cannot be parsed. A module's
-    values are all objects that it holds under a name.
+    values are all objects that it holds under a name. CheckpointError, during the iteration, if the file is a
+    pointer of Git LFS.
     """
     name = _name_of(module)
     parts = name.split(".")
@@ -535,7 +542,8 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 def _digests(module: ModuleType, file: str, real: Path) -> tuple[str, ...]:
     """Return (digest of a module's file, digest of its code); () if the file is not the imported one.
 
-    () also if the file cannot be read. `real` is the file's resolved path.
+    () also if the file cannot be read. `real` is the file's resolved path. CheckpointError if the file is a
+    pointer of Git LFS.
     """
     content = content_of(file)
     if content is None or not _is_as_imported(module, file, content):

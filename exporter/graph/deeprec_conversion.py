@@ -385,7 +385,7 @@ def _origin(index: GraphIndex, tensor: Endpoint) -> Proto | None:
 
 
 def read_through_stages(index: GraphIndex, given: Collection[Endpoint]) -> None:
-    """Let nodes read, in place, the tensors that are put into stages, instead of those that are taken out.
+    """Replace, in place, the tensors that nodes read out of stages by the tensors that are put in.
 
     A stage stays as it is if one of the tensors taken out of it is in `given` (the inputs of signatures), or
     if nothing puts in as many tensors as are taken out.

@@ -181,7 +181,7 @@ class GraphEditor(Struct):
         return self.place(name, trace(part, inputs, as_written=as_written), inline=inline)
 
     def place(self, name: str, traced: TracedFunction, *, inline: bool = True) -> PlacedFunction:
-        """Add a traced function and its callees under names of this editor; return it as it was placed.
+        """Add a traced function and its callees under names of this editor; return the placed function.
 
         TensorFlow does not put the function's body in the place of its calls unless `inline` is True.
         """

@@ -69,7 +69,7 @@ class Failed(Exception):
 
 
 class _Trial(Struct, frozen=True):
-    """Random rows for one signature, and what the graph answered to each at its own size, by tensor."""
+    """Random rows for one signature, and the graph's answers to them at its own size, by tensor."""
 
     population: Population
     answers: Mapping[str, Array]
@@ -138,7 +138,8 @@ class Experiment:
         search for slots ends within about 300 seconds.
 
         Raises:
-            Failed: rows are mixed, random numbers are drawn, or no slots make requests of other sizes right.
+            Failed: the graph cannot be run, mixes rows, or draws random numbers, or no slots make other sizes
+                right.
             RunFailed: the graph does not run with other numbers in place of random ones.
             Ended: a run exceeded its limits, or the session's process ended otherwise.
         """
@@ -455,9 +456,9 @@ class Experiment:
         return {kind: frozenset(slots) for kind, slots in kinds.items()}
 
     def _kind(self, slot: Slot) -> object:
-        """Return a value that is equal for slots of one kind: those that are read in the same way.
+        """Return a value that is equal for slots of one kind, which a graph reads in the same way.
 
-        For instance the slots of many features that a graph looks up alike.
+        For instance the slots of many features that are looked up alike.
         """
         reader = next(iter(self._readers.get(slot.node, ())), None) if not slot.scope else None
         inputs: list[str] = [] if reader is None else [tensor.node for tensor in data_inputs(reader)]
