@@ -53,6 +53,7 @@ def checkpoint_dir(directory: Path | str, strategy: Strategy | None = None) -> I
 
     Raises:
         RoleUnknown: as `is_chief`.
+        UsageError: `directory` is not a path of this machine.
         TargetNotWritable, DiskFull, PublishError: the directory cannot be made.
     """
     shared = given.place("directory", directory, trained_path)
@@ -100,7 +101,7 @@ def _role(strategy: Strategy | None) -> roles.Role:
 def _worker(role: roles.Role) -> str:
     """Return a name that is unique to this worker: its number, preceded by its job if that is not `worker`.
 
-    The machine's name if it has no number.
+    The machine's name if the worker has no number.
     """
     if role.index is None:  # AutoDist does not number its workers
         return re.sub(r"\W", "-", socket.gethostname())

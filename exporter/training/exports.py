@@ -99,7 +99,7 @@ class ExportHook(SessionHook):
         """Do nothing: the graph is not changed."""
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Note that a session begins: checkpoints that exist before its first step are ignored then.
+        """Note that a session begins, so that `before_run` marks the existing checkpoints as seen.
 
         The session's saver writes a checkpoint in this call, right after it has restored one, perhaps after
         this hook; so the hook looks only before the first step.
@@ -107,20 +107,21 @@ class ExportHook(SessionHook):
         self._has_begun = False
 
     def before_run(self, run_context: Any) -> None:
-        """Before the session's first step, have the checkpoints that exist ignored."""
+        """Before the session's first step, mark the existing checkpoints as seen: they are not new ones."""
         if self._is_chief and not self._has_begun:
             self._schedule.begin()
         self._has_begun = True
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        """Start to export a new checkpoint if it is an `every_checkpoints`-th; this does not wait for it."""
+        """Start to export a new checkpoint if it is an `every_checkpoints`-th one, without waiting for it."""
         if self._is_chief:
             self._schedule.look()
 
     def end(self, session: Any) -> None:
         """Export the newest checkpoint, unless its export was started already, and wait up to `wait_seconds`.
 
-        ExportFailed if that fails and `raise_on_failure` is set.
+        An export that takes longer is stopped, which may take a minute. With `raise_on_failure`, ExportFailed
+        if the last export failed or was stopped, or there is no checkpoint.
         """
         if self._is_chief:
             self._schedule.end()
@@ -198,14 +199,11 @@ class ExportSchedule:
         self._started: Path | None = None
 
     def begin(self) -> None:
-        """Ignore the checkpoints that exist before the training's first step."""
+        """Mark the existing checkpoints as seen: `look` does not count them; `end` may export the newest."""
         self._sightings.new()
 
     def look(self) -> None:
-        """Count a new checkpoint if there is one, and start to export every n-th.
-
-        This does not wait for it.
-        """
+        """Count a new checkpoint if there is one, and start to export every n-th; exports are not awaited."""
         checkpoint = self._sightings.new()
         if checkpoint is None:
             return
@@ -215,9 +213,9 @@ class ExportSchedule:
             self._start(checkpoint)
 
     def end(self) -> None:
-        """Export the newest checkpoint unless its export was started already, and wait for it.
+        """Export the newest checkpoint unless its export was started already, and wait for all exports.
 
-        Waits up to `wait_seconds`, and then up to a minute for the export to stop.
+        Waits up to `wait_seconds`, and then up to a minute for an export to stop. Failures are logged.
 
         Raises:
             ExportFailed: the export failed, took too long, or there is no checkpoint; and `raise_on_failure`
@@ -273,7 +271,7 @@ class ExportOutcome(Struct, frozen=True):
 
 
 class Exports:
-    """The exports of one training; `outcomes` has all that ended or were abandoned, oldest first.
+    """The exports of one training; `outcomes` has those that ended or were abandoned, oldest first.
 
     Raises:
         UsageError: `what` is an incomplete request.
@@ -311,7 +309,7 @@ class Exports:
         """Wait up to `seconds` for the exports; return the outcome of the last one, None if there was none.
 
         An export that is not done in time is stopped, which may take a minute more, and a pending one is not
-        started; both count as failures.
+        started; both get outcomes, as failures.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._thread is None, seconds):
@@ -404,10 +402,10 @@ class Exports:
 
 
 def export_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the trainer's environment without cluster role, GPUs, and options of `export-model`.
+    """Return the environment of an export: the trainer's without cluster role, GPUs and `EXPORT_MODEL_*`.
 
-    The trainer occupies the GPUs' memory. The request has all options. Python finds the modules that the
-    trainer finds.
+    The trainer occupies the GPUs' memory, and the request has all options. `PYTHONPATH` is the trainer's
+    `sys.path`, so that Python finds the same modules.
     """
     kept = {
         name: value
@@ -472,7 +470,7 @@ class ExportArguments(Struct, frozen=True):
 
     @classmethod
     def of(cls, what: ToExport) -> ExportArguments:
-        """Split a request, or a list of arguments with `--ckpt-dir DIR`.
+        """Return a request, or a list of arguments with `--ckpt-dir DIR`, split into DIR and all others.
 
         Raises:
             UsageError: `--ckpt-dir` or `--out` is missing, `--watch` is given, the request is for deltas or
@@ -509,7 +507,7 @@ class ExportArguments(Struct, frozen=True):
 
 
 def _typed(what: Any) -> list[str]:
-    """Return the arguments as texts; none if they are not a tuple or list.
+    """Return the arguments `what` as texts; empty if it is neither a tuple nor a list.
 
     Elements that are neither text nor path are left out.
     """

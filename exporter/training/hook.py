@@ -90,8 +90,10 @@ class IncrementHook(SessionHook, trainer_side.IncrementHook):
     def after_create_session(self, session: Session, coord: Any = None) -> None:
         """Chief: initialize the recording and find the state that the session continues, or restore it.
 
-        Others: wait for the chief, up to ten minutes. UsageError if that takes longer, or their graphs
-        differ; the errors of `restore_increments`; PublishError if the chief cannot write its records.
+        Others: wait for the chief, up to ten minutes. UsageError if that takes longer, or the graphs differ;
+        PublishError if the chief cannot write its records. If it restores: UsageError if the session has not
+        restored the full checkpoint, and MissingTensors, ShapeMismatch, CorruptFile or another
+        CheckpointError if an increment does not fit the graph, is damaged or cannot be read.
         """
         # Tables record removed keys from here on: no change after the look of `begin_session` is missed.
         for table in self._tables:
@@ -129,12 +131,13 @@ def MonitoredTrainingSession(
 ) -> Any:
     """Make a `tf.compat.v1.train.MonitoredTrainingSession` with an `IncrementHook`.
 
-    `stock` are its other arguments. It accepts a scaffold and a saver of the caller's, like the stock
-    session. Without an interval for increments it is the stock session.
+    `stock` are other arguments of TensorFlow's session. A scaffold and a saver of the caller's are accepted.
+    Without an interval for increments the result is TensorFlow's session, without a hook.
 
     Raises:
-        UsageError: an interval is given, but full checkpoints are off or have no directory; or
-            `incremental_save_restore` is on without an interval.
+        UsageError: an interval is given, but full checkpoints are off or have no directory; several intervals
+            are given, or one is not positive; or `incremental_save_restore` is on without an interval. Later,
+            from the session, as `IncrementHook`.
     """
     import tensorflow as tf
 

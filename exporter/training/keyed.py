@@ -74,7 +74,7 @@ class KeyedChanges:
         self.take_none()
 
     def take_none(self) -> None:
-        """Forget all changes that were read from the table, or noted."""
+        """Forget all changes that `collect` read from the table or `note` counted."""
         self._given, self._removed = NONE, NONE
 
     def collect(self, session: Session) -> None:
@@ -89,7 +89,7 @@ class KeyedChanges:
         self._given = union(self._given, self.access.rows_of(session, self._removed))
 
     def note(self, given: Array, removed: Array) -> None:
-        """Count further rows as given, and further keys as removed."""
+        """Count further rows (int64) as given, and further keys (int64) as removed."""
         self._given, self._removed = union(self._given, given), union(self._removed, removed)
 
     @property
@@ -101,8 +101,8 @@ class KeyedChanges:
         """Write removed keys, and the rows in use among `wrote` and the given ones, into a bundle.
 
         `wrote` are the rows that gradients wrote. Returns the table's entry in the increment's manifest;
-        None, and nothing is written, if there are neither rows nor keys. Errors of the bundle and of reading
-        pass.
+        None, and nothing is written, if there are neither rows nor keys. OSError of the bundle, and
+        CheckpointError or TensorFlow's errors of reading, pass.
         """
         ids = keys = union(wrote, self._given)
         if len(ids):
@@ -189,7 +189,7 @@ def layer_access(table: Any) -> TableAccess:
 
 
 def layer_tracking(table: Any) -> VariableTracking:
-    """Describe how changes of a layer's table are found: by its keys, and by comparing rows."""
+    """Return the tracking of a layer's table: by its keys, and by comparing its rows."""
     shape, dtype = tuple(table.rows.shape), table.dtype
     part, mode = VariablePart(table.rows, shape, (0, 0)), TrackingMode.COMPARED
     return VariableTracking(str(table.name), dtype.label, dtype.numpy, shape, (part,), mode, is_keyed=True)

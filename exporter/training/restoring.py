@@ -67,9 +67,10 @@ class Publisher(trainer_side.Publisher):
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
         """Apply the increments after the full checkpoint `before`, which was restored.
 
-        False if there are none. False, too, without an `overlay`. Afterwards the run continues at the last
-        increment. UsageError if the session, which begins at `step`, has not restored `before`; else the
-        errors of `overlay_of`.
+        False if there are none, or the publisher has no `overlay`. Afterwards the run continues at the last
+        increment. UsageError if the session, which begins at `step`, has not restored `before`;
+        MissingTensors, ShapeMismatch, CorruptFile or another CheckpointError if an increment does not fit the
+        graph, is damaged or cannot be read; PublishError if the session's claim cannot be written.
         """
         if self._overlay is None:
             return False
@@ -97,6 +98,8 @@ class Publisher(trainer_side.Publisher):
         That checkpoint holds all changes of other workers since the session restored its variables, and
         nothing of the chain. The next increment holds both, so it follows both the chain's end and this
         checkpoint: rows and keys of the chain count as changed, and the checkpoint's marker is written.
+        CheckpointError and subclasses if an increment cannot be read, PublishError if the marker cannot be
+        written.
         """
         for stored in chain:
             for changed, change in stored.changes():
@@ -143,13 +146,16 @@ def _writer(entry: VariableTracking, part: VariablePart) -> Write:
 def restore_increments(session: Session, ckpt_dir: Path | str) -> int | None:
     """Bring a session that has restored the newest full checkpoint of `ckpt_dir` to the newest increment.
 
-    Adds operations to the session's graph. Returns the step that was reached, or None without increments. A
-    session with `IncrementHook(incremental_save_restore=True)` does not need this.
+    Adds operations to the session's graph, and writes its variables. Returns the step that was reached; None,
+    and nothing is changed, if there are no increments. A session with
+    `IncrementHook(incremental_save_restore=True)` does not need this.
 
     Raises:
-        UsageError: the graph is finalized.
+        UsageError: the graph is finalized, or has a variable that increments cannot hold.
         MissingTensors, ShapeMismatch: an increment does not fit the graph's variables.
-        CorruptFile: an increment is damaged. In each of these cases no variable was changed.
+        CorruptFile, UnsupportedFormat: an increment is damaged, or of another version.
+        CheckpointError: an increment cannot be read. In all these cases no variable was changed, unless an
+            increment vanished while it was restored.
     """
     import tensorflow as tf
 
@@ -180,8 +186,8 @@ def overlay_of(
     """Return a function that writes increments, in order, into these variables and tables of a session.
 
     `writers` are the functions of `writers_of`, by the id() of each part. The function raises MissingTensors,
-    ShapeMismatch or CorruptFile before it has written anything. It reads the increments twice: an error of
-    reading may still come later if one is removed meanwhile.
+    ShapeMismatch or CorruptFile before it has written anything. It reads the increments twice: a
+    CheckpointError may still come later if one is removed meanwhile.
     """
     entries = {entry.name: entry for entry in tracked}
     by_name = {access.name: access for access in tables}

@@ -92,9 +92,9 @@ class NodeTask(Struct, frozen=True):
         return Role(self.type, self.index, is_chief, self.source)
 
     def last_worker_evaluates(self) -> Role:
-        """Return the node's role if the last worker is the evaluator, number 0, instead.
+        """Return the node's role in a cluster whose last worker is the evaluator, number 0.
 
-        The roles of other nodes do not change.
+        Only the role of the last worker differs from `role`.
 
         Raises:
             RoleUnknown: no node would be left to train, or there is no worker.
@@ -122,6 +122,7 @@ def node_role(environ: Mapping[str, str] | None = None, *, last_worker_evaluates
     Raises:
         RoleUnknown: the environment is malformed or contradicts itself; or the last worker shall evaluate,
             and there is none to spare, or the launcher (AutoDist, Horovod, Open MPI) lists none.
+        UsageError: `environ` is not a mapping.
     """
     environ = os.environ if environ is None else environ
     if not isinstance(environ, Mapping):
@@ -265,7 +266,7 @@ def _type(text: str, where: str) -> NodeType:
 def _index(value: Any, where: str) -> int:
     """Return a task's index, which some launchers write as text.
 
-    RoleUnknown, which names `where`, otherwise.
+    RoleUnknown, whose message names `where`, if `value` is not an integer from 0, or a text of one.
     """
     if type(value) is int and value >= 0:  # bool is an int to isinstance
         return value

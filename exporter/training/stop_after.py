@@ -88,7 +88,7 @@ def _deadline(seconds: float) -> float:
 
 
 def _any_worker(strategy: Any, is_due: bool) -> bool:
-    """Return in all workers whether `is_due` is true in one of them; waits for all."""
+    """Return True in all workers if `is_due` is true in at least one of them; waits for all workers."""
     import tensorflow as tf
 
     votes = strategy.run(lambda: tf.constant(float(is_due)))

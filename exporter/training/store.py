@@ -34,16 +34,18 @@ class Bundle(BundleWriter):
         """Append a tensor, given in pieces of whole rows, to the shard.
 
         `dtype` is TensorFlow's name of its type; KeyError if there is no such type. ValueError if the pieces
-        have another size than `shape`, or the key was added before. OSError if the disk is full.
+        have another size than `shape`, or the key was added before. OSError if the shard cannot be written;
+        errors of `pieces` pass.
         """
         self.add_chunks(key, DType.of(dtype), shape, pieces)
 
 
 @naming("require_claim")
 class Store(trainer_side.Store):
-    """The increments of a checkpoint directory; errors are those of `exporter.errors`.
+    """The increments of a checkpoint directory, with the errors of `exporter.errors`.
 
-    Every write raises TargetNotWritable, DiskFull or another PublishError if it fails.
+    Every write raises TargetNotWritable, DiskFull or another PublishError if it fails; `require_claim` raises
+    UsageError.
     """
 
     failure = PublishError
@@ -97,8 +99,10 @@ class CatalogSource(trainer_side.Source):
         """Yield the values of rows of a part, or of all (None), as one piece.
 
         A checkpoint holds only the rows of a table by keys that are in use: `rows` must be among them, and
-        with None the others are 0. During the iteration: CorruptFile if a checksum is wrong,
-        CheckpointChanged if a shard is gone, KeyError if the checkpoint lacks the variable.
+        with None the others are 0. Rows of other tables are mapped, and their checksums are not verified.
+        During the iteration: CorruptFile if slices are missing or another checksum is wrong,
+        CheckpointChanged if a shard is gone, other CheckpointErrors if it cannot be read, KeyError if the
+        checkpoint lacks the variable.
         """
         if tracked.is_keyed:
             ref, used = self._part(tracked, VALUES), self._table(tracked, ROWS)
@@ -124,7 +128,8 @@ class CatalogSource(trainer_side.Source):
         """Return the rows among `ids` of a table that are in use, in their order, and the key of each.
 
         Keys are distinct; rows and keys are int64. CorruptFile if the table is damaged, CheckpointChanged if
-        a shard is gone, KeyError if the checkpoint lacks the table.
+        a shard is gone, other CheckpointErrors if it cannot be read, KeyError if the checkpoint lacks the
+        table.
         """
         rows = self._table(tracked, ROWS)
         found = ids[among(ids, rows)]
@@ -134,9 +139,10 @@ class CatalogSource(trainer_side.Source):
         return read_array(self._catalog, self._part(entry, part))
 
     def _part(self, entry: VariableTracking, part: str) -> TensorRef:
-        """Return a tensor of a table, whose name ends with `part`, `-keys` for example.
+        """Return the tensor of a table whose name ends with `part`, `-keys` for example.
 
-        Keras' checkpoints name it by the path to the table's object. KeyError if there is none.
+        Keras' checkpoints name it by the path to the table's object. KeyError if there is none;
+        CheckpointError and subclasses if the checkpoint's tables are damaged.
         """
         keys = embedding_variables(self._catalog)[entry.name].parts[0].keys.name
         return self._catalog.tensors[keys.removesuffix(KEYS) + part]

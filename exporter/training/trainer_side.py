@@ -219,7 +219,7 @@ def is_resource(variable: Variable) -> bool:
 
 
 def _takes_reference(op: Operation, index: int) -> bool:
-    """True if the operation could write to a variable by input `index`: it is a handle, or a reference."""
+    """True if input `index` of the operation is a handle or a reference, by which it could write."""
     if op.inputs[index].dtype.base_dtype.name == "resource":
         return True
     position = 0
@@ -398,7 +398,7 @@ class VariableTracking(NamedTuple):
 def plan_tracking(
     variables: Iterable[Variable], tables: Optional[Dict[str, Variable]] = None
 ) -> Tuple[VariableTracking, ...]:
-    """Return how to find the changes of these variables of one graph, sorted by their names in checkpoints.
+    """Return the tracking of these variables of one graph, sorted by their names in checkpoints.
 
     `tables` has the variable of the rows of each table by keys, by the table's name. Variables of kinds that
     are not TensorFlow's own are left out, with a warning in the log.
@@ -455,9 +455,10 @@ def _tracked(name: str, uses: List[VariableUse], tables: "set[Tuple[int, ...]]")
 
 
 def _keyed(name: str, use: VariableUse) -> VariableTracking:
-    """Describe how to find the changes of the rows of the table `name`: never as `FIXED`.
+    """Return the tracking of the rows of the table by keys `name`: never `FIXED`.
 
-    Even if no gradient writes its rows, keys come and go.
+    Even if no gradient writes its rows, keys come and go. Refused if the rows have no fixed shape, or hold
+    strings.
     """
     found = _tracked(name, [use], {_shape(use.variable)})
     mode = TrackingMode.TOUCHED if found.mode is TrackingMode.FIXED else found.mode
@@ -527,8 +528,8 @@ class Recording(NamedTuple):
 def record(tracked: Iterable[VariableTracking], global_step: Variable) -> Recording:
     """Add the recording of rows and steps to the current default graph, and return its nodes.
 
-    It is the same in every worker. Operations that wait for a write of rows then wait until its rows are
-    flagged, too. The new variables are not initialized.
+    Every worker's graph gets the same nodes. Operations that wait for a write of rows then wait until its
+    rows are flagged, too. The new variables are not initialized.
     """
     tf, tracked = v1(), tuple(tracked)
     marks: Dict[str, Operation] = {}
@@ -578,8 +579,8 @@ def _group(parts: Tuple[VariablePart, ...], marks: Dict[str, Operation]) -> RowG
 def _mark(touched: Variable, write: RowWrite, marks: Dict[str, Operation]) -> None:
     """Add operations that flag, in `touched`, the rows of `write` after it.
 
-    The flagging one is added to `marks`, under the name of the write's operation. All consumers of the write
-    wait for it from then on; without consumers the rows are flagged before, too.
+    The flagging operation is added to `marks`, under the name of the writing operation. All consumers of the
+    write wait for it from then on; without consumers the rows are flagged before the write, too.
     """
     tf = v1()
     consumers = _consumers_of(write.op)
@@ -766,7 +767,7 @@ class SessionSource(Source):
     def read(self, tracked: VariableTracking, part: VariablePart, rows: Any) -> Iterator[Array]:
         """Yield the values of rows of one part, or of all (None), by one call of the session for each piece.
 
-        Values that `prepare` has read are yielded once without a call.
+        Values that `prepare` has read are yielded once without a call. TensorFlow's errors pass.
         """
         reader, ahead = self._readers[id(part)], self._ahead.pop(id(part), None)
         if ahead is not None or not part.shape:
@@ -864,7 +865,7 @@ class Bundle:
     def add_rows(self, key: str, dtype: str, shape: List[int], pieces: Iterable[Array]) -> None:
         """Keep a tensor, given in at least one piece of whole rows, to be written when the block ends.
 
-        `dtype` is TensorFlow's name of its type, for other writers.
+        `shape` is the whole tensor's; `dtype`, TensorFlow's name of its type, is for other writers.
         """
         found = list(pieces)
         self.add(key, found[0] if len(found) == 1 else np.concatenate(found).reshape(shape))
@@ -927,9 +928,10 @@ class Collector:
         self._digests.clear()
 
     def remember(self, session: Session) -> None:
-        """Compare with the present values from now on: nothing has changed yet. Reads all compared variables.
+        """Read all compared variables; count their changes from the present values on.
 
-        Only for a process that alone writes the variables; others may have written some of them already.
+        Variables whose digests are compared still count as changed. Only for a process that alone writes the
+        variables; otherwise others may have written some of them already.
         """
         for entry in self.tracked:
             if entry.mode is TrackingMode.COMPARED:
@@ -938,7 +940,7 @@ class Collector:
     def collect(self, session: Session) -> None:
         """Read and clear the touched rows of every group, then the records of tables by keys.
 
-        They stay pending until `commit` or `forget`.
+        The rows and keys that were read stay pending here until `commit` or `forget`.
         """
         # The proofs depend on the order of these calls, and on values being read after them.
         if self._groups:
@@ -950,7 +952,7 @@ class Collector:
     def touch(self, name: str, ids: Array) -> None:
         """Count ascending rows `ids` of the variable `name` as touched.
 
-        Does nothing if its changes are not found by touched rows.
+        Does nothing unless the variable is tracked as `TOUCHED`.
         """
         for entry in self._by(TrackingMode.TOUCHED):
             for part in entry.parts if entry.name == name else ():
@@ -1024,7 +1026,7 @@ class Collector:
     def _moved(self, source: Source, entry: VariableTracking) -> Tuple[Array, Array]:
         """Return the rows that differ from those written last, ascending, and the present values of all rows.
 
-        From now on these values count as written. Without any written before, all rows differ.
+        The present values count as written from then on. If none were written before, all rows differ.
         """
         is_new = entry.name not in self._written
         if is_new:
@@ -1128,13 +1130,13 @@ class History:
         return max([int(each["generation"]) for each in self._increments] or [0])
 
     def is_marked(self, full: FullCheckpoint) -> bool:
-        """True if there is a marker for a full checkpoint, the same step and digest."""
+        """True if there is a marker for a full checkpoint of the same step and digest as `full`."""
         return any(_key(marker["checkpoint"]) == full.key for marker in self._markers)
 
     def end_at(self, full: FullCheckpoint) -> Optional[Document]:
-        """Return the manifest of the last increment of a run if a full checkpoint equals its end.
+        """Return the manifest of the increment whose end the full checkpoint `full` equals.
 
-        None if the checkpoint equals no such end, or increments follow it.
+        None if it equals the end of none, or increments follow it.
         """
         names: "set[StateId]" = {full.key}
         equal = [{_key(m["checkpoint"]), m["after"]} for m in self._markers if m["is_equal"] and m["after"]]
@@ -1163,9 +1165,9 @@ class Store:
         self._state = os.path.join(str(ckpt_dir), "checkpoint")
 
     def records(self) -> History:
-        """Read the directory's manifests and markers; without a directory there are none.
+        """Read the directory's manifests and markers; the history is empty without a directory.
 
-        Files that are pruned meanwhile, or damaged, are left out, the latter with a warning in the log.
+        Files that are pruned meanwhile are left out; so are damaged ones, with a warning in the log.
         """
         names = _listed(self.path)
         manifests = [f"{name}/manifest.json" for name in names if _NAME.fullmatch(name)]
@@ -1186,9 +1188,9 @@ class Store:
     def publish(self, draft: Document, fill: Callable[[Any], Document]) -> Optional[Path]:
         """Publish the increment that `fill` writes; return its directory, or None if nothing changed.
 
-        `fill` is called with a bundle's writer. `draft` and the result of `fill`, whose empty entries are
-        left out, are the fields of the manifest. Left-overs of killed trainers are removed. Raises `failure`
-        if the increment cannot be written; other errors of `fill` pass.
+        `fill` is called with a bundle's writer, and returns fields of the manifest; nothing changed if all of
+        them are empty. `draft` has the other fields. Left-overs of killed trainers are removed. Raises
+        `failure` if the increment cannot be written; other errors of `fill` pass.
         """
         staging = self.path / f"{_STAGING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -1269,7 +1271,7 @@ class Store:
         """Return the full checkpoint that a trainer would restore now.
 
         It is the one that the state file names, or else the one of the highest step. None if there is none,
-        it has no step, or it cannot be read yet.
+        it has no step, or it cannot be read yet, which is logged.
         """
         prefixes = self._prefixes()
         named = self._named_by_state()
@@ -1311,7 +1313,7 @@ class Store:
     def index_signatures(self) -> "set[Any]":
         """Return (name, identity of the index) of each full checkpoint.
 
-        One that is rewritten gets another identity.
+        A checkpoint that is rewritten gets another identity.
         """
         return {self.index_signature(self.ckpt_dir / prefix) for prefix in self._prefixes()} - {None}
 
@@ -1322,9 +1324,9 @@ class Store:
         return None if found is None else (prefix.name, found)
 
     def state_signature(self) -> Any:
-        """Return a value that changes whenever a saver has finished a full checkpoint.
+        """Return an identity of the state file, which changes when a saver has finished a full checkpoint.
 
-        None without a state file. It costs one system call.
+        None without a state file. The call costs one system call.
         """
         return _signature(self._state)
 
@@ -1358,7 +1360,7 @@ class Store:
         self.sync(path.parent)
 
     def _sweep(self) -> None:
-        """Remove what killed trainers left unfinished: only one session writes here at a time."""
+        """Remove the unfinished directories of killed trainers: only one session writes here at a time."""
         for name in _listed(self.path):
             if name.startswith((_STAGING, _TRASH)):
                 shutil.rmtree(str(self.path / name), ignore_errors=True)
@@ -1450,14 +1452,11 @@ class EventClock:
         self._warned = ""
 
     def begin(self, step: int) -> None:
-        """Begin a session at a step that it did not train itself.
-
-        The time of that step is therefore unknown.
-        """
+        """Begin a session at `step`, which it did not train itself: the time of this step is unknown."""
         self._step, self._stepped_at = step, None
 
     def notice(self, step: int) -> None:
-        """Record that the training is at `step`; a new one gets the present time."""
+        """Record that the training is at `step`; the present time is the step's if it is a new one."""
         if step != self._step:
             self._step, self._stepped_at = step, self._now()
 
@@ -1546,7 +1545,8 @@ class RunTip(NamedTuple):
     def draft(self, to_step: int, event_time: Optional[datetime]) -> Document:
         """Return the manifest of the next increment, which ends at `to_step`, without its changes.
 
-        It ends at least one step after its parent. Without `event_time` it has none.
+        The increment has a new id, and ends at least one step after its parent. `event_time` is None if it is
+        not known.
         """
         parent = self.parent
         found: Document = {
@@ -1563,7 +1563,8 @@ class RunTip(NamedTuple):
     def marker(self, full: FullCheckpoint, is_equal: bool, event_time: Optional[datetime] = None) -> Document:
         """Return the document of a marker for a full checkpoint that is written now.
 
-        `is_equal` says that it equals the last increment bit for bit. Without `event_time` it has none.
+        `is_equal` says that the checkpoint equals the last increment bit for bit. `event_time` is None if it
+        is not known.
         """
         found = {
             "checkpoint": full.document(),
@@ -1606,7 +1607,7 @@ class Publisher:
         """Find the state that a restored session continues; apply increments if this publisher restores them.
 
         `step` is the session's global step. Changes are counted from here on. Returns True if increments were
-        restored. Raises `Refused` and the errors of `Store`.
+        restored. NotPublished if the session's claim or a marker cannot be written; errors of restoring pass.
         """
         # The session restored the full checkpoint that was the newest before it began. Its own saver may have
         # written another one already, which holds the same values and later changes of other workers.
@@ -1680,6 +1681,7 @@ class Publisher:
             NotPublished: publishing failed for the third time in a row. An earlier failure is logged, and the
                 rows are kept for the next increment.
             OSError: the increment was published, and one that is no longer needed cannot be removed.
+        Errors of the session, TensorFlow's own, pass.
         """
         tip = self._tip
         if tip is None:
@@ -1711,6 +1713,7 @@ class Publisher:
             Refused: as `save`.
             NotPublished: it could not be written.
             OSError: it was published, and an increment that is no longer needed cannot be removed.
+        Errors of the session and of reading the checkpoint, TensorFlow's own, pass.
         """
         tip = self._tip
         if tip is None:
@@ -1730,7 +1733,8 @@ class Publisher:
     def values_of(self, full: FullCheckpoint) -> Optional[Source]:
         """Return a source of the values of a full checkpoint.
 
-        None, logged, if a saver leaves some variables out. TensorFlow's errors pass if it cannot be read.
+        None, with a warning in the log, if it lacks variables that may change: a saver leaves them out.
+        TensorFlow's errors pass if it cannot be read.
         """
         there = v1().train.NewCheckpointReader(str(full.prefix)).get_variable_to_shape_map()
         changing = [e.name for e in self._collector.tracked if e.mode is not TrackingMode.FIXED]
@@ -1755,7 +1759,7 @@ class Publisher:
         self._store.prune()
 
     def _continue(self, session: Session, before: FullCheckpoint, step: int) -> bool:
-        """Apply the increments after the full checkpoint that was restored; return True if there were any.
+        """Apply the increments after the restored full checkpoint `before`; return True if there were any.
 
         This class restores none: it does nothing, and returns False.
         """
@@ -1798,9 +1802,9 @@ class Publisher:
         self._store.note(tip.marker(full, is_equal, event_time))
 
     def _look(self) -> bool:
-        """Look up the newest full checkpoint, and keep it.
+        """Look up the newest full checkpoint, and keep it; return True if it is another one than before.
 
-        Return True if it differs from the one at the last look. False, too, if none is complete.
+        False if the state file has not changed since the last look, or no checkpoint is complete.
         """
         signature = self._store.state_signature()
         if signature == self._signature:
@@ -1868,9 +1872,10 @@ def transformed_by(autodist: Any) -> Tuple[Any, List[Variable]]:
 
 
 def _name_as_saved(variable: Variable, name: str, spec: str) -> None:
-    """Set a variable's name in checkpoints, and its slice of that variable.
+    """Set a variable's name in checkpoints, and the slice of the saved variable that it holds.
 
-    `spec` is "" for all of it, or sizes and box as in `100 4 50,50:0,4` (start and length of each dimension).
+    `spec` is "" for all of the saved variable, or its sizes and the slice's start and length in each
+    dimension, as in `100 4 50,50:0,4`.
     """
     whole = shape = variable.shape.as_list()
     starts = [0] * len(shape)
@@ -1971,8 +1976,9 @@ class IncrementHook(SessionHook):
     def begin(self, autodist: Any = None) -> None:
         """Extend the graph before it is finalized; with an `AutoDist`, the graph that it trains instead.
 
-        Refused if the graph has no global step, or a variable that increments cannot hold, or as
-        `transformed_by`.
+        The chief logs how changes will be found. Refused if the graph has no global step, or a variable that
+        increments cannot hold; with an `AutoDist`, also if it has no saver yet, has made its session, or does
+        not count steps.
         """
         global_step = v1().train.get_global_step()
         if global_step is None:
@@ -2031,7 +2037,7 @@ class IncrementHook(SessionHook):
         self._unrecorded = self._count_unrecorded(session)
 
     def before_run(self, run_context: Any) -> Any:
-        """Return what the run fetches additionally; None for nothing.
+        """Return the additional fetches of a run, as SessionRunArgs; None if there are none.
 
         For each fetched operation that writes rows, this is the operation that flags them. The chief also
         fetches the global step, as the first or only value.
@@ -2046,7 +2052,8 @@ class IncrementHook(SessionHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         """Chief: publish an increment if one is due; others do nothing.
 
-        Raises Refused and NotPublished as `Publisher.save` and `Publisher.notice`.
+        Raises Refused if a worker trains without the hook, there is no full checkpoint, or another training
+        writes here; NotPublished and OSError as `Publisher.save` and `Publisher.notice`.
         """
         if self._chief is not None:
             # The run fetched the step before its own update or after it: the order is not defined.
@@ -2059,8 +2066,8 @@ class IncrementHook(SessionHook):
     def save_if_due(self, session: Session) -> None:
         """Chief: publish an increment if it is due; others do nothing.
 
-        Refused, too, if a worker trains without the hook; otherwise as `Publisher.save` and
-        `Publisher.notice`.
+        Raises Refused if a worker trains without the hook, there is no full checkpoint, or another training
+        writes here; NotPublished and OSError as `Publisher.save` and `Publisher.notice`.
         """
         if self._chief is None:
             return
@@ -2074,7 +2081,7 @@ class IncrementHook(SessionHook):
         """Chief: publish the last increment.
 
         Replaces `session.close`, to do so again if a saver has written a full checkpoint until then. Raises
-        Refused and NotPublished as `Publisher.finish`.
+        Refused, NotPublished and OSError as `Publisher.finish`; so may `session.close` then.
         """
         if self._chief is not None:
             self._finish(session)
@@ -2087,9 +2094,9 @@ class IncrementHook(SessionHook):
             self._chief.publisher.finish(session, step)
 
     def _finish_when_closed(self, session: Session) -> None:
-        """Replace `session.close` to finish once more when the session is closed.
+        """Replace `session.close` to publish once more before the session is closed.
 
-        A saver's own hook may come after this one: it is finished again only if a saver has written since.
+        A saver's own hook may come after this one: nothing is done unless a saver has written since.
         """
         close = session.close
 
@@ -2297,8 +2304,9 @@ class Fit:
     def begin(self, model: Any) -> None:
         """Save a full checkpoint unless the newest one holds these values, and count changes from it.
 
-        Refused if the model is not one that can be followed, or the directory has no full checkpoint with a
-        step even then; NotPublished if the records cannot be written. Errors of the manager pass.
+        Refused if TensorFlow does not execute eagerly, the model is not built, or its variables move between
+        processes, or the directory has no full checkpoint with a step even then; NotPublished if the records
+        cannot be written. Errors of the manager pass.
         """
         _check(model)
         self._iterations = model.optimizer.iterations
@@ -2319,8 +2327,8 @@ class Fit:
     def after_batch(self) -> None:
         """Save a full checkpoint, an increment, both or none, whichever is due.
 
-        Raises Refused and NotPublished as `Publisher.save` and `Publisher.notice`; errors of the manager
-        pass.
+        Raises Refused, NotPublished and OSError as `Publisher.save` and `Publisher.notice`; errors of the
+        manager pass.
         """
         step = self._step
         if self._save_checkpoint_steps and step - self._last_full >= self._save_checkpoint_steps:
@@ -2332,7 +2340,7 @@ class Fit:
     def end(self) -> None:
         """Save a full checkpoint, unless this step has one, and the increment that equals it.
 
-        Raises Refused and NotPublished as `Publisher.finish`; errors of the manager pass.
+        Raises Refused, NotPublished and OSError as `Publisher.finish`; errors of the manager pass.
         """
         if self._step != self._last_full:
             self._save_full()
@@ -2340,7 +2348,7 @@ class Fit:
         self._publisher.finish(None, self._step)
 
     def _restore(self, full: Optional[FullCheckpoint]) -> bool:
-        """Restore the full checkpoint, if asked for; return whether it was restored: here never."""
+        """Restore the full checkpoint, if asked for, and return True if so; this class restores none."""
         return False
 
     def _collector(self, full: FullCheckpoint) -> Collector:
@@ -2355,8 +2363,9 @@ class Fit:
     def _is_at(self, full: FullCheckpoint) -> bool:
         """True if all variables have a checkpoint's values, for example because the program has restored it.
 
-        Saving it again would give it another identity, and cut it off from the increments that lead to it.
-        False if the program has other objects than the checkpoint.
+        Saving these values again would make another checkpoint, cut off from the increments that lead to this
+        one. False if the program has other objects than the checkpoint. Errors of reading, TensorFlow's own,
+        pass.
         """
         if full.step != self._step:
             return False
@@ -2454,9 +2463,9 @@ def _check(model: Any) -> None:
 
 
 def eager_tracking(name: str, variable: Any) -> VariableTracking:
-    """Describe how to find the changes of an eager variable `name`, which is read for that.
+    """Return the tracking of an eager variable `name`, which is read for its shape and type.
 
-    By comparing its rows, or all of it if its rank is 0 or 1.
+    Its rows are compared; all of it if its rank is 0 or 1.
     """
     value = np.asarray(variable.numpy())
     mode = TrackingMode.COMPARED if value.ndim > 1 else TrackingMode.WHOLE

@@ -168,9 +168,9 @@ def _of_graph(variable: Variable) -> GraphVariable:
 
 
 def _eager_target(target: Any) -> _Target:
-    """Describe eager variables, of a model, a module or given as such, as a graph to match.
+    """Return the eager variables of `target` (a model, a module or variables) as a graph to match.
 
-    For a model or module also its objects and Keras' paths to them.
+    The graph of a model or module has its objects, too, and Keras' paths to them.
     """
     import tensorflow as tf
 
@@ -197,9 +197,9 @@ def _eager_target(target: Any) -> _Target:
 def _described(
     variables: Mapping[str, Variable], names: Mapping[str, str], paths: Mapping[str, str] | None = None
 ) -> tuple[GraphVariable, ...]:
-    """Return the descriptions of variables by node, each under its name.
+    """Return the descriptions of `variables`, which are by node; `names` and `paths` are by node, too.
 
-    If several have one name, each of them is under its object's path, if `paths` has it.
+    Each is under its name; if several have one name, each of them under its object's path, if `paths` has it.
     """
     taken = [*names.values()]
     unique = {n: (paths or {}).get(n, name) if taken.count(name) > 1 else name for n, name in names.items()}

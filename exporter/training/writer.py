@@ -49,6 +49,8 @@ class IncrementWriter:
 
     Raises:
         UsageError: `ckpt_dir` is not a path of this machine.
+        CheckpointError: an increment or the full checkpoint is damaged or cannot be read.
+        PublishError: it, or a subclass: the record that this writer has begun cannot be written.
     """
 
     def __init__(self, ckpt_dir: Path | str) -> None:
@@ -72,12 +74,15 @@ class IncrementWriter:
         values: Mapping[str, Array],
         tables: Mapping[str, tuple[Array, Array]] | None = None,
     ) -> Path:
-        """Write a full checkpoint of variables by name, and tables by keys as (keys, rows).
+        """Write a full checkpoint and return its prefix; `tables` are tables by keys, as (keys, rows).
 
-        Return its prefix.
+        `values` and `tables` are by name. The state file then names the new checkpoint as the newest. Its
+        values are not synced to disk.
 
         Raises:
             TargetNotWritable, DiskFull, PublishError: it was not written, or not completely.
+            ValueError: two tensors have one name, or an array has objects that are not strings.
+            KeyError: an array has a type that TensorFlow lacks.
         """
         directory = self._store.ckpt_dir
         prefix = directory / f"model.ckpt-{step}"
@@ -109,13 +114,18 @@ class IncrementWriter:
     ) -> Path | None:
         """Write an increment; return its directory, or None if nothing changed.
 
-        `removed` are keys of tables by keys. `event_time` is when the newest event happened that was trained
-        on: a `datetime` with a time zone, or seconds since 1970.
+        `removed` has the removed keys of tables by keys, by name. `event_time` is the time of the newest
+        event that was trained on: a `datetime` with a time zone, or seconds since 1970; a malformed one is
+        logged and left out. Increments that no full checkpoint needs any more are removed.
 
         Raises:
             UsageError: there is no full checkpoint, the step does not grow, or another writer has begun.
-            MissingTensors, ShapeMismatch: the full checkpoint has no such variable or table.
+            MissingTensors: the full checkpoint has no variable or table of this name.
+            ShapeMismatch: values have another shape or dtype, rows do not exist, or a row or key is given
+                twice.
+            CorruptFile: the full checkpoint's tables are damaged.
             TargetNotWritable, DiskFull, PublishError: nothing was written.
+            OSError: the increment was written, and one that is no longer needed cannot be removed.
         """
         tip, gone = self._tip, removed or {}
         if tip is None:
