@@ -65,8 +65,7 @@ class HotRows(Struct, frozen=True):
 
     @property
     def blocks(self) -> Iterator[Array]:
-        """Yield the hot row numbers that are in this table, int64 counted from its first row, the most read
-        ones first.
+        """Yield the hot rows of this table, int64 counted from its first row, the most read ones first.
 
         Empty blocks are left out.
         """
@@ -251,10 +250,9 @@ def _append(path: Path, table: HotRows) -> tuple[int, int]:
 
 
 def _make_own(path: Path) -> None:
-    """Replace a shard by a copy if it has other hard links or is read-only: its bytes may be the trainer's or
-    a job's.
+    """Replace a shard by a copy if it has other hard links or is read-only.
 
-    Raises OSError if it cannot be copied.
+    Its bytes may be the trainer's or a job's. Raises OSError if it cannot be copied.
     """
     if path.stat().st_nlink > 1 or not os.access(path, os.W_OK):
         copy = path.with_name(f"{path.name}.own")

@@ -79,10 +79,10 @@ def copy_ranges(
 
 
 def coalesce(extents: Iterable[tuple[int, int]]) -> list[ByteRange]:
-    """Return the ranges of (offset, size) pairs, ordered by offset, with targets packed without gaps from 0
-    on.
+    """Return the byte ranges of (offset, size) pairs, ordered by offset, with targets packed from 0 on.
 
-    Adjacent pairs become one range; equal pairs count once. Other pairs must not overlap.
+    Targets have no gaps between them. Adjacent pairs become one range; equal pairs count once. Other pairs
+    must not overlap.
     """
     packed: list[ByteRange] = []
     end = 0

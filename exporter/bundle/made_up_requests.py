@@ -298,8 +298,9 @@ class _Certainty:
         return self._variables[handle].shape if handle in self._variables else ()
 
     def _is_of_index(self, reference: str, handle: str) -> bool:
-        """True if the tensor is read from the index of the table with this variable `handle`: its numbers are
-        rows of it.
+        """True if the tensor is read from the index of the table with this variable `handle`.
+
+        Its numbers are then rows of that table.
         """
         node, table = self._nodes[endpoint(reference).node], self._tables.get(handle)
         if node.op != "ResourceGather" or table is None:

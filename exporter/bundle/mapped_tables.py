@@ -113,8 +113,7 @@ _MOST_ROWS = (1 << 31) - 2 * PAGE_ROWS  # `Empty` counts slots by an int32; one 
 
 
 def taken_whole(source: TensorSource, read: Mapping[str, Reading]) -> str:
-    """Return a phrase, for messages, about the first node that reads a variable of the source whole, or might
-    change it.
+    """Return a phrase about the first node that reads a variable of the source whole or may change it.
 
     "" if no node does. `read` has the use of each variable, by its node; KeyError if one is missing.
     """
@@ -243,8 +242,7 @@ class Tries(Struct, frozen=True):
 def add_tries(
     graph_def: Proto, scope: str, prefix: str, tried: Iterable[TriedTable], tables: MappedTables
 ) -> Tries:
-    """Add nodes, under `scope`, that map each variable's file, or else restore it from the bundle at
-    `prefix`.
+    """Add nodes, under `scope`, that map each variable's file, or else restore it from the bundle.
 
     `prefix` is the tensor with the bundle's path. Return the tensors of the values, and, if `tables` has a
     counter, the node that counts the mapped tables. Functions are added to the graph's library. Without
@@ -411,9 +409,7 @@ def _flagged(function: Proto, body: Body, *, is_mapped: bool) -> Proto:
 
 
 def _function(name: str, dtype: DType) -> Proto:
-    """Return a new function without nodes that takes one string, `given`, and returns `result` of this
-    dtype.
-    """
+    """Return a new function without nodes, from one string, `given`, to `result` of this dtype."""
     function = message_class("FunctionDef")()
     function.signature.name = name
     function.signature.is_stateful = True  # it reads files

@@ -165,9 +165,7 @@ class RestoredVariable(Struct, frozen=True):
 
 
 def served_variables(sources: Iterable[TensorSource]) -> tuple[RestoredVariable, ...]:
-    """Return every variable of every source, in its stored form, in the order of the sources and of their
-    variables.
-    """
+    """Return every variable of every source, in its stored form, in the order of the sources."""
     return tuple(
         RestoredVariable(source.as_stored(variable), source.key, source.dtype)
         for source in sources
@@ -364,11 +362,10 @@ def _add_assignments(
     contents: Sequence[str],
     importing: Iterable[str],
 ) -> None:
-    """Add nodes that assign `values`, by the variables' nodes, and import `contents`, and `restore_all` after
-    them.
+    """Add nodes that assign `values` and import `contents`, and `restore_all` after them.
 
-    The contents are the tensors of keys and values of each table, in turn; `importing` are further nodes that
-    `restore_all` waits for.
+    `values` are by the variables' nodes. The contents are the tensors of keys and values of each table, in
+    turn; `importing` are further nodes that `restore_all` waits for.
     """
     for index, each in enumerate(held):
         name = _assign_name(scope, index)
@@ -431,8 +428,7 @@ def write_saved_model(
     mapped: MappedTables = NOTHING_MAPPED,
     server: Version | None = None,
 ) -> Version:
-    """Write `saved_model.pb` and the assets of `graph`; return the oldest TensorFlow version of a server that
-    loads them.
+    """Write `saved_model.pb` and the assets; return the oldest TensorFlow version that can serve them.
 
     The directory is created if it does not exist. With `server`, the graph is made for that TensorFlow
     version. `training` is published beside it unchanged except that devices are cleared. The same graph and
@@ -608,8 +604,9 @@ def write_pair(
 
 
 def keep_pair_alone(directory: Path) -> None:
-    """Remove `saved_model.pb` and `variables/` beside a pair; if `saved_model.pb` is not there, nothing is
-    removed.
+    """Remove `saved_model.pb` and `variables/` beside a pair.
+
+    If `saved_model.pb` is not there, nothing is removed.
 
     Raises:
         PublishError: they cannot be removed.

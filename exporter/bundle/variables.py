@@ -215,7 +215,7 @@ def _require_few(shards: int, task_bytes: int) -> None:
 
 
 def _divided(mapping: VariableMapping, target: Path) -> tuple[list[TensorSource], list[TensorSource]]:
-    """Divide the sources into those with shards to link or copy, and those that tasks write; return both.
+    """Return the sources with shards to link or copy, and the sources that tasks write.
 
     For a target in a store, tasks write all.
     """
@@ -343,11 +343,11 @@ class _Writer:
 
 
 def plan_shards(mapping: VariableMapping, target: Path, data: DataMode) -> list[ShardPlan]:
-    """Return a plan of each shard that an export to the directory `target` links or copies, in the order of
-    the bundle's shards; empty for a target in a store.
+    """Return a plan of each shard that an export to the directory `target` links or copies.
 
-    Nothing is written. When written, a planned link that the file system does not allow becomes a compacted
-    copy, or LinkRefused if `data` is LINK.
+    They are in the order of the bundle's shards. Empty for a target in a store. Nothing is written. When
+    written, a planned link that the file system does not allow becomes a compacted copy, or LinkRefused if
+    `data` is LINK.
     """
     verbatim, _ = _divided(mapping, target)
     return list(_plans(mapping, _extents_by_origin(verbatim), data))
@@ -472,8 +472,9 @@ def _rows_at_once(source: TensorSource, count: int, task_bytes: int) -> int:
 
 
 def boxes_written(written: Placed[Moved]) -> Iterator[tuple[str, DType, SliceRef]]:
-    """Yield key, dtype and slice of each box that was written; an empty box only if its whole tensor is
-    empty.
+    """Yield key, dtype and slice of each box that was written.
+
+    Empty boxes are left out, except if the whole tensor is empty.
     """
     moved, section = written.place.what, written.place.section
     assert isinstance(section, MovedRows)
@@ -609,9 +610,7 @@ def _is_stored_as_served(source: TensorSource) -> bool:
 
 
 def _has_whole_rows(source: TensorSource) -> bool:
-    """True if values are numbers, complete, and in boxes of whole rows, both in the checkpoint and in the
-    graph.
-    """
+    """True if values are complete numbers in boxes of whole rows, in checkpoint and graph."""
     boxes = [*_boxes_stored(source.tensor), *_boxes_served(source)]
     whole = all(box.lengths[1:] == box.full_shape[1:] for box in boxes)
     return whole and source.tensor.is_complete and source.tensor.dtype.itemsize is not None
@@ -645,8 +644,9 @@ def why_not_mapped(source: TensorSource) -> str:
 
 
 class ServedRun(Struct, frozen=True):
-    """A variable in a bundle: its box as stored, and the box's extent (None if it is stored in several
-    extents).
+    """A variable in a bundle: its box as stored, and the box's extent.
+
+    `extent` is None if the box is stored in several extents.
     """
 
     variable: GraphVariable
@@ -655,8 +655,7 @@ class ServedRun(Struct, frozen=True):
 
 
 def served_runs(source: TensorSource, written: Catalog) -> Iterator[ServedRun]:
-    """Yield each variable of a source with its box and extent in a written bundle, in the order of the
-    variables.
+    """Yield each variable of a source, in order, with its box and extent in a written bundle.
 
     While iterating, raises KeyError if the bundle lacks the source's tensor.
     """

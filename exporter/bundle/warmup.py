@@ -135,8 +135,9 @@ def examples_request(
 
 
 def write_warmup(requests: Iterable[WarmupRequest], directory: Path) -> Path:
-    """Write the requests' records into the SavedModel `directory`, in order, over an existing file; return
-    the file's path.
+    """Write the requests' records, in order, into the SavedModel `directory`; return the file's path.
+
+    An existing file is replaced.
 
     Raises:
         DiskFull, PublishError: it cannot be written.

@@ -103,8 +103,9 @@ def served_digests(schema: Schema, state: LayeredState, wanted: Sequence[Chunk])
 
 
 def digested(schema: Schema) -> list[ServedVariable]:
-    """Return the variables that have chunks, in the schema's order: all except keys and values of lookup
-    tables.
+    """Return the variables that have chunks, in the schema's order.
+
+    Keys and values of lookup tables have none.
     """
     return [variable for variable in schema.variables if variable.contents is None]
 

@@ -42,8 +42,9 @@ _FEW = 8  # gather single blocks only below 1/8 of a chunk: it costs several tim
 
 
 def differing_rows(old: Array, new: Array) -> Array:
-    """Return the numbers, int64 ascending, of rows that differ in any byte between two arrays [n, ...] of one
-    shape and dtype.
+    """Return the numbers, int64 ascending, of the rows that differ in any byte.
+
+    `old` and `new` are arrays [n, ...] of one shape and dtype.
     """
     a, b = _words(old), _words(new)
     unequal = a != b
@@ -96,8 +97,7 @@ class ComparedRows:
         return -(-(self._stop - self._first) // self.block)
 
     def _read(self, state: LayeredState, start: int, stop: int) -> tuple[ReadRange, ...]:
-        """Return the checksum of rows `start` to `stop` of the table in this state, as at most one range of a
-        stored run.
+        """Return the checksum of rows `start` to `stop` in a state, as at most one range of a stored run.
 
         Empty if no checksums are wanted, or no stored run holds exactly the served rows. Raises
         CheckpointError and subclasses if rows cannot be read, DiskFull or PublishError if bytes fetched from
@@ -186,8 +186,9 @@ def _bytes_of(rows: Array) -> Array:
 
 
 def _words(rows: Array) -> Array:
-    """Return a view (or a copy, if they are not contiguous) of rows as a matrix [n, words] of unsigned
-    integers, the widest that divide a row's bytes.
+    """Return rows as a matrix [n, words] of unsigned integers, the widest that divide a row's bytes.
+
+    It is a view, or a copy if the rows are not contiguous.
     """
     flat = np.ascontiguousarray(rows).reshape(len(rows), math.prod(rows.shape[1:])).view(np.uint8)
     word = next(size for size in (8, 4, 2, 1) if flat.shape[1] % size == 0)
@@ -211,11 +212,11 @@ class StoredSide(Struct, frozen=True):
 
     @classmethod
     def of(cls, reader: RowReader, start: int, stop: int, first: int) -> StoredSide:
-        """Return a reader's description for rows `start` to `stop`, without the slices that hold none of
-        them.
+        """Return the description of a reader for rows `start` to `stop`.
 
-        If rows are distributed over slices (`gather`), all slices stay, as a row's number follows from its
-        slice's. `first` is the number of the side's first input in the task.
+        Slices that hold none of these rows are left out. But if rows are distributed over slices (`gather`),
+        all slices stay, as a row's number follows from its slice's. `first` is the number of the side's first
+        input in the task.
         """
         whole = cls(reader.tensor, reader.box, reader.dtype, reader.order, reader.part, (), first)
         if reader.order.gather:  # a slice's rows follow from its number, so no slice may be left out
@@ -237,8 +238,7 @@ class StoredSide(Struct, frozen=True):
         return RowReader(name, catalog, self.tensor, self.box, self.dtype, self.order, self.part)
 
     def stored(self, start: int, stop: int) -> Iterator[tuple[Extent, int, int]]:
-        """Yield (extent, offset within it, size in bytes) of the stored bytes of served rows `start` to
-        `stop`.
+        """Yield the stored bytes of served rows `start` to `stop`: extent, offset in it, size in bytes.
 
         They are whole stored rows, in the order of the slices. If served rows are scattered in the tensor,
         other parts' rows between them are included. Strings, rows of 0 bytes and slices that are not stored
@@ -262,19 +262,16 @@ class StoredSide(Struct, frozen=True):
     def read_ranges(
         self, reader: RowReader, start: int, stop: int, crcs: Iterable[int]
     ) -> Iterator[ReadRange]:
-        """Yield the bytes of `stored` as ranges of the reader's stored runs, each with the next of `crcs`,
-        plain crc32c.
+        """Yield the bytes of `stored` as ranges of the reader's stored runs, with their checksums.
 
-        `crcs` may be an iterator with more: it is advanced only by as many as are yielded. KeyError if the
-        reader has no such stored run.
+        Each gets the next of `crcs`, plain crc32c. `crcs` may be an iterator with more: it is advanced only
+        by as many as are yielded. KeyError if the reader has no such stored run.
         """
         for (extent, first, size), crc in zip(self.stored(start, stop), crcs, strict=False):
             yield ReadRange(reader.run_of[extent], first, size, crc)
 
     def _stored_rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range (first, stop) of natural rows of the tensor that contains served rows `start` to
-        `stop`.
-        """
+        """Return the range (first, stop) of natural rows that contains served rows `start` to `stop`."""
         if self.order.scatter:
             return start * self.order.scatter, stop * self.order.scatter
         return self.box.starts[0] + start, self.box.starts[0] + stop
@@ -342,10 +339,10 @@ class SideChecksums:
         self._crcs: dict[Extent, int] = {}
 
     def of(self, start: int, stop: int) -> list[int]:
-        """Return the plain crc32c of each extent with served rows `start` to `stop`, in the order of
-        `StoredSide.stored`.
+        """Return the plain crc32c of each extent with served rows `start` to `stop`.
 
-        All of these rows must have been passed to `read`; KeyError otherwise.
+        They have the order of `StoredSide.stored`. All of these rows must have been passed to `read`;
+        KeyError otherwise.
         """
         return [self._crcs[extent] for extent, _, _ in self._side.stored(start, stop)]
 

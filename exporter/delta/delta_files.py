@@ -59,8 +59,8 @@ def write_delta(
     the bundle. The header's packing changes no value: rows that packing would change are stored exactly.
 
     Raises:
-        ValueError: a change does not fit its variable, or names a variable that the schema does not have, or
-            the header has another schema.
+        ValueError: a change does not fit its variable, or names a variable that the schema does not have;
+            keys and values of a lookup table do not match; or the header has another schema.
         OSError: the files cannot be written.
     """
     if header.schema_digest != schema.digest:
@@ -163,8 +163,9 @@ def row_numbers(read: DeltaTensors, variable: ServedVariable) -> Array:
 
 
 def _check_nothing_else(catalog: Catalog, schema: Schema, packing: DeltaDtype | None) -> None:
-    """Raise CorruptFile if the catalog has a tensor that is neither the header's nor a variable's: its values
-    would be lost.
+    """Raise CorruptFile if the catalog has a tensor that is neither the header's nor a variable's.
+
+    Its values would be lost.
     """
     packed = {tensor.key for variable in schema.variables for tensor in variable.packed(packing)}
     known = {POSITION_KEY, LINEAGE_KEY, SCHEMA_KEY, *schema.keys, *packed}

@@ -79,8 +79,9 @@ class WildRows(Struct, frozen=True):
 
     @property
     def said(self) -> str:
-        """One sentence about these rows, for a person: the table, the row with the largest norm, and whether
-        they are held.
+        """One sentence about these rows, for a person.
+
+        It names the table and the row with the largest norm, and says whether the rows are held.
         """
         rows, kept = f"{self.rows} row{'s' * (self.rows != 1)}", "; servers keep what they have of them"
         found = (
@@ -112,8 +113,9 @@ class Tolerance(Struct, frozen=True):
 
     @property
     def is_nothing(self) -> bool:
-        """True if everything except `overdue` has its default: served values must equal the trainer's bit for
-        bit, and no norms are checked.
+        """True if everything except `overdue` has its default.
+
+        Served values must then equal the trainer's bit for bit, and no norms are checked.
         """
         return self == Tolerance(overdue=self.overdue)
 

@@ -82,8 +82,9 @@ class Comparison(Struct, frozen=True):
 
     @property
     def threads(self) -> int:
-        """The number of threads that compare in this process: `workers`, or one per processor that it may
-        use.
+        """The number of threads of this process that compare.
+
+        It is `workers`, or one per processor that the process may use if `workers` is 0.
         """
         return self.workers or len(os.sched_getaffinity(0))
 
@@ -143,9 +144,9 @@ def _tasks(
 ) -> TaskComparison:
     """Start to compare tables by the tasks of `how.runner`, and return the comparison.
 
-    It has the tables that are stored in bundles, that no change replaces as a whole, and that are large or in
-    an object store. Raises CheckpointChanged or CheckpointError if a file is gone or cannot be reached,
-    DiskFull, PublishError or UsageError if the directory of the job cannot be made.
+    It has the tables that are large or in an object store, that no change replaces as a whole, and, with
+    `how.changes`, that the states do not share. Raises CheckpointChanged or CheckpointError if a file is gone
+    or cannot be reached, DiskFull, PublishError or UsageError if the directory of the job cannot be made.
     """
     # Small tables in files, of which there may be thousands, are compared here: a task costs more than they
     # do.
@@ -167,9 +168,7 @@ def _tasks(
 
 
 def _is_shared(old: LayeredState, new: LayeredState, variable: ServedVariable) -> bool:
-    """True if both states store a variable in the same bytes, so that only changes of rows on top can
-    differ.
-    """
+    """True if both states store a variable in the same bytes, and only changes of rows are on top."""
     name, layers = variable.name, (*old.layers, *new.layers)
     if any(name in layer and not isinstance(layer[name], Rows) for layer in layers):
         return False

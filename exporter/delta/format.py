@@ -83,9 +83,7 @@ def log_name(first_position: int) -> str:
 
 
 def span_name(start: int, end: int) -> str:
-    """Return the name of a delta's directory: `00000000000000000100-00000000000000000120` for `start` 100 and
-    `end` 120.
-    """
+    """Return the name of a delta's directory: `<start>-<end>`, both positions with 20 digits."""
     return f"{start:020d}-{end:020d}"
 
 
@@ -181,8 +179,9 @@ class ServedVariable(Struct, frozen=True, array_like=True):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of the variable's tensors in a delta: `<name>/ids` and `<name>/values` of a table, else
-        `<name>/value`.
+        """The names of the variable's tensors in a delta.
+
+        They are `<name>/ids` and `<name>/values` of a table, `<name>/value` of a dense variable.
         """
         if self.kind is ChangeKind.TABLE:
             return f"{self.name}/ids", f"{self.name}/values"
@@ -208,10 +207,10 @@ class ServedVariable(Struct, frozen=True, array_like=True):
         )
 
     def packed(self, packing: DeltaDtype | None) -> tuple[PackedTensor, ...]:
-        """Return the further tensors of a table whose rows are packed: `exact`, `packed`, and for int8
-        `scales`.
+        """Return the further tensors of a table whose rows are packed.
 
-        Empty without packing, for dense variables, and for tables whose rows would not shrink.
+        They are `exact`, `packed`, and for int8 `scales`. Empty without packing, for dense variables, and for
+        tables whose rows would not shrink.
         """
         from exporter.delta.packing import shrinks
 
@@ -253,8 +252,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @cached_property
     def lookups(self) -> tuple[tuple[ServedVariable, ServedVariable], ...]:
-        """The variables (keys, values) of each lookup table, ordered by the table's name; a table without
-        values is left out.
+        """The variables (keys, values) of each lookup table, ordered by the table's name.
+
+        A table without values is left out.
         """
         halves = {(v.contents.table, v.contents.role): v for v in self.variables if v.contents}
         tables = sorted(table for table, role in halves if role is TableSide.KEYS)
@@ -278,8 +278,9 @@ class Schema(Struct, frozen=True, dict=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence for each dense variable of at least 16 MiB, lookup tables left out: every delta that
-        changes it holds all of it.
+        """A sentence for each dense variable of at least 16 MiB: deltas that change it hold all of it.
+
+        Lookup tables are left out.
         """
         whole = (v for v in self.variables if v.kind is ChangeKind.DENSE and v.contents is None)
         return tuple(
@@ -290,8 +291,9 @@ class Schema(Struct, frozen=True, dict=True):
         )
 
     def to_json(self) -> list[list[Any]]:
-        """Return the schema as a JSON value: `[name, dtype, shape, kind]` per variable, and its contents if
-        any.
+        """Return the schema as a JSON value: `[name, dtype, shape, kind]` per variable.
+
+        The contents are the fifth element, if there are any.
         """
         return [
             to_builtins([v.name, v.dtype.label, [*v.shape], v.kind, *([v.contents] if v.contents else [])])

@@ -58,10 +58,10 @@ class CheckedFiles(Struct, frozen=True):
         return cls(path, {name: identity for name, identity in found.items() if identity})
 
     def known(self, variables: Iterable[RowReader]) -> frozenset[StoredRun]:
-        """Return the stored runs of these variables that the cache lists as verified, in files that have not
-        changed since.
+        """Return the stored runs of these variables that the cache lists as verified.
 
-        Empty if the cache is missing, unreadable, damaged or larger than 256 MiB; no exception is raised.
+        Runs in files that have changed since are left out. Empty if the cache is missing, unreadable, damaged
+        or larger than 256 MiB; no exception is raised.
         """
         try:
             document = json.loads(read_regular(self.path, _MAX_BYTES))
@@ -72,8 +72,10 @@ class CheckedFiles(Struct, frozen=True):
         return frozenset(run for variable in variables for run in variable.runs if _key(run) in checked)
 
     def save(self, checked: Collection[StoredRun]) -> None:
-        """Write the cache with these verified runs, by a rename; runs in shards without an identity are left
-        out. The directory is made if its parent exists. Errors of the file system are ignored.
+        """Write the cache with the verified runs `checked`, by a rename.
+
+        Runs in shards without an identity are left out. The directory is made if its parent exists. Errors of
+        the file system are ignored.
         """
         runs = [_key(run) for run in checked if run.path.name in self.identities]
         content = json.dumps({"files": self.identities, "runs": sorted(runs)}).encode()
@@ -134,21 +136,21 @@ class LayeredState(Struct, frozen=True, eq=False):
         self._checked.update(runs)
 
     def is_remote(self, name: str) -> bool:
-        """True if the stored rows of the variable `name` are in an object store, where few large requests are
-        better.
-        """
+        """True if the stored rows of the variable `name` are in an object store."""
         return self.stored[name].is_remote
 
     def touched(self, name: str) -> Array:
-        """Return the numbers, int64 ascending, of those rows of the variable `name` that changes of rows on
-        top contain; changes of the whole variable do not count.
+        """Return the numbers, int64 ascending, of a variable's rows that changes on top contain.
+
+        Changes of the whole variable do not count.
         """
         ids = [change.ids for layer in self.layers if isinstance(change := layer.get(name), Rows)]
         return distinct(np.concatenate([np.empty(0, np.int64), *ids]))
 
     def is_stored_as(self, other: LayeredState, name: str) -> bool:
-        """True if both states store the variable `name` in the same bytes of the same files, apart from
-        changes on top; False also if that cannot be determined.
+        """True if both states store the variable `name` in the same bytes of the same files.
+
+        Changes on top are ignored. False also if the answer cannot be determined.
         """
         a, b = self.stored[name], other.stored[name]
         runs = list(a.runs), list(b.runs)

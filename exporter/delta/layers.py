@@ -77,19 +77,20 @@ def merge_changes(layers: Sequence[Changes], schema: Schema, scratch: Path) -> d
 
 
 def needs_folding(layers: Sequence[Changes], schema: Schema) -> bool:
-    """True if any of the layers contains rows of a dense variable: then call `fold_whole` before
-    `merge_changes`.
+    """True if any of the layers contains rows of a dense variable.
+
+    Then call `fold_whole` before `merge_changes`.
     """
     whole = [variable.name for variable in schema.variables if variable.kind is ChangeKind.DENSE]
     return any(isinstance(layer.get(name), Rows) for layer in layers for name in whole)
 
 
 def fold_whole(layers: Sequence[Changes], schema: Schema, old: LayeredState) -> tuple[Changes, ...]:
-    """Return copies of the layers in which each dense variable with changes of rows has one whole value, in
-    the last layer.
+    """Return copies of the layers in which no dense variable has changes of rows.
 
-    The value is that of `old` with all layers applied. Raises CheckpointError and subclasses if it cannot be
-    read or is damaged, DiskFull or PublishError if bytes fetched from a store cannot be kept.
+    A variable that had some has one whole value instead, in the last layer: the value of `old` with all
+    layers applied. Raises CheckpointError and subclasses if it cannot be read or is damaged, DiskFull or
+    PublishError if bytes fetched from a store cannot be kept.
     """
     folded = [dict(layer) for layer in layers]
     for variable in schema.variables:
@@ -125,11 +126,11 @@ def newest_rows(tables: Sequence[Rows]) -> Iterator[tuple[Array, Array]]:
 
 
 def _range_end(tables: Sequence[Rows], starts: Sequence[int]) -> int:
-    """Return the id at which the next range of rows ends, so that each table has at most its share of rows in
-    it.
+    """Return the id at which the next range of rows ends.
 
-    `starts` has the number of each table's first row that was not yielded yet. The result is greater than all
-    ids if the rest of each table is within its share.
+    Each table has at most its share of rows in this range. `starts` has the number of each table's first row
+    that was not yielded yet. The result is greater than all ids if the rest of each table is within its
+    share.
     """
     share = max(1, ROWS_AT_ONCE // len(tables))
     ends = [

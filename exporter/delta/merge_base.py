@@ -121,11 +121,10 @@ class BaseMerger:
                 yield from (Place(section, variable.name, alone=is_mapped) for section in sections)
 
     def _copied(self, name: str, key: str, part: SliceSpec | None) -> Iterator[Place[str]]:
-        """Yield a section that copies a whole value, of the newest delta that has it or of the base; at most
-        one.
+        """Yield at most one section, which copies a whole value.
 
-        If no extent holds the value, it is noted for `_write_left`, with the tensor's key and its box (None:
-        all of it).
+        The value is that of the newest delta that has it, else of the base. If no extent holds the value, it
+        is noted for `_write_left`, with the tensor's key and its box (None: all of it).
         """
         copied = newest_value(name, self._deltas) if not self._variables[name].is_table else None
         reader = self._stored[name]
@@ -138,11 +137,10 @@ class BaseMerger:
             yield copied_value(name, copied, self._files)
 
     def _runs(self, variable: ServedVariable) -> list[tuple[int, Range]]:
-        """Return a table's rows as runs (count of rows, range of bytes) of whole rows in the base, in the
-        order of the rows.
+        """Return the runs of whole rows in which the base stores a table, in the order of the rows.
 
-        Empty if they are not stored so: cast, in another order, in columns, or incomplete. The stored runs
-        are registered in the job's files.
+        Each is a count of rows and a range of bytes. Empty if they are not stored so: cast, in another order,
+        in columns, or incomplete. The stored runs are registered in the job's files.
         """
         reader = self._stored[variable.name]
         tensor, box = reader.tensor, reader.box
@@ -167,8 +165,7 @@ class BaseMerger:
         return runs if at == end else []
 
     def _write_left(self, state: Callable[[], LayeredState]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Write the last shard, with the values that no task writes, then yield key, dtype and box of each of
-        its tensors.
+        """Write the last shard, of values that no task writes; yield key, dtype and box of its tensors.
 
         Nothing is written before the first item is asked for. Raises CorruptFile if a checksum differs,
         CheckpointError (and subclasses) if values cannot be read, OSError, DiskFull or PublishError if the
@@ -197,8 +194,9 @@ class BaseMerger:
                 yield tensor.name, tensor.dtype, SliceRef(part_.spec, extent)
 
     def _boxes(self, placed: Sequence[Placed[str]]) -> Iterator[tuple[str, DType, SliceRef]]:
-        """Yield key, dtype and box of each tensor that tasks wrote; `placed` are the sections with their
-        extents.
+        """Yield key, dtype and box of each tensor that tasks wrote.
+
+        `placed` are the sections, each with its extents.
         """
         found: dict[str, list[Placed[str]]] = defaultdict(list)
         for each in placed:

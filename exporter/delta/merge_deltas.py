@@ -77,12 +77,12 @@ class DeltaMerger:
         return rows
 
     def _places(self, files: Sources, task_bytes: int) -> Iterator[Place[str]]:
-        """Yield the sections of each variable that changed, and of every dense variable of strings, with the
-        variable's name.
+        """Yield the sections to write, each with the name of its variable.
 
-        While iterating, raises CorruptFile if slices of ids and values in a delta do not match,
-        CheckpointChanged or CheckpointError if a file is gone or cannot be read, DiskFull or PublishError if
-        bytes fetched from a store cannot be kept.
+        These are all variables that changed, and every dense variable of strings. While iterating, raises
+        CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged or CheckpointError
+        if a file is gone or cannot be read, DiskFull or PublishError if bytes fetched from a store cannot be
+        kept.
         """
         for variable in self._schema.variables:
             name, packing = variable.name, self._header.packing
@@ -140,10 +140,10 @@ class DeltaMerger:
     def _shapes(
         self, variable: ServedVariable, rows: int, exact: int
     ) -> dict[str, tuple[DType, tuple[int, ...]]]:
-        """Return dtype and shape, by key, of each tensor of a table with `rows` rows, `exact` of them not
-        packed.
+        """Return dtype and shape of each tensor of a table with `rows` rows, by key.
 
-        Of a dense variable, those of its value without any change; `rows` and `exact` are then not used.
+        `exact` of the rows are not packed. Of a dense variable, those of its value without any change; `rows`
+        and `exact` are then not used.
         """
         if not variable.is_table:
             return {variable.keys[0]: (variable.dtype, (0, *(size or 0 for size in variable.element_shape)))}
@@ -158,10 +158,10 @@ class DeltaMerger:
         return found
 
     def _header_tensors(self, shard: int, offset: int, rows: int) -> Iterator[TensorRef]:
-        """Yield the index entries of the header, which is stored in the shard with number `shard` from
-        `offset` on.
+        """Yield the index entries of the header's tensors.
 
-        `rows` is the number of rows of all tables.
+        They are stored in the shard with the number `shard`, from `offset` on. `rows` is the number of rows
+        of all tables.
         """
         arrays = header_tensors(self._header, rows)
         for key, data, crc in header_bytes(self._header, rows):

@@ -62,13 +62,11 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """The ranges that the section reads: the base's, then those of each layer."""
+        """The ranges that the section reads: first of the base, then of each layer."""
         return (*self.base, *(each for layer in self.layers for each in layer))
 
     def renumbered(self, numbers: Mapping[int, int]) -> NewestRows:
-        """Return the same section with other numbers of inputs; `numbers` maps each present one to the new
-        one.
-        """
+        """Return the same section with other numbers of inputs: `numbers` has the new one of each."""
         base = renumbered(self.base, numbers)
         return replace(self, base=base, layers=tuple(renumbered(layer, numbers) for layer in self.layers))
 
@@ -80,8 +78,10 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return (values, *packed[1:], *packed[:1], ids)
 
     def sizes(self, *counts: int) -> tuple[int, ...]:
-        """Return the bytes of each run that the section writes, in the order of `keys` (of a base only the
-        values), given the number of rows and of rows that are not packed.
+        """Return the bytes of each run that the section writes, in the order of `keys`.
+
+        `counts` are the number of rows, and of rows that are not packed. With a base only the values are
+        written.
         """
         rows, exact = counts
         values = exact * self.variable.row_bytes
@@ -116,8 +116,7 @@ class NewestRows(Section, frozen=True, array_like=True, tag="newest"):
         return rows, exact
 
     def _on_top(self, base: Sequence[ReadRun], layers: Sequence[Rows]) -> Iterator[Array]:
-        """Yield blocks of all rows `low` to `high`, in order: the base's rows, overwritten by the layers'
-        rows.
+        """Yield all rows `low` to `high` in blocks: the base's rows, overwritten by the layers' rows.
 
         Raises CheckpointChanged if a file became shorter.
         """
@@ -213,10 +212,9 @@ class Merge(WriteShard, frozen=True, kw_only=True):
 
 
 def header_bytes(header: DeltaHeader, rows: int) -> Iterator[tuple[str, bytes, int | None]]:
-    """Yield key, stored bytes and masked checksum (None: the caller computes it) of each header tensor of a
-    delta.
+    """Yield key, stored bytes and masked checksum of each header tensor of a delta.
 
-    `rows` is the number of rows of all its tables.
+    The checksum is None if the caller has to compute it. `rows` is the number of rows of all its tables.
     """
     for key, array in header_tensors(header, rows).items():
         if array.dtype == object:
@@ -277,12 +275,13 @@ def table_sections(
 ) -> Iterator[NewestRows]:
     """Yield sections that write a table's newest rows of `deltas`, oldest first, on top of a base if given.
 
-    A table that is very large compared with `task_bytes` is divided into ranges of ids. `base` has the number
-    of rows and the range of each run, in order; with it, all rows of the table are written. Stored runs of
-    the deltas are registered in `files`. Yields nothing if no delta changes the table and there is no base.
-    While iterating, raises CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged
-    or CheckpointError if a shard vanished, shrank or cannot be read, DiskFull or PublishError if bytes
-    fetched from a store cannot be kept.
+    A table that is very large compared with `task_bytes` is divided into ranges of ids, unless rows are
+    packed or their dtype cannot be joined (`JOINABLE`). `base` has the number of rows and the range of each
+    run, in order; with it, all rows of the table are written. Stored runs of the deltas are registered in
+    `files`. Yields nothing if no delta changes the table and there is no base. While iterating, raises
+    CorruptFile if slices of ids and values in a delta do not match, CheckpointChanged or CheckpointError if a
+    shard vanished, shrank or cannot be read, DiskFull or PublishError if bytes fetched from a store cannot be
+    kept.
     """
     layers = [layer for delta in deltas for layer in _layers_of(delta, variable)]
     if not layers and not base:
@@ -326,10 +325,9 @@ def _layers_of(delta: DeltaTensors, variable: ServedVariable) -> Iterator[tuple[
 
 
 def _cuts(ids: Sequence[Array], rows: int, count: int) -> list[int]:
-    """Return the bounds, ascending from 0 to `rows`, of at most `count` ranges of ids with about equally many
-    rows of all layers.
+    """Return the bounds of at most `count` ranges of ids with about equally many rows of all layers.
 
-    `ids` has the ids of each layer; at least one id is needed.
+    They ascend from 0 to `rows`. `ids` has the ids of each layer; at least one id is needed.
     """
     step = max(1, sum(map(len, ids)) // (count * _SAMPLES))
     samples = np.sort(np.concatenate([some[::step] for some in ids]))
@@ -347,8 +345,9 @@ def _between(layer: Layer, ids: Array, low: int, high: int) -> Layer:
 
 
 def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Iterator[Range]:
-    """Yield the byte ranges of rows `low` to `high` of the base, given the count of rows and the range of
-    each run.
+    """Yield the byte ranges of rows `low` to `high` (excluded) of the base.
+
+    `base` has the count of rows and the range of each run, in order.
     """
     start = 0
     for count, each in base:
@@ -359,8 +358,6 @@ def _rows_between(base: Sequence[tuple[int, Range]], low: int, high: int) -> Ite
 
 
 def _part(whole: Range, count: int, first: int, last: int) -> Range:
-    """Return the byte range of elements `first` to `last` of a range that has `count` elements of one
-    size.
-    """
+    """Return the byte range of elements `first` to `last` of a range of `count` elements of one size."""
     size = whole.size // count
     return Range(whole.input, whole.offset + first * size, (last - first) * size)

@@ -33,8 +33,9 @@ _ROWS_AT_ONCE = 1 << 14
 
 
 def shrinks(packing: DeltaDtype, dtype: DType, element_shape: tuple[int, ...]) -> bool:
-    """True if rows of this dtype and shape take fewer bytes when packed; False for dtypes other than float32
-    and float64.
+    """True if rows of this dtype and shape take fewer bytes when packed.
+
+    False for dtypes other than float32 and float64.
     """
     size = math.prod(element_shape)
     packed = 2 * size if packing is DeltaDtype.BFLOAT16 else size + 4
@@ -223,8 +224,9 @@ class Packing(Struct, frozen=True):
         return (self.rows[self.exact[piece]] for piece in _pieces(len(self.exact)))
 
     def codes(self) -> Iterator[Array]:
-        """Yield the codes of the other rows in order, in pieces, computed again: they were not kept in
-        memory.
+        """Yield the codes of the packed rows in order, in pieces.
+
+        They are computed again, as they were not kept in memory.
         """
         for piece in _pieces(len(self.packed)):
             yield encode(self.rows[self.packed[piece]], self.dtype).codes

@@ -49,10 +49,9 @@ class Waiting(Struct, frozen=True):
         return min((float(each.min()) for each in self.since.values() if len(each)), default=math.inf)
 
     def since_of(self, name: str, ids: Array) -> Array:
-        """Return when each of the rows `ids` of a table, in any order, began to wait: float64 [n], seconds
-        since 1970.
+        """Return when each of the rows `ids` of a table began to wait, in seconds since 1970: float64 [n].
 
-        KeyError if `changes` has rows of the table and `since` has no times of it.
+        `ids` may have any order. KeyError if `changes` has rows of the table and `since` has no times of it.
         """
         change = self.changes.get(name)
         if not isinstance(change, Rows) or not len(change.ids):

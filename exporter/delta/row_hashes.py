@@ -94,10 +94,9 @@ class HashIndex(Struct, frozen=True):
 
 
 def without_rows(hashes: Array, rows: Array, row_bytes: int) -> Array:
-    """Return a copy of a table's hashes in which the blocks of these rows are invalid, so that they are
-    compared again.
+    """Return a copy of a table's hashes in which the blocks of these rows are invalid.
 
-    `rows` are row numbers in any order, `row_bytes` the bytes of a row.
+    So these blocks are compared again. `rows` are row numbers in any order, `row_bytes` the bytes of a row.
     """
     forgotten = hashes.copy()
     blocks = distinct(rows // block_rows(row_bytes))
@@ -122,8 +121,9 @@ def write_index(path: Path, index: HashIndex) -> None:
 
 
 def most_bytes(tables: Mapping[str, int]) -> int:
-    """Return an upper bound for the file size, in bytes, of an index of tables, given their sizes in bytes by
-    name.
+    """Return an upper bound for the file size, in bytes, of an index of tables.
+
+    `tables` are the tables' sizes in bytes, by name.
     """
     hashes = sum(8 * (bytes_ // _LEAST_BLOCK_BYTES) + _BESIDE_BYTES for bytes_ in tables.values())
     return hashes + 4 * sum(map(len, tables)) + _BESIDE_BYTES

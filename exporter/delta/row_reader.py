@@ -87,11 +87,11 @@ class RowMap:
         return np.asarray(self._values[rows])
 
     def box(self, box: tuple[slice, ...]) -> Array:
-        """Return a box, given by slices with a start and a stop for each dimension: a view of the file, or a
-        copy if rows come from a store.
+        """Return a box of the tensor, given by slices with a start and a stop for each dimension.
 
-        From a store, raises CheckpointError (CheckpointChanged: the object was replaced or is gone) if rows
-        cannot be read, DiskFull or PublishError if fetched bytes cannot be kept.
+        It is a view of the file, or a copy if rows come from a store. From a store, raises CheckpointError
+        (CheckpointChanged: the object was replaced or is gone) if rows cannot be read, DiskFull or
+        PublishError if fetched bytes cannot be kept.
         """
         if self._object is not None and len(self._values):
             size = self._object.extent.size // len(self._values)
@@ -114,8 +114,9 @@ class RowMap:
 
 
 def are_elements(shape: tuple[int, ...]) -> bool:
-    """True if a row of a tensor of this shape is one element: few bytes, which may be read in any order, and
-    repeatedly.
+    """True if a row of a tensor of this shape is one element.
+
+    These are few bytes, which may be read in any order, and repeatedly.
     """
     return len(shape) == 1
 
@@ -312,8 +313,7 @@ class RowReader(Struct, frozen=True, dict=True):
         return {run.extent: run for run in self.runs}
 
     def slices_near(self, first: int, last: int) -> tuple[SliceRef, ...]:
-        """Return the slices that may hold rows `first` to `last` (excluded) of the tensor, ordered by their
-        first rows.
+        """Return the slices that may hold rows `first` to `last` (excluded), ordered by their first rows.
 
         They are often few of thousands.
         """
@@ -322,9 +322,7 @@ class RowReader(Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_rows(self) -> tuple[tuple[SliceRef, ...], list[int], int]:
-        """The tensor's slices ordered by first row, their first rows, and the number of rows of the longest
-        (0 without any).
-        """
+        """The tensor's slices ordered by first row, their first rows, and the most rows of a slice (or 0)."""
         slices = tuple(sorted(self.tensor.slices, key=lambda part: part.spec.starts))
         longest = max((part.spec.lengths[0] for part in slices), default=0)
         return slices, [part.spec.starts[0] for part in slices], longest
@@ -349,10 +347,10 @@ class RowReader(Struct, frozen=True, dict=True):
         return [_Piece(part.spec, RowMap(self.catalog, self.tensor, part)) for part in needed]
 
     def _in_piece(self, natural: Array, number: int, piece: _Piece) -> tuple[Array, Array]:
-        """Return the places in `natural` (row numbers) of the rows that are in a piece, and their row numbers
-        within the piece.
+        """Return the places in `natural` of the rows in a piece, and their row numbers within the piece.
 
-        `number` is the piece's number, which matters if rows are distributed over pieces.
+        `natural` are row numbers. `number` is the piece's number, which matters if rows are distributed over
+        pieces.
         """
         if self.order.gather:
             inside = np.flatnonzero(natural % self.order.gather == number)
@@ -362,12 +360,11 @@ class RowReader(Struct, frozen=True, dict=True):
         return inside, natural[inside] - first
 
     def _contiguous(self, first: int, last: int) -> Array:
-        """Return natural rows `first` to `last` (excluded) in the box's columns, joined from the pieces, in
-        the stored dtype.
+        """Return natural rows `first` to `last` (excluded) in the box's columns, in the stored dtype.
 
-        Raises CorruptFile if some of them are in no piece. From a store, raises CheckpointError
-        (CheckpointChanged: the object was replaced or is gone) if rows cannot be read, DiskFull or
-        PublishError if fetched bytes cannot be kept.
+        They are joined from the pieces. Raises CorruptFile if some of them are in no piece. From a store,
+        raises CheckpointError (CheckpointChanged: the object was replaced or is gone) if rows cannot be read,
+        DiskFull or PublishError if fetched bytes cannot be kept.
         """
         region = SliceSpec(
             self.box.full_shape,
@@ -452,8 +449,10 @@ class _Piece(Struct, frozen=True):
 
 
 def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield the readers of the variables served from one source, in their order, that read the trainer's
-    checkpoint `catalog`; of a lookup table's source, one reader of its keys or values.
+    """Yield the readers of the variables served from one source, in their order.
+
+    They read the trainer's checkpoint `catalog`. A lookup table's source has one reader, of its keys or
+    values.
     """
     if not source.variables:
         yield _contents(catalog, source.tensor)
@@ -463,10 +462,10 @@ def row_readers(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
 
 
 def served_in(catalog: Catalog, source: TensorSource) -> Iterator[RowReader]:
-    """Yield the readers of the variables served from one source, in their order, that read a published
-    bundle, in which values are stored as served.
+    """Yield the readers of the variables served from one source, in their order.
 
-    While iterating, raises CorruptFile if the bundle has no such tensor.
+    They read a published bundle, `catalog`, in which values are stored as served. A lookup table's source has
+    one reader, of its keys or values. While iterating, raises CorruptFile if the bundle has no such tensor.
     """
     tensor = catalog.tensors.get(source.key)
     if tensor is None:

@@ -104,8 +104,9 @@ SpanT = TypeVar("SpanT", bound=SpanLike)
 
 
 def check_fits(header: DeltaHeader, *, lineage: str, schema_digest: str, position: int) -> None:
-    """Require that a state at `position` of the log `lineage`, with this schema, may take the delta of a
-    header.
+    """Require that a state at `position` of the log `lineage` may take the delta of a header.
+
+    `schema_digest` is the state's.
 
     Raises:
         ForeignLineage: the delta is of another log.
@@ -187,8 +188,7 @@ def merged(spans: Sequence[SpanLike]) -> Span:
 
 
 def merge_due(spans: Iterable[SpanT]) -> tuple[SpanT, ...]:
-    """Return the `FANOUT` neighbouring deltas that should be merged now, oldest first; empty if nothing is
-    due.
+    """Return the `FANOUT` neighbouring deltas that should be merged now, oldest first, or none.
 
     As in a log-structured merge tree: `FANOUT` neighbours of one magnitude (of publications, to base
     `FANOUT`) become one of the next. A reader is then at most `FANOUT - 1` deltas of each magnitude behind,
@@ -225,10 +225,10 @@ def expendable(
 
 
 def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: int) -> set[int]:
-    """Return the Python `id` of each delta on the chains from the positions `starts` towards the position
-    `goal`.
+    """Return the Python `id` of each delta on the chains from the positions `starts` towards `goal`.
 
-    A chain may miss the goal. `furthest_first` are all deltas, greatest end and then greatest start first.
+    `goal` is a position. A chain may miss the goal. `furthest_first` are all deltas, greatest end and then
+    greatest start first.
     """
     within = [span for span in furthest_first if span.end <= goal]
     by_start = sorted(range(len(within)), key=lambda number: within[number].start)
@@ -251,9 +251,9 @@ def _followed(furthest_first: Sequence[SpanLike], starts: Iterable[int], goal: i
 
 
 def nearest_base(spans: Collection[SpanLike], bases: Iterable[int], target: int) -> int:
-    """Return the position of the base from which the fewest deltas lead to `target`; of several, the newest.
+    """Return the position of the base from which the fewest deltas reach `target`.
 
-    `bases` are positions. A base at `target` itself needs no deltas.
+    Of several, the newest. `bases` are positions. A base at `target` itself needs no deltas.
 
     Raises:
         PositionUnknown: no base reaches `target`.

@@ -47,8 +47,9 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return KeyedRows(self.name, self.keys[which], self.values[which], freqs)
 
     def rows_of(self, keys: Array) -> Array:
-        """Return the row number, in this object, of each of these keys (any order), -1 for keys without one:
-        int64 [n].
+        """Return the row number, in this object, of each key, int64 [n]; -1 for keys without a row.
+
+        The keys may have any order.
         """
         if not len(self.keys):
             return np.full(len(keys), -1)
@@ -58,9 +59,7 @@ class KeyedRows(Struct, frozen=True, eq=False):
         return np.where(self.keys[rows] == keys, rows, -1)
 
     def same_as(self, other: KeyedRows) -> Array:
-        """Return a mask, bool [n], of this object's rows that `other` has under the same keys with the same
-        bytes.
-        """
+        """Return a mask, bool [n], of the rows that `other` has under the same keys with the same bytes."""
         from exporter.delta.compare_rows import differing_rows
 
         rows = other.rows_of(self.keys)
@@ -118,9 +117,7 @@ class KeyedSource(Protocol):
         """The keys that are to be served, int64, no key twice."""
 
     def values(self, places: Array) -> Array:
-        """Return the rows of the keys at these places of `keys`, in the order of `places` and in the served
-        dtype.
-        """
+        """Return the rows, in the served dtype, of the keys at these places of `keys`, in that order."""
 
 
 class ServedTable(Struct, frozen=True):
@@ -318,8 +315,9 @@ def compared(table: ServedTable, trained: KeyedSource, scratch: Path) -> dict[st
 
 
 def _in_steps(table: ServedTable, rows: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield row numbers in ascending order with their places in `rows`, for at most 4 MiB of row values at a
-    time.
+    """Yield row numbers in ascending order, with their places in `rows`.
+
+    Each step is at most 4 MiB of row values.
     """
     order = np.argsort(rows)
     step = max(1, _BYTES_AT_ONCE // max(1, table.row_values.row_bytes))

@@ -106,10 +106,9 @@ def _sieves(
     coded: Collection[str],
     first: Mapping[str, Array],
 ) -> tuple[dict[str, _Sieve], dict[str, Change]]:
-    """Return a sieve, by name, for each table whose rows may be held back or rounded, and the other changes,
-    by name.
+    """Return a sieve for each table whose rows may be held back or rounded, and the other changes.
 
-    The other changes are sent whole.
+    Both are by name. The other changes are sent whole.
     """
     sieves: dict[str, _Sieve] = {}
     whole: dict[str, Change] = {}
@@ -127,11 +126,10 @@ def _sieves(
 def _require_allowed(
     sieves: Iterable[_Sieve], whole: Mapping[str, Change], allowed: Tolerance
 ) -> tuple[WildRows, ...]:
-    """Return the reports on rows beyond their bound: first of tables, then of variables that are served
-    whole.
+    """Return the reports on rows beyond their bound.
 
-    Raises WildValues if `on_wild` refuses some of them, or if a variable that is served whole is beyond its
-    bound and `on_wild` does not only warn.
+    Tables come first, then variables that are served whole. Raises WildValues if `on_wild` refuses some of
+    them, or if a variable that is served whole is beyond its bound and `on_wild` does not only warn.
     """
     rows = tuple(found for sieve in sieves if (found := sieve.wild) is not None)
     variables = tuple(_wild_whole(whole, allowed.norms))  # they cannot be held back
@@ -142,20 +140,20 @@ def _require_allowed(
 
 
 def row_distances(a: Array, b: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean distances [n] of the rows of two arrays [n, ...], computed in `dtype`, float32 or
-    float64; for any other dtype in float32.
+    """Return the Euclidean distances [n] of the rows of two arrays [n, ...].
 
-    NaN and infinite values give NaN or infinity.
+    They are computed in `dtype`, float32 or float64; for any other dtype in float32. NaN and infinite values
+    give NaN or infinity.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         return row_norms(np.subtract(a, b, dtype=_at_least_single(dtype), casting="unsafe"), dtype)
 
 
 def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
-    """Return the Euclidean norms [n] of rows [n, ...], computed in `dtype`, float32 or float64; for any other
-    dtype in float32.
+    """Return the Euclidean norms [n] of rows [n, ...].
 
-    They may be NaN or infinite.
+    They are computed in `dtype`, float32 or float64; for any other dtype in float32. They may be NaN or
+    infinite.
     """
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(_at_least_single(dtype), copy=False)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -163,8 +161,9 @@ def row_norms(rows: Array, dtype: Any = np.float64) -> Array:
 
 
 def _at_least_single(dtype: Any) -> Any:
-    """Return the dtype if it is float32 or float64, else float32: squares of 16-bit floats would be infinite
-    from 256 on.
+    """Return the dtype if it is float32 or float64, else float32.
+
+    Squares of 16-bit floats would be infinite from 256 on.
     """
     return dtype if np.dtype(dtype) in (np.float32, np.float64) else np.float32
 
@@ -177,8 +176,7 @@ class _Cut:
 
     @classmethod
     def of(cls, sieves: Iterable[_Sieve], room: int) -> _Cut:
-        """Return the cut with the lowest score above which all competing rows of the sieves fit into `room`
-        bytes.
+        """Return the cut with the lowest score above which all competing rows fit into `room` bytes.
 
         The cut also has the bytes that are left for rows with exactly its score; it has no limit if all rows
         fit. A negative room counts as 0.
@@ -269,8 +267,7 @@ class _Sieve:
         return WildRows(name, self._wild_rows, row, norm, self._allowed.norms[name], is_held)
 
     def measure(self, waiting: Waiting) -> None:
-        """Compute each row's score; record the rows that are served rounded already, and the rows beyond
-        their norm.
+        """Compute each row's score; record rows that are served rounded already, and rows beyond their norm.
 
         `waiting` has the rows held back so far. Raises CheckpointError and subclasses if published rows
         cannot be read, DiskFull or PublishError if rows fetched from a store cannot be kept.
@@ -340,8 +337,7 @@ class _Sieve:
         return np.isin(ids, [] if self._first is None else self._first)
 
     def since(self, waiting: Waiting) -> Array:
-        """Return when each held-back row began to wait, float64 in seconds since 1970, in the order of the
-        rows.
+        """Return when each held-back row began to wait, in seconds since 1970: float64, in the rows' order.
 
         Infinite for rows beyond their norm, which are never overdue. Call it only after `send`, and if rows
         are held back.
@@ -352,11 +348,11 @@ class _Sieve:
         return np.where(is_wild, np.inf, waiting.since_of(self._variable.name, ids))
 
     def send(self, cut: _Cut, scratch: Path) -> None:
-        """Divide the rows by their scores into `sent` and `held_back` (None: no rows), and set the fields for
-        the report.
+        """Divide the rows by their scores into `sent` and `held_back`, and set the fields for the report.
 
-        Rows with exactly the cut's score use up its room. Rows of new keys beyond their norm are sent as
-        zeros, and held back as well. Raises OSError if a file in `scratch` cannot be written.
+        Each is None if it has no rows. Rows with exactly the cut's score use up its room. Rows of new keys
+        beyond their norm are sent as zeros, and held back as well. Raises OSError if a file in `scratch`
+        cannot be written.
         """
         goes = cut.passes(self._scores, self.row_bytes)
         stays = ~goes & (self._scores > _SAME)

@@ -70,12 +70,12 @@ class SharedNodes(Struct, frozen=True):
 def order_handles(
     editor: GraphEditor, state: StateNodes, handles: Iterable[str], patience_seconds: float
 ) -> SharedNodes:
-    """Reroute all present uses of `handles`, and of the position's handle, through new nodes that run after
-    a read of the sequence.
+    """Put a read of the sequence before all present uses of `handles` and of the position's handle.
 
-    `handles` are the nodes of the handles of variables and lookup tables, each once. Changes the graph's
-    nodes in place; returns the nodes that signatures share; nodes that are added later are not rerouted.
-    `patience_seconds` limits a reader's wait for an update.
+    The uses are rerouted through new nodes, which run after that read. `handles` are the nodes of the handles
+    of variables and lookup tables, each once. Changes the graph's nodes in place; returns the nodes that
+    signatures share; nodes that are added later are not rerouted. `patience_seconds` limits a reader's wait
+    for an update.
     """
     consumers = list(editor.graph_def.node)
     before = editor.node("before", "ReadVariableOp", [state.sequence], device=CPU, dtype=DType.INT64)
@@ -357,8 +357,9 @@ def _is_odd(sequence: Tensor) -> Tensor:
 
 
 def _assign_greater(handle: Tensor, value: Tensor) -> Tensor:
-    """Add an assignment that raises the variable, float64 [], to `value` if that is greater; return the
-    operation.
+    """Add an assignment that raises a variable to `value` if that is greater; return the operation.
+
+    The variable is a float64 [].
     """
     # This read and this write are two operations: of two calls at once one may be lost. A reader whose
     # request is lost, and whose next try is not clean, asks again.
@@ -435,8 +436,7 @@ def cut_out(graph_def: Proto, fetches: Sequence[str], feeds: Iterable[str]) -> F
 
 
 def _kept_outside(node: Proto) -> DType | None:
-    """Return the dtype of the output of a node that stays outside; None for a node that goes into the
-    function.
+    """Return the output's dtype of a node that stays outside the function; None if it goes inside.
 
     Large constants and stateful sources of handles stay outside. NotServable if the node outputs a reference.
     """

@@ -134,11 +134,10 @@ def make_updatable(
 
 
 def first_requests(schema: Schema, signatures: Mapping[str, Proto]) -> tuple[str, ...]:
-    """Return warm-up requests, in REST's JSON, for the signatures that a base adds, in the order to send
-    them.
+    """Return warm-up requests, in REST's JSON, for the signatures that a base adds.
 
-    They are the update to the newest position, the status, and, if `signatures` has the digest and `schema` a
-    chunk, a digest of the cheapest chunk.
+    In the order to send them, they are the update to the newest position, the status, and, if `signatures`
+    has the digest and `schema` a chunk, a digest of the cheapest chunk.
     """
     # The first call of a signature is prepared under a lock that all predictions take: 0.1 to 0.7 s. These
     # ask for all outputs, as agents and commands do; another choice of outputs would be prepared by itself. A
@@ -228,11 +227,10 @@ def _served(graph: InferenceGraph, found: Mapping[str, Use]) -> Served:
 
 
 def _variables(variables: tuple[GraphVariable, ...], found: Mapping[str, Use]) -> Served:
-    """Return the variables that deltas write, each with the nodes of its handles: several if restored from
-    one tensor.
+    """Return the variables that deltas write, each with the nodes of its handles.
 
-    `found` maps the node of each handle to its use. NotServable if variables that share a tensor have
-    different shapes or dtypes.
+    A tensor that is restored into several variables has several nodes. `found` maps the node of each handle
+    to its use. NotServable if variables that share a tensor have different shapes or dtypes.
     """
     # A variable is a table if every use in the graph reads it by rows; any other is dense.
     by_name: dict[str, list[GraphVariable]] = {}
@@ -282,8 +280,7 @@ def _isolate_signatures(
 
 
 def _add_asset(editor: GraphEditor, path: Path, schema: Schema, options: IncrementalOptions) -> Asset:
-    """Write the JSON file that describes the deltas of this base to `path`; return it as an asset of the
-    graph.
+    """Write the JSON file that describes this base's deltas to `path`; return it as an asset.
 
     Adds the asset's node to the graph. An existing file is overwritten; OSError if it cannot be written.
     """

@@ -212,8 +212,7 @@ class Overlay(Struct, frozen=True):
     pages: Tensor | None = None
 
     def gather(self, table: Tensor, first: int, ids: Tensor) -> Tensor:
-        """Add a gather of the present values of a table's rows, by row numbers `ids`, int64 [n]; return the
-        values.
+        """Add a gather of the present values of a table's rows `ids`, int64 [n]; return the values.
 
         `table` is the handle of the mapped table; `first` is the number of its first row in this overlay.
         """

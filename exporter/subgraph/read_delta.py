@@ -80,8 +80,7 @@ class DeltaForm(Struct, frozen=True):
         return _as_one(gathered)
 
     def take(self, arranged: Tensor) -> tuple[dict[ServedVariable, list[Tensor]], list[list[Tensor]]]:
-        """Unpack `RestoredRows.arranged` into tensors of own variables, by variable, and lists of tensors of
-        groups.
+        """Unpack `RestoredRows.arranged` into the tensors of own variables, by variable, and of groups.
 
         An own table has ids, int64, and rows; another own variable has its value, of which the first
         dimension is 0 (not in the delta) or 1. A group, in the order of `groups`, has ids, to which each
@@ -251,11 +250,10 @@ def read_delta(directory: Tensor, name: Tensor, position: Tensor, expected: Expe
 
 
 def _read_header(prefix: Tensor) -> Sequence[Tensor]:
-    """Add nodes that read the header at `prefix`; return its fields int64 [6], lineage and schema digest,
-    string [].
+    """Add nodes that read the header at `prefix`; return its fields, lineage and schema digest.
 
-    The fields are format version, first and last position, step, flags and number of rows. They are zeros and
-    empty strings if that fails, or if `prefix` is empty.
+    The fields, int64 [6], are format version, first and last position, step, flags and number of rows; the
+    others are string []. They are zeros and empty strings if that fails, or if `prefix` is empty.
     """
 
     def read(path: Tensor) -> tuple[Tensor, ...]:
@@ -405,8 +403,7 @@ def _numbers(numbers: Iterable[int]) -> Array:
 
 
 def _are_no_rows(ids: Tensor, counts: Tensor, limits: Array) -> Tensor:
-    """Return true, bool [n], for each table whose row numbers do not increase within 0 to its limit,
-    exclusive.
+    """Return a mask, bool [n]: tables whose row numbers do not increase from 0 to below their limits.
 
     `ids` has the row numbers of all tables, one after the other; `counts`, int64 [n], the number for each.
     """
@@ -546,11 +543,11 @@ def _out_of_line(read: Callable[[Tensor], list[Tensor]], path: Tensor) -> list[T
 def _unpack(
     rank: int, ids: Tensor, exact: Tensor, places: Tensor, codes: Tensor, *scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return all rows in the order of `ids`, and true, bool [], if each id has a row and places and scales
-    are valid.
+    """Return all rows in the order of `ids`, and true, bool [], if the delta's rows are valid.
 
-    `exact` are rows of this rank that are stored as they are, at the indices `places`; the others are
-    `codes`, in order, each multiplied by its number in `scales` (one tensor, or none).
+    They are valid if each id has a row, and places and scales are valid. `exact` are rows of this rank that
+    are stored as they are, at the indices `places`; the others are `codes`, in order, each multiplied by its
+    number in `scales` (one tensor, or none).
     """
     # Valid places increase; a valid scale is 0, or in the range in which no code overflows.
     ids, places, *of_rows = (tf.ensure_shape(numbers, [None]) for numbers in (ids, places, *scales))
@@ -585,8 +582,9 @@ def _taken_apart(whole: Tensor, kinds: Sequence[tuple[DType, list[int | None]]])
 
 
 def _kinds(variable: ServedVariable) -> list[tuple[DType, list[int | None]]]:
-    """Return dtype and static shape of each of a variable's tensors: row numbers, of a table only, and
-    values.
+    """Return dtype and static shape of each of a variable's tensors.
+
+    These are row numbers and rows of a table, and the value of a dense variable.
     """
     shapes: list[list[int | None]] = [[None]] if variable.is_table else []
     return list(zip(variable.dtypes, [*shapes, _shape(variable)], strict=True))

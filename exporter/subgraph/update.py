@@ -125,20 +125,18 @@ class Outlook(Struct, frozen=True):
         return cls(start, published, explicit, limit, is_step)
 
     def result(self, end: UpdateProgress) -> tuple[Tensor, Tensor]:
-        """Return position, step, unfinished target, rows and deltas at `end` as int64 [5], and the status,
-        string [].
-        """
+        """Return position, step, unfinished target, rows and deltas at `end`, int64 [5], and the status."""
         return end.numbers, _status(end, self)
 
 
 def update(up_to: Tensor, state: UpdateState, target: UpdateTarget, rules: UpdateRules) -> tuple[Tensor, ...]:
-    """Add the nodes of an update; return position, step, rows, deltas int64 [n], status string [n], and a
-    refusal.
+    """Add the nodes of an update; return position, step, rows, deltas, status and a refusal.
 
-    `up_to`, int64 [n], has the wanted positions, -1 for the newest. The update goes to the smallest of them;
-    the status of rows that want another one is `merged`. The refusal, string [], is empty, or the message
-    with which the caller has to let the call fail: a number below -1 was given, or an explicit target was not
-    reached and every row of the batch asked for that target.
+    They are int64 [n], except the status, string [n], and the refusal, string []. `up_to`, int64 [n], has the
+    wanted positions, -1 for the newest. The update goes to the smallest of them; the status of rows that want
+    another one is `merged`. The refusal is empty, or the message with which the caller has to let the call
+    fail: a number below -1 was given, or an explicit target was not reached and every row of the batch asked
+    for that target.
     """
     # A batching server may merge calls: the batch goes to the smallest target, and the status asks the other
     # rows' callers to call again. No caller ever gets beyond the position that it asked for.
@@ -241,12 +239,11 @@ def _list(
 
 
 def _choose(published: ListedDeltas, limit: Tensor, position: Tensor, refused: Tensor) -> Tensor:
-    """Return the index in `published` of the applicable delta with the greatest end, int64 []; -1 if there is
-    none.
+    """Return the index in `published` of the applicable delta with the greatest end, or -1: int64 [].
 
-    Applicable are deltas that are not `refused`, bool [n], begin at or before the position, and end beyond
-    it, at most at `limit`, and not before the target of an unfinished update. Of equal ends the delta that
-    begins last is chosen.
+    It is -1 if no delta is applicable. Applicable are deltas that are not `refused`, bool [n], begin at or
+    before the position, and end beyond it, at most at `limit`, and not before the target of an unfinished
+    update. Of equal ends the delta that begins last is chosen.
     """
     fits = (published.starts <= position[0]) & (published.ends > position[0]) & tf.logical_not(refused)
     # After an update that died half-way (position[2]) only a delta that ends at least there overwrites all
@@ -501,9 +498,7 @@ def _list_log(directory: Tensor) -> Tensor:
 
 
 def _within(directory: Tensor, pattern: str) -> Tensor:
-    """Return a pattern for `MatchingFiles`: `directory`, escaped, so that it matches literally, "/" and
-    `pattern`.
-    """
+    """Return the pattern `<directory>/<pattern>` for `MatchingFiles`, with `directory` taken literally."""
     literal = tf.strings.regex_replace(directory, _GLOB_CHARACTERS, r"\\\1")
     return tf.strings.join([literal, pattern], separator="/")
 
@@ -588,10 +583,10 @@ def one_at_a_time(
 
 
 def _exists(name: Tensor, kind: Mapping[str, Any]) -> Tensor:
-    """Add a lookup of the iterator `name`, string []; return true, bool [], or fail when run if none has that
-    name.
+    """Add a lookup of the iterator `name`, string []; return true, bool [].
 
-    `kind` has the iterator's `output_types` and `output_shapes`.
+    The lookup fails when run if no iterator has that name. `kind` has the iterator's `output_types` and
+    `output_shapes`.
     """
     found = tf.raw_ops.IteratorFromStringHandleV2(string_handle=name, **kind)
     with tf.control_dependencies([found]):
@@ -622,8 +617,9 @@ def _take(state: UpdateState, name: Tensor, before: Tensor, is_held: Tensor) -> 
 
 
 def _write_if(condition: Tensor, variable: Tensor, value: Tensor) -> Tensor:
-    """Add the operation that sets element 0 of a variable, given by its handle, to the scalar `value` if
-    `condition`.
+    """Add the operation that sets element 0 of a variable to the scalar `value` if `condition`; return it.
+
+    `variable` is the variable's handle.
     """
     # A scatter without indices writes nothing. No `tf.cond`, see `one_at_a_time`.
     first = tf.range(tf.cast(condition, tf.int32))

@@ -159,10 +159,10 @@ def add_stamps(
 
 
 def _batched(tensors: Sequence[SignatureTensor]) -> SignatureTensor:
-    """Return the tensor whose length is the batch size: the first of unknown length, else the first not
-    scalar.
+    """Return the tensor whose length is the batch size.
 
-    If all are scalars, it is the first of them. `tensors` must not be empty.
+    It is the first of unknown length, else the first that is not a scalar. If all are scalars, it is the
+    first of them. `tensors` must not be empty.
     """
     open_ = [t for t in tensors if t.shape and t.shape[0] is None]
     vectors = [t for t in tensors if t.shape != ()]
@@ -352,10 +352,9 @@ def digest(numbers: Tensor, state: UpdateState, target: UpdateTarget) -> tuple[T
 
 
 def _branch(variable: ServedVariable, target: UpdateTarget) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds nodes for the digest, int64 [], of a chunk of `variable`, given its first
-    row.
+    """Return a function that adds nodes for the digest of a chunk of `variable`.
 
-    The first row is an int64 []. The digest of strings is 0.
+    It takes the chunk's first row, int64 [], and returns the digest, int64 []. The digest of strings is 0.
     """
     dtype = tf.as_dtype(int(variable.dtype))
 
@@ -382,9 +381,7 @@ def _branch(variable: ServedVariable, target: UpdateTarget) -> Callable[[Tensor]
 
 
 def _digest_of(rows: Tensor, dtype: DType) -> Tensor:
-    """Add the nodes of `exporter.delta.chunk_digest.chunk_digest` of `rows`, of this dtype; return it, int64
-    [].
-    """
+    """Add the nodes of `chunk_digest.chunk_digest` for `rows` of this dtype; return the digest, int64 []."""
     flat = tf.reshape(rows, [-1])
     if dtype is not DType.BOOL:
         flat = tf.reshape(tf.bitcast(flat, f"uint{8 * word_size(dtype.numpy)}"), [-1])

@@ -106,10 +106,10 @@ class HandleLayout(Struct, frozen=True, dict=True):
 
     @cached_property
     def groups(self) -> list[TableGroup]:
-        """Return the groups of tables that are written together: parts of one variable, tables of one
-        overlay, and `MANY` tables or more that are alike.
+        """Return the groups of tables that are written together.
 
-        Tables are alike if they have rows of one shape and dtype and are on one device.
+        A group has the parts of one variable, the tables of one overlay, or at least `MANY` tables that are
+        alike. Tables are alike if they have rows of one shape and dtype and are on one device.
         """
         parts: dict[Any, list[tuple[ServedVariable, int]]] = {}
         alike: dict[Any, dict[ServedVariable, int]] = {}
@@ -262,10 +262,10 @@ class UpdateTarget(Struct, frozen=True):
     def _overlaid(
         self, own: Mapping[ServedVariable, Sequence[Tensor]], groups: Sequence[Sequence[Tensor]]
     ) -> dict[OverlayNodes, Sequence[Tensor]]:
-        """Return row numbers and rows that each overlay gets, from `own` and `groups` as `DeltaForm.take`
-        returns them.
+        """Return the row numbers and rows that each overlay gets.
 
-        Overlays that several tables share also have the number of rows for each table.
+        `own` and `groups` are as `DeltaForm.take` returns them. Overlays that several tables share also have
+        the number of rows for each table.
         """
         together = {
             group.home: taken
@@ -356,8 +356,7 @@ def write_snapshot(
     start: Tensor,
     end: Tensor,
 ) -> Tensor:
-    """Add the writes of all tensors while the sequence is odd; return the last operation, for others to wait
-    for.
+    """Add the writes of all tensors while the sequence is odd; return the last operation.
 
     `places` is the result of `target.places` for this delta. `start` and `end`, int64 [3], are the values of
     `position` during the writes and after them. Before the sequence becomes odd, it waits for the quiet that
@@ -411,8 +410,7 @@ def _scatter(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _grant_quiet(state: UpdateState) -> Tensor:
-    """Add a loop that waits for the quiet that readers ask for, at most 30 seconds; return the time at its
-    end.
+    """Add a wait for the quiet that readers ask for, at most 30 seconds; return the time at its end.
 
     The time is in seconds since 1970.
     """
@@ -440,10 +438,9 @@ def _apart(writes: Writes) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _in_parts(tables: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Cut the rows of a few tables into parts, to be written at the same time; return handle, ids, rows of
-    each.
+    """Return the tables' rows cut into parts, to be written at the same time: handle, ids, rows of each.
 
-    Of more than two tables each stays whole.
+    More than two tables stay whole.
     """
     # The kernel copies row by row in one thread (source: tensorflow/core/kernels/scatter_functor.h).
     count = _AT_ONCE // len(tables) if tables else 1
@@ -494,8 +491,7 @@ def write_rows(
 
 
 def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence: Tensor) -> Tensor:
-    """Add the assignments of the position, after all writes, and then of the sequence; return the last
-    operation.
+    """Add the assignments of the position, after all writes, and then of the sequence; return the last.
 
     `end`, int64 [3], and `sequence`, int64 [], are the new values.
     """
@@ -508,8 +504,9 @@ def _settle(state: UpdateState, end: Tensor, written: Sequence[Tensor], sequence
 
 
 def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
-    """Return the value to assign: `value` [1, ...] without its first axis if `changed`, else the variable's
-    own.
+    """Return the value to assign: `value` without its first axis if `changed`, else the variable's own.
+
+    `changed` is bool []; if it is true, `value` is [1, ...].
     """
     # The variable's own value is not copied: reading and assigning it share one buffer. The branch chooses
     # the value and the assignment is unconditional: servers with `enable_mlir_graph_optimization` lose the
@@ -522,10 +519,10 @@ def _value_if(handle: Tensor, changed: Tensor, value: Tensor) -> Tensor:
 
 
 def _import_if(handle: Tensor, changed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Add the replacement of a lookup table's entries by `keys` and `values` [1, n, ...], if `changed`, bool
-    [].
+    """Add the replacement of a lookup table's entries by `keys` and `values`, if `changed`.
 
-    Returns a tensor, equal to `changed`, that depends on the replacement.
+    Both are [1, n, ...], `changed` is bool []. Return a tensor, equal to `changed`, that depends on the
+    replacement.
     """
 
     # The kernels clear and fill a table under its lock: a lookup sees all old entries or all new ones
@@ -628,7 +625,8 @@ def _scatter_one_by_one(
 
 
 def position_vector(position: Tensor, step: Tensor, target: Tensor | int = SETTLED) -> Tensor:
-    """Return a value for the position variable, int64 [3]: position, step, and the target of an unfinished
-    update, -1 if none is under way.
+    """Return a value for the position variable, int64 [3]: position, step and target.
+
+    The target is that of an unfinished update, -1 if none is under way.
     """
     return tf.stack([position, step, tf.cast(target, tf.int64)])

@@ -150,12 +150,11 @@ class _Found(Struct, frozen=True):
 
 
 def _take_rows(geometry: TableGeometry, state: TableState, gone: Array, count: int) -> tuple[Array, int]:
-    """Return rows for `count` new keys (int64 [count]), and the new cursor, which is the first row never
-    used.
+    """Return rows for `count` new keys (int64 [count]), and the new cursor.
 
-    Rows of dropped keys, `gone`, are chosen first, then rows that were never used, then other free rows; only
-    then all of `index_rows` is read. Raises TableFull if there are too few rows, the errors of `state` if it
-    cannot be read.
+    The cursor is the first row that was never used. Rows of dropped keys, `gone`, are chosen first, then rows
+    that were never used, then other free rows; only then all of `index_rows` is read. Raises TableFull if
+    there are too few rows, the errors of `state` if it cannot be read.
     """
     cursor = int(state.keys(np.array([geometry.cursor_row]))[0])
     taken = np.sort(gone)[:count]
@@ -239,8 +238,10 @@ class _Area(Struct):
     def around(
         cls, geometry: TableGeometry, state: TableState, groups: Array, cleared: Array, placed: _Placed
     ) -> _Area:
-        """Read the windows of these groups (any order, repeats allowed), then empty the slots in `cleared`
-        and fill the slots in `placed`; slots outside of the windows are ignored.
+        """Return the area of these groups' windows, with the slots `cleared` emptied and `placed` filled.
+
+        Groups may have any order, and repeat. The windows are read from `state`; slots outside of them are
+        ignored. Errors of reading are those of `state`.
         """
         groups = distinct(groups)
         steps = np.minimum(np.diff(groups) * geometry.stride, WINDOW)
@@ -258,9 +259,7 @@ class _Area(Struct):
         return cls(geometry, groups, starts, slots, before, rows, keys)
 
     def changed(self) -> Elements:
-        """Return the slots, ascending, whose row differs from the one that was read, with their present
-        rows.
-        """
+        """Return the slots, ascending, that have another row than was read, with their present rows."""
         differ = np.flatnonzero(self.rows != self.before)
         return Elements(self.slots[differ], self.rows[differ])
 

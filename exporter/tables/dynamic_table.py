@@ -49,7 +49,7 @@ class ServedEmbedding:
     def from_config(cls, config: Mapping[str, Any]) -> Any:
         """Return the layer of `dynamic_embedding` that the config of a `trainable_embedding` describes.
 
-        Raises ValueError if a field is missing, UsageError if its default does not fit its dimension.
+        Raises ValueError if a field is missing, UsageError if the default does not fit `dim`.
         """
         missing = {"table", "dim", "dtype", "default", "combiner", "name"} - config.keys()
         if missing:
@@ -85,8 +85,9 @@ def _layer(table: DynamicTable, combiner: str | None, name: str) -> Any:
 
 
 def _keras() -> Any:
-    """Return the Keras module to make layers with: `tf_keras` if the program has imported it and not `keras`,
-    else `tf.keras`.
+    """Return the Keras module to make layers with: `tf_keras` or `tf.keras`.
+
+    It is `tf_keras` if the program has imported it and not `keras`.
     """
     if "tf_keras" in sys.modules and "keras" not in sys.modules:
         return sys.modules["tf_keras"]
@@ -112,8 +113,7 @@ class DynamicTable(TableLookups):
 
     @property
     def values(self) -> Any:
-        """The variable of the rows, [capacity, dim], made in the graph that is being built if it is not there
-        yet.
+        """The variable of the rows, [capacity, dim], made in the graph that is being built if missing.
 
         A checkpoint determines its first dimension later. Raises UsageError outside of a graph, or if
         something else has the name of one of the table's variables.

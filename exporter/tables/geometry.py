@@ -95,10 +95,10 @@ class TableGeometry(Struct, frozen=True):
 
     @classmethod
     def of_shapes(cls, groups: int, slots: int, capacity: int, defaults: int = 1) -> TableGeometry:
-        """Return the sizes of a published table, given the lengths of its `index_seeds`, `index_rows` and
-        `keys`.
+        """Return the sizes of a published table, given the lengths of its variables.
 
-        `defaults` is the number of its default rows. Raises ValueError if the lengths do not fit together.
+        They are the lengths of `index_seeds`, `index_rows` and `keys`. `defaults` is the number of its
+        default rows. Raises ValueError if the lengths do not fit together.
         """
         group_bits = groups.bit_length() - 1
         stride, rest = divmod(slots - WINDOW, groups) if groups > 0 else (0, 1)
@@ -157,8 +157,9 @@ class TableGeometry(Struct, frozen=True):
         return (hashed >> np.uint64(64 - self.group_bits)).view(np.int64)
 
     def slots_of(self, keys: Array, groups: Array, seeds: Array) -> Array:
-        """Return the slot number, int64, of each key (int64 [n]), given each key's group and that group's
-        seed (int64 [n]).
+        """Return the slot number, int64, of each key (int64 [n]).
+
+        `groups` has the group of each key, `seeds` the seed of that group, int64 [n] both.
         """
         return groups * self.stride + places_of(keys, seeds)
 
@@ -174,16 +175,16 @@ def keys_of(hashed: Array) -> Array:
 
 
 def places_of(keys: Array, seeds: Array) -> Array:
-    """Return each key's place in its group's window, int64 from 0 to WINDOW - 1, given its group's seed
-    (int64 [n]).
+    """Return each key's place in its group's window, int64 from 0 to WINDOW - 1.
+
+    `keys` are int64 [n]; `seeds`, int64 [n], are those of the keys' groups.
     """
     spread = (keys.view(np.uint64) + np.uint64(OFFSET)) * seeds.view(np.uint64)
     return (spread >> np.uint64(64 - WINDOW_BITS)).view(np.int64)
 
 
 def seeds(first: int, count: int) -> Array:
-    """Return the seeds with the numbers `first` to `first + count` (excluded), int64, in the order in which
-    they are tried.
+    """Return `count` seeds from number `first` on, int64, in the order in which they are tried.
 
     They are a fixed pseudorandom sequence of odd numbers.
     """
@@ -209,11 +210,10 @@ class TablePlan(Struct, frozen=True, eq=False):
     def of(
         cls, name: str, variable: EmbeddingVariable, defaults: Array, head_room: float, awaited: int = 0
     ) -> TablePlan:
-        """Plan a table for the keys of a variable and `awaited` more keys, with room for further ones:
-        `head_room` times as many, but at least 1,000.
+        """Plan a table for the keys of a variable and `awaited` more, with room for further keys.
 
-        `defaults` are the default rows [d, dim]. Raises UsageError if the table would have more than
-        `MAX_ROWS` rows.
+        The room is `head_room` times as many keys, but at least 1,000. `defaults` are the default rows [d,
+        dim]. Raises UsageError if the table would have more than `MAX_ROWS` rows.
         """
         geometry = TableGeometry.for_keys(variable.rows + awaited, head_room, len(defaults))
         if geometry.capacity > MAX_ROWS:
@@ -224,11 +224,11 @@ class TablePlan(Struct, frozen=True, eq=False):
         return cls(name, variable, geometry, defaults)
 
     def tensors(self, shard: int, offset: int) -> tuple[dict[str, TensorRef], int]:
-        """Return the table's four tensors by their names in `PARTS`, and the offset in the new shard behind
-        them.
+        """Return the table's four tensors by their names in `PARTS`, and the offset behind them.
 
         Stored keys and rows stay slices of the checkpoint's shards; the rest gets extents in `shard`, a
-        shard's number, from `offset` on. These extents have no checksum yet (0).
+        shard's number, from `offset` on; the returned offset is behind them. These extents have no checksum
+        yet (0).
         """
         size, place = self.geometry, _Allocation(shard, offset)
         parts, wide = self.variable.parts, self.variable.key_dtype is DType.INT64

@@ -77,10 +77,10 @@ class KeyIndex:
         return (self.row_keys, self.free, self.cursors, self.changed, self.is_recorded)
 
     def locked(self, function: Callable[[], Tensor]) -> Tensor:
-        """Run a function under the index's lock and return its result; waits while another caller holds the
-        lock.
+        """Run a function under the index's lock and return its result.
 
-        In a graph this adds the nodes that do so. The function itself must not use the lock.
+        Waits while another caller holds the lock. In a graph this adds the nodes that do so. The function
+        itself must not use the lock.
         """
         if tf.executing_eagerly():
             return self._lock.execute(function)
@@ -155,12 +155,11 @@ class KeyIndex:
             return tf.equal(self._lookup(keys), rows), keys
 
     def restore(self, keys: Tensor, rows: Tensor, also: Callable[[], list[Any]] = list) -> Any:
-        """Add the operation that assigns `rows` to `keys` (int64 [n] each, none twice) and removes all other
-        keys; return it.
+        """Add the operation that assigns `rows` to `keys` and removes all other keys; return it.
 
-        It runs under the lock. `also` adds operations that run before the index has the new rows. The record
-        of removed keys is cleared. Fails with InvalidArgumentError of TensorFlow, when it runs, if a row is
-        beyond the capacity.
+        `keys` and `rows` are int64 [n], no key and no row twice. It runs under the lock. `also` adds
+        operations that run before the index has the new rows. The record of removed keys is cleared. Fails
+        with InvalidArgumentError of TensorFlow, when it runs, if a row is beyond the capacity.
         """
         fits = tf.debugging.assert_less(
             tf.concat([[tf.constant(-1, tf.int64)], rows], 0),
@@ -213,8 +212,9 @@ class KeyIndex:
             return self.locked(change)
 
     def take_changed(self) -> Tensor:
-        """Return the rows (int64, ascending) that were assigned to keys since the last call, and clear this
-        record.
+        """Return the rows that were assigned to keys since the last call, and clear this record.
+
+        They are int64, ascending.
         """
         with self._at_home():
             rows = tf.where(tf.not_equal(self.changed.read_value(), 0))[:, 0]
@@ -236,14 +236,14 @@ class KeyIndex:
                 return tf.identity(keys)
 
     def _lookup(self, keys: Tensor) -> Tensor:
-        """Return the row that the hash table has for each key of a vector, `ABSENT` without one, whatever key
-        the row names.
+        """Return the row that the hash table has for each key of a vector, `ABSENT` without one.
+
+        The row may name another key.
         """
         return tf.ensure_shape(self.index.lookup(keys), [None])
 
     def _add(self, keys: Tensor) -> Tensor:
-        """Assign a row to each of `keys` that still has none, and return the rows of all keys, in their
-        order.
+        """Assign a row to each of `keys` that still has none; return the rows of all keys, in their order.
 
         Only for callers that hold the lock. Free rows are determined anew if too few seem to be left. Fails
         with InvalidArgumentError of TensorFlow, when it runs, if there are too few.
@@ -277,15 +277,17 @@ class KeyIndex:
             return tf.tensor_scatter_nd_update(found, tf.where(found < 0), rows)
 
     def _others_with(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Return the keys that have these rows now and are not the keys they are assigned to: an int64
-        vector, often empty.
+        """Return the keys that lose these rows: an int64 vector, often empty.
+
+        They have one of `rows` now, and are not the key in `keys` to which that row is assigned.
         """
         named = tf.gather(self.row_keys, rows)
         return tf.boolean_mask(named, tf.equal(self._lookup(named), rows) & tf.not_equal(named, keys))
 
     def _forget(self, keys: Tensor) -> list[Any]:
-        """Add the operations that remove keys from the index and, if `is_recorded` is true, record them as
-        removed; return these operations.
+        """Add and return the operations that remove keys from the index and record them as removed.
+
+        Nothing is recorded if `is_recorded` is false.
         """
         removed = self.index.remove(keys)
         with _after(removed):

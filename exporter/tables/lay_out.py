@@ -154,8 +154,7 @@ class IndexJob:
         )
 
     def _compare(self, batch: Iterable[KeyRun], receipt: Receipt) -> None:
-        """Record the checksums in a receipt, and compare the checksum of each tensor of which the last part
-        was read.
+        """Record the checksums in a receipt, and verify each tensor of which the last part was read.
 
         `batch` has the runs of the receipt's task. Raises CorruptFile if a checksum differs.
         """
@@ -233,10 +232,9 @@ def _ranges(table: TablePlan) -> KeyRanges:
 
 
 def _key_runs(table: TablePlan, admission: Admission, task_bytes: int) -> Iterator[KeyRun]:
-    """Yield a table's keys in order, in runs of up to `task_bytes`, each with the tensors that decide on
-    admission.
+    """Yield a table's keys in order, in runs of up to `task_bytes`.
 
-    A part without keys gets one empty run.
+    Each has the tensors that decide on admission. A part without keys gets one empty run.
     """
     variable, row = table.variable, 0
     has_freqs = admission.min_freq > 0 and all(part.freqs is not None for part in variable.parts)
@@ -365,10 +363,10 @@ class _Rest:
         self._zeros = 0
 
     def behind(self, ref: TensorRef, held: int, row: int, elements: Array) -> Iterator[SliceRef]:
-        """Yield the slices of a tensor after its first `held` rows: zeros up to row `row` (none if `held`
-        reaches it), then its last rows, `elements`.
+        """Yield the slices of a tensor after its first `held` rows: zeros, then its last rows, `elements`.
 
-        The elements are kept in memory, to be written by `put`.
+        The zeros reach up to row `row`; none if `held` reaches it. The elements are kept in memory, to be
+        written by `put`.
         """
         raw = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
         if row > held:
@@ -381,11 +379,10 @@ class _Rest:
         self._content += raw.tobytes()
 
     def put(self, directory: Directory, scratch: Path) -> str:
-        """Write both shards: the elements as a new object of the directory, the zeros as `ZEROS` in
-        `scratch`.
+        """Write both shards: the elements into the directory, the zeros as `ZEROS` into `scratch`.
 
-        Return the name of the first. Raises DiskFull or PublishError if one cannot be written, for example
-        because `ZEROS` exists already.
+        Return the name of the first, a new object of the directory. Raises DiskFull or PublishError if one
+        cannot be written, for example because `ZEROS` exists already.
         """
         # Named by its contents and never rewritten: so its tag stays the same, and so do plans that read it.
         name = f"tables-{hashlib.sha256(self._content).hexdigest()[:16]}.data"
@@ -402,8 +399,9 @@ def _tensors(catalog: Catalog, table: TablePlan) -> Iterator[TensorRef]:
 
 
 def _tails(table: TablePlan) -> dict[str, tuple[int, Array]]:
-    """Return the last rows of `keys` and `values`, by these names: the number of the first of them, and the
-    elements.
+    """Return the last rows of `keys` and `values`, by these names.
+
+    Each is the number of the first of these rows, and their elements.
     """
     geometry, variable = table.geometry, table.variable
     keys = np.zeros(geometry.capacity - geometry.cursor_row, np.int64)
@@ -487,8 +485,9 @@ class TableLayout(Struct, frozen=True, eq=False):
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """The names of all tensors of the checkpoint that tables are, or may be, read from, also frequencies
-        and versions.
+        """The names of the checkpoint's tensors from which tables may be read.
+
+        Frequencies and versions are among them.
         """
         parts = chain.from_iterable(table.variable.parts for table in self.tables)
         names = chain.from_iterable(part.tensor_names for part in parts)

@@ -37,12 +37,12 @@ class TableLookups(ABC):
         """Return the row number of each id (int64, any shape) in a tensor of the same shape."""
 
     def rows(self, ids: Any) -> Any:
-        """Return the row number of each id, in the form of `ids`: a tensor of any shape, a SparseTensor or a
-        RaggedTensor.
+        """Return the row number of each id, in the form of `ids`.
 
-        Ids are cast to int64. A `TrainableTable` gives new ids rows, and fails with InvalidArgumentError of
-        TensorFlow, when it runs, if it is full. A `DynamicTable` raises UsageError outside of a graph, or if
-        something else has the name of one of its variables.
+        That is a tensor of any shape, a SparseTensor or a RaggedTensor. Ids are cast to int64. A
+        `TrainableTable` gives new ids rows, and fails with InvalidArgumentError of TensorFlow, when it runs,
+        if it is full. A `DynamicTable` raises UsageError outside of a graph, or if something else has the
+        name of one of its variables.
         """
         if isinstance(ids, tf.SparseTensor):
             return tf.SparseTensor(ids.indices, self.rows(ids.values), ids.dense_shape)
@@ -60,11 +60,10 @@ class TableLookups(ABC):
         return tf.nn.embedding_lookup(self.values, self.rows(ids))
 
     def lookup_sparse(self, ids: Any, weights: Any = None, combiner: str = "mean") -> Any:
-        """Return the combined rows of each row of a SparseTensor of ids: [n, dim], where n is its number of
-        rows.
+        """Return the combined rows of the ids in each row of a SparseTensor: [n, dim].
 
-        `combiner` is "sum", "mean" or "sqrtn"; `weights` is a SparseTensor of the same indices, or None for 1
-        each. New ids, and errors, are as in `rows`.
+        n is the number of its rows. `combiner` is "sum", "mean" or "sqrtn"; `weights` is a SparseTensor of
+        the same indices, or None for 1 each. New ids, and errors, are as in `rows`.
         """
         return tf.nn.embedding_lookup_sparse(self.values, self.rows(ids), weights, combiner=combiner)
 
@@ -219,10 +218,10 @@ _RESHAPED = {"T": DType.INT64, "Tshape": DType.INT32}
 
 
 def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
-    """Fill in the sizes of tables, given by their names, in the constants of a graph and its functions, in
-    place.
+    """Fill in the sizes of tables in the constants of a graph and its functions, in place.
 
-    Constants of tables that are not in `tables` stay as they are. Raises GraphError if a constant is damaged.
+    `tables` has the sizes by the tables' names. Constants of tables that are not in `tables` stay as they
+    are. Raises GraphError if a constant is damaged.
     """
     for node in all_nodes(graph_def):
         if SIZE in node.attr:
@@ -234,10 +233,10 @@ def set_sizes(graph_def: Proto, tables: Mapping[str, TableGeometry]) -> None:
 
 
 def first_defaults(graph_def: Proto) -> dict[str, int]:
-    """Return the number of the first default row of each table that a graph looks up keys in, by the table's
-    name.
+    """Return the number of the first default row of each table of a graph, by the table's name.
 
-    It is read from constants of the graph and its functions. Raises GraphError if such a constant is damaged.
+    These are the tables that the graph looks up keys in. The numbers are read from constants of the graph and
+    its functions. Raises GraphError if such a constant is damaged.
     """
     found = {}
     for node in all_nodes(graph_def):

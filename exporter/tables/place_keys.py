@@ -58,10 +58,10 @@ class KeyRanges(Struct, frozen=True):
 
     @classmethod
     def of(cls, geometry: TableGeometry, count: int) -> KeyRanges:
-        """Return a table's ranges for about `count` keys: a power of two of them, with at most `RANGE_KEYS`
-        keys each on average.
+        """Return a table's ranges for about `count` keys; their number is a power of two.
 
-        A table with few groups has fewer ranges, of more keys.
+        A range has at most `RANGE_KEYS` keys on average. A table with few groups has fewer ranges, of more
+        keys.
         """
         wanted = max(0, (-(-count // RANGE_KEYS) - 1).bit_length())
         most = geometry.group_bits - (_LEAST_GROUPS - 1).bit_length()
@@ -121,10 +121,10 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def counted(self) -> tuple[TensorRef, ...]:
-        """The tensors of which the run reads a part: keys, then frequencies and versions if these decide on
-        admission.
+        """The tensors of which the run reads a part: keys, frequencies and versions.
 
-        The receipt has their checksums in this order.
+        Frequencies and versions only if they decide on admission. The receipt has their checksums in this
+        order.
         """
         return tuple(ref for ref in (self.keys, self.freqs, self.versions) if ref is not None)
 
@@ -153,14 +153,16 @@ class KeyRun(Struct, frozen=True):
 
     @property
     def written_bytes(self) -> int:
-        """The number of bytes of the run in the task's object: sorted keys, and keys as int64 if they are
-        written so.
+        """The number of bytes of the run in the task's object: sorted keys, and keys as int64.
+
+        The latter are written only if keys are stored as another type.
         """
         return self.sorted_bytes + (0 if self.is_wide else 8 * (self.stop - self.start))
 
     def part(self, ref: TensorRef) -> Range:
-        """Return the bytes of the run's elements of a tensor, which has one extent, as a range of the task's
-        input.
+        """Return the range of a task's input that has the run's elements of a tensor.
+
+        The tensor has one extent.
         """
         (extent,) = ref.extents
         size = ref.dtype.numpy.itemsize
@@ -237,12 +239,11 @@ class _Sorting:
         self._target, self._offset = target, offset
 
     def sort(self) -> None:
-        """Count the keys of each range, then read them again and write hashes and rows of each range to the
-        target file.
+        """Sort the run: write the hashes and rows of the keys of each range to the target file.
 
-        Sets `counts`, `read` and `wide_crc`. Raises CorruptFile if a key is not in its bucket,
-        CheckpointChanged or CheckpointError if a file became shorter or cannot be read, OSError if the target
-        cannot be written.
+        The keys are read twice, first to count those in each range. Sets `counts`, `read` and `wide_crc`.
+        Raises CorruptFile if a key is not in its bucket, CheckpointChanged or CheckpointError if a file
+        became shorter or cannot be read, OSError if the target cannot be written.
         """
         of_blocks = list(self._count())
         self.counts = np.sum([self.counts, *of_blocks], axis=0)
@@ -302,11 +303,10 @@ class _Sorting:
         return found if found.any() else None
 
     def _blocks(self, ref: TensorRef) -> Iterator[tuple[int, Array]]:
-        """Yield the run's elements of a tensor in blocks, each after the number of its first element in the
-        run.
+        """Yield the run's elements of a tensor in blocks, each with the number of its first element.
 
-        While iterating, raises CheckpointChanged if the file is gone or became shorter, CheckpointError if it
-        cannot be opened, OSError if reading fails.
+        The number counts within the run and comes first. While iterating, raises CheckpointChanged if the
+        file is gone or became shorter, CheckpointError if it cannot be opened, OSError if reading fails.
         """
         count, dtype, at = self.run.stop - self.run.start, ref.dtype.numpy, self.run.part(ref)
         with open_shard(self._catalog.shards[at.input]) as descriptor:
@@ -371,8 +371,9 @@ class RangeRun(Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """The number of the first range whose keys are not read: one range after `stop` is read, too, if
-        there is one.
+        """The number of the first range whose keys are not read.
+
+        One range after `stop` is read, too, if there is one.
         """
         return min(self.stop + 1, self.ranges.count)
 
@@ -483,11 +484,10 @@ class PlacedSlots(Struct, frozen=True, eq=False):
 
 
 def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) -> Iterator[PlacedSlots]:
-    """Yield seeds and slots of the ranges `start` (even) to `stop` in pieces, not in the order of their
-    numbers.
+    """Yield seeds and slots of the ranges `start` (even) to `stop`, in pieces.
 
-    `keys` reads the keys of a range. While iterating, raises KeyTwice if a key occurs twice, TableFull if
-    keys find no place, and the errors of `keys`.
+    The pieces are not in the order of their numbers. `keys` reads the keys of a range. While iterating,
+    raises KeyTwice if a key occurs twice, TableFull if keys find no place, and the errors of `keys`.
     """
     placing = _Placing(ranges, keys)
     empty = np.full(WINDOW, ranges.geometry.empty_row, np.int32)
@@ -509,9 +509,7 @@ def place_ranges(ranges: KeyRanges, start: int, stop: int, keys: KeysOfRange) ->
 
 
 def _inner(ranges: KeyRanges, number: int, seeds: Array, area: Array) -> PlacedSlots:
-    """Return seeds and slots of a range without the slots of the windows that it shares with its
-    neighbours.
-    """
+    """Return seeds and slots of a range, without the slots of the windows that neighbours share."""
     slots = np.ascontiguousarray(area[WINDOW:-WINDOW])
     return PlacedSlots(number * ranges.groups, seeds, number * ranges.slots + WINDOW, slots)
 
@@ -553,8 +551,7 @@ class _Placing(Struct, frozen=True):
         return chosen, area
 
     def _by_groups(self, number: int) -> tuple[Array, Array, Array]:
-        """Return hashes and rows of a range's served keys, ordered by groups, and the number of keys of each
-        group.
+        """Return hashes and rows of a range's served keys, ordered by groups, and each group's key count.
 
         Raises TableFull if there are more keys than slots, KeyTwice if one of these occurs twice; if some
         keys are not served, KeyTwice for any key that occurs twice. Also raises the errors of `keys`.
@@ -591,12 +588,11 @@ class _Placing(Struct, frozen=True):
 
 
 def _read_keys(run: RangeRun, places: Sequence[Located], number: int, most: int) -> tuple[Array, Array]:
-    """Return hashes (uint64) and rows (int32) of the keys of range `number`, at most `most` keys: see
-    `KeysOfRange`.
+    """Return hashes (uint64) and rows (int32) of at most `most` keys of range `number`.
 
-    They are read from files: `places` has the file and offset of each of the run's sections. Raises
-    CheckpointChanged if a file became shorter or is gone, CheckpointError if it cannot be opened, OSError if
-    reading fails.
+    The row of a key that is not served is `~row`. They are read from files: `places` has the file and offset
+    of each of the run's sections. Raises CheckpointChanged if a file became shorter or is gone,
+    CheckpointError if it cannot be opened, OSError if reading fails.
     """
     at = number - run.start
     count = min(sum(section.counts[at] for section in run.sections), most)

@@ -87,10 +87,9 @@ class _Groups(Struct):
         return _Groups(self.groups[left], self.firsts[left], self.windows[left], self.keys.take(left, axis=1))
 
     def under(self, seed: Array) -> Array:
-        """Return each key's slot under one seed, [size, groups], or under a vector of seeds, [size, seeds,
-        groups].
+        """Return each key's slot under one seed, or under each of several.
 
-        Seeds are uint64.
+        The result is [size, groups] for a scalar, [size, seeds, groups] for a vector. Seeds are uint64.
         """
         keys = self.keys[:, None, :] if seed.ndim else self.keys
         found = (keys * (seed[:, None] if seed.ndim else seed)) >> np.uint64(64 - WINDOW_BITS)
@@ -158,9 +157,7 @@ def _take(found: Array, occupied: Array, owner: Array) -> Array:
 
 
 def _refuse(left: _Groups, tried: int) -> None:
-    """Raise Crowded if a group has a key twice, or if the number of seeds `tried` has reached the limit; else
-    do nothing.
-    """
+    """Raise Crowded if a group has a key twice, or if `tried` seeds are the most allowed; else do nothing."""
     keys = (left.keys - np.uint64(OFFSET)).view(np.int64)
     ordered = np.sort(keys, axis=0)
     twice = (ordered[1:] == ordered[:-1]).any(axis=0)
@@ -206,10 +203,9 @@ def table_full(geometry: TableGeometry, keys: Array) -> TableFull:
 
 
 def _room_to_spread(geometry: TableGeometry, keys: Array) -> int | None:
-    """Return the least of 4, 8, 16, ... that, as `--table-head-room`, lets these keys (int64) be placed
-    easily.
+    """Return the least `--table-head-room` of 4, 8, 16, ... that spreads these keys (int64).
 
-    None if the table would then exceed the maximum number of rows.
+    Then these keys can be placed easily. None if the table would exceed the maximum number of rows.
     """
     hashed = np.sort(hashes_of(keys))
     near = WINDOW // geometry.stride  # groups whose windows overlap

@@ -245,8 +245,9 @@ def is_trainable_table(saveable: Any) -> bool:
 
 
 def _first_row(slot: Variable) -> Tensor:
-    """Return the first row, [1, ...], of a slot's initial value, computed on the device where that value is
-    made.
+    """Return the first row, [1, ...], of a slot's initial value.
+
+    It is computed on the device where that value is made.
     """
     value = slot.initial_value
     with tf.control_dependencies(None), value.graph.colocate_with(value.op, ignore_existing=True):
@@ -472,9 +473,7 @@ def _saved_table(layer: Any) -> Any:
 
 
 def _slots(optimizer: Any, rows: Any) -> list[Variable]:
-    """Return the variables that a Keras optimizer keeps for the weight `rows` and that have as many rows as
-    the weight.
-    """
+    """Return a Keras optimizer's variables for the weight `rows` that have as many rows as the weight."""
     stem = f"{rows.path.replace('/', '_')}_"
     found = [each for each in optimizer.variables if each.path.rpartition("/")[2].startswith(stem)]
     return [each.value for each in found if tuple(each.shape[:1]) == tuple(rows.shape[:1])]
