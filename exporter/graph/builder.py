@@ -219,11 +219,11 @@ def source_of(built: Built, request: GraphRequest) -> SourceGraph:
 
 
 def _main(model: str | Builder | None) -> BuilderFile | None:
-    """Return the Python file of a builder; None if there is none, or the file of a function is not a user's.
+    """Return the Python file of a builder; None if there is none, or if it belongs to an installed library.
 
-    Given as text, `pkg.mod:fn` or `path/file.py:fn`, the builder is not imported, and BuilderError is raised
-    if the file or the top-level module does not exist. Else it is the file that defines the function, or an
-    object's class.
+    Given as text, `pkg.mod:fn` or `path/file.py:fn`, the builder is not imported: then a library's file is
+    returned, too, and BuilderError is raised if the file or the top-level module does not exist. A function's
+    file is the file that defines it, an object's that of its class.
     """
     if isinstance(model, str):
         return find_builder(model.rpartition(":")[0])

@@ -156,7 +156,8 @@ class CalledBody:
     def live(self) -> frozenset[str]:
         """Return the names of the nodes that run for the roots, and of the arguments that they use; memoised.
 
-        Computing it records the calls that run, which `bodies` returns.
+        Computing it records the calls that run, which `bodies` returns. GraphError for an unknown type
+        number.
         """
         found, pending = set[str](), [*self._roots]
         while pending:
