@@ -596,6 +596,18 @@ def unreachable(exc: OSError) -> ExportError:
     return Unreachable(f"cannot reach {os.fsdecode(path)}", cause=cause)
 
 
+def is_unread(error: BaseException | None) -> bool:
+    """True if an error, or one that caused it, says that nothing is known of a file's bytes.
+
+    The system refused to read something that is there (no permission, EIO), or an object store did not
+    answer. False for a file that is missing, or that is not a regular file: that is damage.
+    """
+    while error is not None and not isinstance(error, OSError | StoreUnavailable | Unreachable):
+        error = error.__cause__
+    return error is not None and getattr(error, "errno", None) not in _NO_SUCH_FILE
+
+
+_NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE |= {errno.ENOLCK, errno.EOPNOTSUPP}  # without file locks two exporters could collide

@@ -55,7 +55,7 @@ class FileRange(Struct, frozen=True):
         except FileNotFoundError:
             raise CheckpointNotFound(f"there is no {path}") from None
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+            raise CheckpointError(f"cannot read {path}", cause=str(error)) from error
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
             raise CorruptFile(f"{path} is not a regular file")
         return cls(path, 0, found.st_size, FileIdentity.of(found))
@@ -85,7 +85,7 @@ class FileRange(Struct, frozen=True):
         except FileNotFoundError:
             raise CheckpointChanged(f"{self.path} vanished after it was read") from None
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}", cause=str(error)) from None
+            raise CheckpointError(f"cannot read {self.path}", cause=str(error)) from error
         try:
             if FileIdentity.of(os.fstat(descriptor)) != self.identity:
                 raise CheckpointChanged(f"{self.path} was replaced or written to after it was read")

@@ -195,7 +195,7 @@ def config_of(path: Path) -> str | None:
     """Return the model's config, in JSON, that Keras keeps beside its variables; None without one.
 
     None, too, for a model whose layers keep files: their vocabularies are not read. CorruptFile if the file
-    is not a config or cannot be read, CheckpointError if it cannot be fetched from a store.
+    is not a config, CheckpointError if it cannot be read.
     """
     file = path.joinpath(*_CONFIG)
     if not file.is_file() or (path / ASSETS_DIRECTORY).exists():
@@ -203,8 +203,10 @@ def config_of(path: Path) -> str | None:
     try:
         content = read_regular(file, _MAX_TREE_BYTES)
         found: _Config = decode(content, _Config, file.name, written=lambda _: b"")
-    except (DocumentError, OSError) as error:
+    except DocumentError as error:
         raise CorruptFile(f"{file} is damaged", cause=str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}", cause=str(error)) from error
     return found.config
 
 
@@ -240,7 +242,7 @@ def read_orbax(path: Path) -> Catalog:
     except FileNotFoundError as error:
         raise CheckpointChanged(f"{path} is being written or removed", cause=str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+        raise CheckpointError(f"cannot read {path}", cause=str(error)) from error
 
 
 def _read(path: Path) -> Catalog:
@@ -334,7 +336,7 @@ def _tree(item: Path) -> _Tree:
     except DocumentError as error:
         raise CorruptFile(f"{item / _TREE} is damaged", cause=str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {item / _TREE}", cause=str(error)) from None
+        raise CheckpointError(f"cannot read {item / _TREE}", cause=str(error)) from error
     return tree
 
 

@@ -173,7 +173,7 @@ def _read_index_file(path: Path) -> tuple[bytes, FileIdentity]:
     except FileNotFoundError:
         raise CheckpointNotFound(f"there is no {path}") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+        raise CheckpointError(f"cannot read {path}", cause=str(error)) from error
 
 
 def _identity(path: Path) -> FileIdentity:
@@ -343,7 +343,7 @@ def _shard_size(path: Path, reach: tuple[int, str], index: Path) -> int:
     except FileNotFoundError:
         raise MissingShard(f"there is no {path}", cause=f"{index} places {name[:99]!r} in it") from None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}", cause=str(error)) from None
+        raise CheckpointError(f"cannot read {path}", cause=str(error)) from error
     if not stat.S_ISREG(found.st_mode):
         raise CorruptFile(f"{path} is not a regular file")
     if found.st_size < end:

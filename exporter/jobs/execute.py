@@ -48,13 +48,17 @@ class Work(Struct, frozen=True):
 
 
 class TaskFailure(Struct, frozen=True):
-    """An error of `exporter.errors` by its class, and the machine that it happened on ("": not known)."""
+    """An error of `exporter.errors` by its class, and the machine that it happened on ("": not known).
+
+    `errno` is that of the OSError that caused it, None without one: see `is_unread`.
+    """
 
     error: str
     message: str
     cause: str
     hint: str
     host: str = ""
+    errno: int | None = None
 
 
 class Outcome(Struct, frozen=True):
@@ -73,7 +77,8 @@ class Outcome(Struct, frozen=True):
         assert self.failure is not None
         found: Any = getattr(errors, self.failure.error, ExportError)
         where = "" if self.failure.host in ("", gethostname()) else f"on {self.failure.host}: "
-        raise found(f"{where}{self.failure.message}", cause=self.failure.cause, hint=self.failure.hint)
+        error = found(f"{where}{self.failure.message}", cause=self.failure.cause, hint=self.failure.hint)
+        raise error from (None if self.failure.errno is None else OSError(self.failure.errno, error.cause))
 
 
 def encode(task: Task, directory: str, *, keep: bool) -> bytes:
@@ -108,8 +113,9 @@ def execute(work: bytes) -> bytes:
 
 def failed(error: ExportError) -> bytes:
     """Return an error encoded as an `Outcome`, with the name of this machine."""
-    failure = TaskFailure(type(error).__name__, error.message, error.cause, error.hint, gethostname())
-    return msgspec.json.encode(Outcome(failure=failure))
+    number = getattr(error.__cause__, "errno", None)
+    failed = TaskFailure(type(error).__name__, error.message, error.cause, error.hint, gethostname(), number)
+    return msgspec.json.encode(Outcome(failure=failed))
 
 
 def decode(outcome: bytes) -> Outcome:

@@ -32,6 +32,7 @@ from exporter.errors import (
     PublishError,
     ServerError,
     VerificationError,
+    is_unread,
     unreachable,
 )
 from exporter.newer_python import StrEnum
@@ -454,6 +455,9 @@ def damage(model: Path, found: VerifiedModel, ckpt_dir: Path | None) -> Iterator
         if isinstance(problem.error, NotTrusted):
             said = problem.error
             yield Finding(Code.UNTRUSTED, said.message, said.cause, said.hint)
+            continue
+        if is_unread(problem.error):
+            yield _unexamined(problem.error, Check.FILES)
             continue
         code = Code.NO_WAY if isinstance(problem.error, DeltaGap) else Code.DAMAGED
         remedy = _remedy(model, found.log, problem, ckpt_dir)
@@ -959,6 +963,9 @@ def _each(check: Check, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
             return [*look()]
         except (ExportError, OSError) as error:
             if is_last or not isinstance(error, FileNotFoundError | CheckpointError):
-                named = unreachable(error) if isinstance(error, OSError) else error
-                return [Finding(Code.UNEXAMINED, named.message, named.cause, named.hint, check=check.value)]
+                return [_unexamined(unreachable(error) if isinstance(error, OSError) else error, check)]
     raise AssertionError("the loop returns")
+
+
+def _unexamined(error: ExportError, check: Check) -> Finding:
+    return Finding(Code.UNEXAMINED, error.message, error.cause, error.hint, check=check.value)

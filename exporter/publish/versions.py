@@ -28,6 +28,7 @@ from exporter.errors import (
     NotUpdatable,
     TargetNotWritable,
     UsageError,
+    is_unread,
 )
 from exporter.publish.manifest import Manifest, ManifestHead, from_json, head_from_json
 from exporter.storage.files import (
@@ -439,11 +440,17 @@ def _open_manifest(directory: Path) -> Iterator[tuple[int, Path]]:
     try:
         descriptor = open_regular(path, follow=False)
     except OSError as exc:
-        raise ManifestError(f"{path} cannot be opened", cause=exc.strerror or "") from exc
+        raise unread_manifest(path, "opened", exc) from exc
     try:
         yield descriptor, path
     finally:
         close_quietly(descriptor)
+
+
+def unread_manifest(path: Path, what: str, exc: OSError) -> ManifestError:
+    """The error for a manifest that cannot be "opened" or "read"; its hint: remove only what is damaged."""
+    hint = MAKE_READABLE if is_unread(exc) else ""
+    return ManifestError(f"{path} cannot be {what}", cause=exc.strerror or str(exc), hint=hint)
 
 
 def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
@@ -451,7 +458,7 @@ def _parse(descriptor: int, path: Path, parse: Callable[[bytes], T]) -> T:
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as exc:
-        raise ManifestError(f"{path} cannot be read", cause=exc.strerror or "") from exc
+        raise unread_manifest(path, "read", exc) from exc
     if len(content) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path} is longer than {MAX_MANIFEST_BYTES} bytes")
     require_trusted(content, path.parent)
@@ -667,9 +674,12 @@ def _is_regular(path: Path) -> bool:
         raise _unreadable(path, exc) from exc
 
 
+MAKE_READABLE = "make it readable for this user, or move it away"
+
+
 def _unreadable(path: Path, exc: OSError) -> ManifestError:
     return ManifestError(
         f"{path} cannot be looked at: what is published there is not known",
         cause=exc.strerror or str(exc),
-        hint="make it readable for this user, or move it away",
+        hint=MAKE_READABLE,
     )

@@ -40,6 +40,7 @@ from exporter.publish.versions import (
     originals,
     published_versions,
     require_trusted,
+    unread_manifest,
 )
 from exporter.storage.files import Unchanged, is_gone, read_regular, regular_file
 from exporter.storage.layout import (
@@ -216,7 +217,7 @@ def _read_local(file: Path) -> tuple[Manifest, bytes]:
     try:
         content = read_regular(file, MAX_MANIFEST_BYTES)
     except OSError as error:
-        raise ManifestError(f"{file} cannot be read", cause=error.strerror or str(error)) from None
+        raise unread_manifest(file, "read", error) from error
     return _manifest(content, file), content
 
 

@@ -24,6 +24,7 @@ from exporter.errors import (
     TruncatedFile,
     UnsupportedFormat,
     VerificationError,
+    is_unread,
     unreachable,
 )
 from exporter.jobs.runner import LOCAL, Runner
@@ -241,7 +242,7 @@ def _damaged_deltas(log: DeltaLog) -> Iterator[Damage]:
         except (ExportError, OSError) as error:
             if not is_gone(delta.path):
                 yield _problem(delta.path, error)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             for path in delta.path.iterdir():  # of a model in a store: all deltas may be larger than the disk
                 mirror.forget(path)
 
@@ -250,7 +251,7 @@ def delta_damage(path: Path) -> str:
     """Read all files of the published delta at `path` and return a description of their damage; "" if intact.
 
     Also "" for errors that show no damage: the delta is gone, its files change meanwhile, the disk is full,
-    or the operating system refuses to read them.
+    or they cannot be read (`is_unread`).
     """
     try:
         manifest = read_manifest(path)
@@ -258,7 +259,7 @@ def delta_damage(path: Path) -> str:
         verify_files(path, manifest.tensors, manifest.files, prefix=Path(DELTA_NAME))
         verify_bytes(read_catalog(path / DELTA_NAME))
     except (ExportError, OSError) as error:
-        if not (is_gone(path) or isinstance(error, OSError)):
+        if not (is_gone(path) or is_unread(error)):
             with suppress(ExportError):
                 found = _problem(path, error).error
                 return ": ".join(filter(None, (found.message, found.cause)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -21,11 +20,12 @@ from exporter.publish.delta_log import log_path
 from exporter.publish.judge import Code, Finding, Level
 from exporter.publish.staging import Staging
 from exporter.storage.layout import STAGING_PREFIX
+from exporter.verify.log import delta_damage
 from tests.support.commands import Ran, export_model
 from tests.support.setting import Setting, followed
+from tests.support.users import as_user, needs_root
 
 ROOT = Path(__file__).parents[2]
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 
 
 class Place(Setting):
@@ -281,25 +281,6 @@ def test_nothing_published_is_a_position_error(tmp_path: Path) -> None:
     assert (ran.code, ran.error["error"]) == (5, "NotUpdatable")
 
 
-def as_user(uid: int, function: Callable[[], object]) -> object:
-    """What a function returns in a process of another user; what it needs is imported already."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
-            os.write(writer, json.dumps(function()).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(told)
-
-
 @needs_root
 def test_another_user_cannot_publish_and_reads_what_doctor_says(place: Place) -> None:
     assert place.findings() == []
@@ -317,6 +298,23 @@ def test_another_user_cannot_publish_and_reads_what_doctor_says(place: Place) ->
     file = place.model / "10" / "saved_model.pb"
     assert as_user(65534, lambda: os.access(file, os.R_OK)) is False
     assert place.findings() == [("permissions", "wrong")]
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["manifest.json", "delta.index", "delta.data-00000-of-00001", ""])
+def test_a_file_that_may_not_be_read_is_neither_damaged_nor_to_be_removed(place: Place, name: str) -> None:
+    assert export_model("merge", place.model, "-q").code == 0  # the single deltas are spare
+    delta = place.deltas[0]
+    (delta / name).chmod(0)
+
+    def look() -> object:
+        found = examine(place.model, None, now=time.time()).findings
+        return delta_damage(delta), [[each.code, each.check, each.command] for each in found]
+
+    damaged, found = as_user(65534, look)  # type: ignore[misc]  a pair, as `look` makes it
+    assert damaged == ""
+    assert (Code.UNEXAMINED, Check.FILES) in [(code, check) for code, check, _ in found]
+    assert not [each for each in found if each[0] == Code.DAMAGED or each[2].startswith("rm ")]
 
 
 def test_doctor_does_not_import_tensorflow(place: Place) -> None:
