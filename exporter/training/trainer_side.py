@@ -1163,6 +1163,7 @@ class Store:
         self.ckpt_dir = Path(ckpt_dir)
         self.path = self.ckpt_dir / "increments"
         self._state = os.path.join(str(ckpt_dir), "checkpoint")
+        self._has_warned = False
 
     def records(self) -> History:
         """Read the directory's manifests and markers; the history is empty without a directory.
@@ -1253,19 +1254,30 @@ class Store:
     def prune(self) -> None:
         """Remove increments that no full checkpoint needs, markers of lost checkpoints, and left-overs.
 
-        OSError if an increment cannot be renamed before its removal.
+        What cannot be removed stays, and is tried again by the next call; the first failure is logged.
         """
         prefixes = self._prefixes()
+        if not prefixes:  # or the directory cannot be listed just now
+            return
         oldest = min([step for step in map(step_in_name, prefixes) if step is not None] or [0])
         for name in _listed(self.path):
             if _NAME.fullmatch(name) and int(name[21:41]) <= oldest:
-                trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
-                (self.path / name).rename(trash)  # readers skip trash: they never see half an increment
-                shutil.rmtree(str(trash), ignore_errors=True)
+                self._discard(self.path / name)
             is_lost = name.endswith(".json") and name[: -len(".json")] not in prefixes
             if is_lost or name.startswith(_UNFINISHED):
                 with contextlib.suppress(OSError):
                     (self.path / name).unlink()
+
+    def _discard(self, increment: Path) -> None:
+        trash = self.path / f"{_TRASH}{secrets.token_hex(4)}"
+        try:
+            increment.rename(trash)  # readers skip trash: they never see half an increment
+        except OSError as error:
+            if not self._has_warned:
+                log.warning("increments: %s is not needed, and cannot be removed: %s", increment, error)
+            self._has_warned = True
+        else:
+            shutil.rmtree(str(trash), ignore_errors=True)
 
     def newest_full(self) -> Optional[FullCheckpoint]:
         """Return the full checkpoint that a trainer would restore now.
@@ -1680,7 +1692,6 @@ class Publisher:
             Refused: there is no full checkpoint to build on, or another training writes here, too.
             NotPublished: publishing failed for the third time in a row. An earlier failure is logged, and the
                 rows are kept for the next increment.
-            OSError: the increment was published, and one that is no longer needed cannot be removed.
         Errors of the session, TensorFlow's own, pass.
         """
         tip = self._tip
@@ -1712,7 +1723,6 @@ class Publisher:
         Raises:
             Refused: as `save`.
             NotPublished: it could not be written.
-            OSError: it was published, and an increment that is no longer needed cannot be removed.
         Errors of the session and of reading the checkpoint, TensorFlow's own, pass.
         """
         tip = self._tip

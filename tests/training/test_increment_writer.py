@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from exporter.increments.history import read_history
 from exporter.training import IncrementWriter
 from tests.support.increments import differing, full
 from tests.support.updatable import loaded
+from tests.support.users import as_user, needs_root
 
 ROWS, DIM = 50, 4
 KEYS = np.array([7, -1, 10**12, 3], np.int64)
@@ -147,6 +150,34 @@ def test_of_two_writers_the_first_ends(tmp_path: Path) -> None:
     IncrementWriter(tmp_path)
     with pytest.raises(UsageError, match="another training"):
         first.write(2, {"t": np.ones(3, np.float32)})
+
+
+@needs_root
+def test_what_cannot_be_pruned_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a directory that two users share: its sticky bit lets each remove only what is theirs."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # pytest's own keeps other users out
+        directory = Path(name)
+        training, writer = Training(directory), IncrementWriter(directory)
+        first = training.save(writer, 10)
+        old = [training.train(writer, step) for step in (20, 30)]
+        training.save(writer, 40)
+        for path in first.parent.glob(f"{first.name}.*"):
+            path.unlink()
+        for path in directory.rglob("*"):
+            os.chown(path, *((0, 0) if path in old else (65534, 65534)))
+        directory.chmod(0o777)
+        os.chown(directory / "increments", 0, 0)
+        (directory / "increments").chmod(0o1777)
+
+        def train_on() -> object:
+            again = IncrementWriter(directory)
+            written = [training.train(again, step) for step in (50, 60)]
+            return [str(path) for path in written], [each.message for each in caplog.records]
+
+        written, messages = as_user(65534, train_on)  # type: ignore[misc]  a pair, as `train_on` makes it
+        assert all(Path(path).is_dir() for path in [*written, *old])
+        (message,) = messages
+        assert f"{old[0]} is not needed, and cannot be removed" in message
 
 
 def test_it_needs_no_tensorflow(tmp_path: Path) -> None:
